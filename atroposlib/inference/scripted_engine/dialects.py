@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from atroposlib.inference.scripted_answers import made_up_logprobs
-from atroposlib.inference.scripted_engine.generation import Generated, GenerationRequest
+from atroposlib.inference.scripted_engine.generation import Generated, GenerationRequest, Refused
+
+if TYPE_CHECKING:
+    from atroposlib.inference.scripted_engine.server import ScriptedEngine
 
 MAX_LOGPROBS = 20
 """vLLM's --max-logprobs."""
@@ -23,35 +25,6 @@ SGLANG_DEFAULT_MAX_TOKENS = 128
 TRL_DEFAULT_MAX_TOKENS = 16
 
 Body = dict[str, Any]
-
-
-class Refused(Exception):
-    """A request that is answered with an error body."""
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        status: int = 400,
-        param: str | None = None,
-        retry_after_s: float | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.param = param
-        self.retry_after_s = retry_after_s
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
-    """The served model."""
-
-    name: str
-    tokenizer: Any
-    vocab_size: int
-    max_len: int
-    reports_spans: bool = True
-    weight_version: str = ""
 
 
 class Generations(NamedTuple):
@@ -72,23 +45,23 @@ def error_body(message: str, *, status: int, param: str | None = None) -> Body:
 # Requests.
 
 
-def read_completions(body: Body, model: Model) -> list[GenerationRequest]:
+def read_completions(body: Body, engine: ScriptedEngine) -> list[GenerationRequest]:
     """`/v1/completions`: a text, a list of ids, or lists of either."""
     prompt = body.get("prompt")
     if prompt is None or prompt == []:
         raise Refused("You must pass at least one prompt")
     if isinstance(prompt, str) or (isinstance(prompt, list) and isinstance(prompt[0], int)):
         prompt = [prompt]
-    return [_read_vllm(body, _to_tokens(one, model), model) for one in prompt]
+    return [_read_vllm(body, _to_tokens(one, engine), engine) for one in prompt]
 
 
-def read_chat(body: Body, model: Model) -> list[GenerationRequest]:
+def read_chat(body: Body, engine: ScriptedEngine) -> list[GenerationRequest]:
     """`/v1/chat/completions`: without a limit, as long as the context allows."""
     messages = body.get("messages")
     if not messages:
         raise Refused("You must pass at least one message")
     continues = bool(body.get("continue_final_message"))
-    tokens = model.tokenizer.apply_chat_template(
+    tokens = engine.tokenizer.apply_chat_template(
         messages,
         tokenize=True,
         add_generation_prompt=not continues and body.get("add_generation_prompt", True),
@@ -97,21 +70,21 @@ def read_chat(body: Body, model: Model) -> list[GenerationRequest]:
     limits = {key: body.get(key) for key in ("max_completion_tokens", "max_tokens")}
     limit = next((value for value in limits.values() if value is not None), None)
     if limit is None:
-        limit = max(1, model.max_len - len(tokens))
+        limit = max(1, engine.max_model_len - len(tokens))
     logprobs = body.get("top_logprobs") if body.get("logprobs") else None
-    return [_read_vllm({**body, "max_tokens": limit, "logprobs": logprobs}, list(tokens), model)]
+    return [_read_vllm({**body, "max_tokens": limit, "logprobs": logprobs}, list(tokens), engine)]
 
 
-def read_scale_out(body: Body, model: Model) -> list[GenerationRequest]:
+def read_scale_out(body: Body, engine: ScriptedEngine) -> list[GenerationRequest]:
     """vLLM's `/inference/v1/generate`."""
     tokens = body.get("token_ids")
     if not tokens:
         raise Refused("token_ids: List should have at least 1 item", param="token_ids")
     params = dict(body.get("sampling_params") or {})
-    return [_read_vllm({**params, "model": body.get("model")}, tokens, model)]
+    return [_read_vllm({**params, "model": body.get("model")}, tokens, engine)]
 
 
-def read_sglang(body: Body, model: Model) -> list[GenerationRequest]:
+def read_sglang(body: Body, engine: ScriptedEngine) -> list[GenerationRequest]:
     """SGLang's `/generate`: `input_ids` or `text`, one or several."""
     params = body.get("sampling_params") or {}
     prompts = body.get("input_ids")
@@ -124,42 +97,42 @@ def read_sglang(body: Body, model: Model) -> list[GenerationRequest]:
     limit = params.get("max_new_tokens")
     asks = []
     for prompt in prompts:
-        tokens = _to_tokens(prompt, model)
-        _check_prompt(tokens, model)
+        tokens = _to_tokens(prompt, engine)
+        _check_prompt(tokens, engine)
         asks.append(
             _ask(params, tokens, SGLANG_DEFAULT_MAX_TOKENS if limit is None else int(limit))
         )
     return asks
 
 
-def read_trl(body: Body, model: Model) -> list[GenerationRequest]:
+def read_trl(body: Body, engine: ScriptedEngine) -> list[GenerationRequest]:
     """`trl vllm-serve`'s `/generate/`: texts, or lists of ids in newer versions."""
     prompts = body.get("prompts")
     if not prompts:
         raise Refused("prompts: Field required", status=422, param="prompts")
     limit = int(body.get("max_tokens") or TRL_DEFAULT_MAX_TOKENS)
     params = {**body, **(body.get("generation_kwargs") or {})}
-    return [_ask(params, _to_tokens(prompt, model), limit) for prompt in prompts]
+    return [_ask(params, _to_tokens(prompt, engine), limit) for prompt in prompts]
 
 
-def _to_tokens(prompt: Any, model: Model) -> list[int]:
+def _to_tokens(prompt: Any, engine: ScriptedEngine) -> list[int]:
     if isinstance(prompt, str):
-        tokens: list[int] = model.tokenizer.encode(prompt)
+        tokens: list[int] = engine.tokenizer.encode(prompt)
         return tokens
     return list(prompt)
 
 
-def _read_vllm(body: Body, tokens: list[int], model: Model) -> GenerationRequest:
+def _read_vllm(body: Body, tokens: list[int], engine: ScriptedEngine) -> GenerationRequest:
     name = body.get("model")
-    if name and name != model.name:
+    if name and name != engine.model_name:
         raise Refused(
-            f"The model `{name}` does not exist. Valid aliases: {model.name}.",
+            f"The model `{name}` does not exist. Valid aliases: {engine.model_name}.",
             status=404,
             param="model",
         )
     if body.get("stream"):
         raise Refused("this engine does not stream", param="stream")
-    _check_prompt(tokens, model)
+    _check_prompt(tokens, engine)
     n, temperature = body.get("n"), body.get("temperature")
     n = 1 if n is None else int(n)
     if n < 1:
@@ -183,19 +156,19 @@ def _read_vllm(body: Body, tokens: list[int], model: Model) -> GenerationRequest
     limit = VLLM_DEFAULT_MAX_TOKENS if limit is None else int(limit)
     if limit < 1:
         raise Refused(f"max_tokens must be at least 1, got {limit}.", param="max_tokens")
-    return _ask(body, tokens, min(limit, model.max_len - len(tokens)))
+    return _ask(body, tokens, min(limit, engine.max_model_len - len(tokens)))
 
 
-def _check_prompt(tokens: list[int], model: Model) -> None:
-    if len(tokens) >= model.max_len:
+def _check_prompt(tokens: list[int], engine: ScriptedEngine) -> None:
+    if len(tokens) >= engine.max_model_len:
         raise Refused(
-            f"This model's maximum context length is {model.max_len} tokens. However, your prompt contains"
+            f"This model's maximum context length is {engine.max_model_len} tokens. However, your prompt contains"
             f" {len(tokens)} input tokens, which exceeds this limit even without any output tokens. Please reduce the"
             f" length of the input prompt. (parameter=input_tokens, value={len(tokens)})",
             param="input_tokens",
         )
-    if tokens and not 0 <= min(tokens) <= max(tokens) < model.vocab_size:
-        wrong = next(token for token in tokens if not 0 <= token < model.vocab_size)
+    if tokens and not 0 <= min(tokens) <= max(tokens) < engine.vocab_size:
+        wrong = next(token for token in tokens if not 0 <= token < engine.vocab_size)
         raise Refused(f"Token id {wrong} is out of vocabulary")
 
 
@@ -217,57 +190,57 @@ def _ask(params: Mapping[str, Any], tokens: list[int], limit: int) -> Generation
 # Answers.
 
 
-def write_completions(body: Body, results: Sequence[Generations], model: Model) -> Body:
+def write_completions(body: Body, results: Sequence[Generations], engine: ScriptedEngine) -> Body:
     """Choices prompt-major; ids only with `return_token_ids`."""
     choices: list[Body] = []
     for ask, samples in results:
         for sample in samples:
             choice = {
-                "index": len(choices),
+                **_choice(sample, body, index=len(choices)),
                 "text": sample.text,
-                "logprobs": _text_logprobs(sample, model)
-                if body.get("logprobs") is not None
-                else None,
-                "finish_reason": sample.finish_reason,
-                "stop_reason": sample.stop_reason,
-                "token_ids": sample.tokens if body.get("return_token_ids") else None,
-                "prompt_logprobs": _prompt_logprobs(ask, body.get("prompt_logprobs"), model),
+                "prompt_logprobs": _prompt_logprobs(ask, body.get("prompt_logprobs"), engine),
                 "prompt_token_ids": ask.prompt_tokens if body.get("return_token_ids") else None,
             }
-            if model.reports_spans:
+            if body.get("logprobs") is not None:
+                choice["logprobs"] = _text_logprobs(sample, engine)
+            if engine.script.reports_spans:
                 choice["weight_versions"] = [
                     {"weight_version": version, "num_tokens": num} for version, num in sample.spans
                 ]
             choices.append(choice)
-    return {**_envelope("cmpl", "text_completion", body, results, model), "choices": choices}
+    return {**_envelope("cmpl", "text_completion", body, results, engine), "choices": choices}
 
 
-def write_chat(body: Body, results: Sequence[Generations], model: Model) -> Body:
+def write_chat(body: Body, results: Sequence[Generations], engine: ScriptedEngine) -> Body:
     """Prompt ids are at the top level here, unlike in completions."""
     ((ask, samples),) = results
-    wants_ids = bool(body.get("return_token_ids"))
-    choices = [
-        {
-            "index": i,
-            "message": {"role": "assistant", "content": sample.text, "refusal": None},
-            "logprobs": {"content": _chat_logprobs(sample, model)}
-            if body.get("logprobs")
-            else None,
-            "finish_reason": sample.finish_reason,
-            "stop_reason": sample.stop_reason,
-            "token_ids": sample.tokens if wants_ids else None,
-        }
-        for i, sample in enumerate(samples)
-    ]
+    choices = []
+    for i, sample in enumerate(samples):
+        message = {"role": "assistant", "content": sample.text, "refusal": None}
+        choice = {**_choice(sample, body, index=i), "message": message}
+        if body.get("logprobs"):
+            choice["logprobs"] = {"content": _chat_logprobs(sample, engine)}
+        choices.append(choice)
     return {
-        **_envelope("chatcmpl", "chat.completion", body, results, model),
+        **_envelope("chatcmpl", "chat.completion", body, results, engine),
         "choices": choices,
-        "prompt_logprobs": _prompt_logprobs(ask, body.get("prompt_logprobs"), model),
-        "prompt_token_ids": ask.prompt_tokens if wants_ids else None,
+        "prompt_logprobs": _prompt_logprobs(ask, body.get("prompt_logprobs"), engine),
+        "prompt_token_ids": ask.prompt_tokens if body.get("return_token_ids") else None,
     }
 
 
-def write_scale_out(body: Body, results: Sequence[Generations], model: Model) -> Body:
+def _choice(sample: Generated, body: Body, *, index: int) -> Body:
+    """Return the fields that choices of both OpenAI routes have."""
+    return {
+        "index": index,
+        "logprobs": None,
+        "finish_reason": sample.finish_reason,
+        "stop_reason": sample.stop_reason,
+        "token_ids": sample.tokens if body.get("return_token_ids") else None,
+    }
+
+
+def write_scale_out(body: Body, results: Sequence[Generations], engine: ScriptedEngine) -> Body:
     """Ids and logprobs only, and the weight versions as `[start, end)`."""
     ((ask, samples),) = results
     params = body.get("sampling_params") or {}
@@ -294,20 +267,22 @@ def write_scale_out(body: Body, results: Sequence[Generations], model: Model) ->
                 "logprobs": {"content": content} if params.get("logprobs") is not None else None,
             }
         )
-    envelope = _envelope("", "", body, results, model)
+    envelope = _envelope("", "", body, results, engine)
     return {
         "request_id": body.get("request_id") or envelope["id"],
-        "model": model.name,
+        "model": engine.model_name,
         "created": 0,
         "usage": envelope["usage"],
-        "prompt_logprobs": _prompt_logprobs(ask, params.get("prompt_logprobs"), model),
+        "prompt_logprobs": _prompt_logprobs(ask, params.get("prompt_logprobs"), engine),
         "prompt_token_ids": ask.prompt_tokens if body.get("return_token_ids") else None,
         "output_mode": "tokens",
         "choices": choices,
     }
 
 
-def write_sglang(body: Body, results: Sequence[Generations], model: Model) -> Body | list[Body]:
+def write_sglang(
+    body: Body, results: Sequence[Generations], engine: ScriptedEngine
+) -> Body | list[Body]:
     """One object for one completion, a list for several."""
     answers: list[Body] = []
     for ask, samples in results:
@@ -317,23 +292,23 @@ def write_sglang(body: Body, results: Sequence[Generations], model: Model) -> Bo
                 reason["length"] = len(sample.tokens)
             elif sample.finish_reason == "stop":
                 matched = sample.stop_reason
-                reason["matched"] = model.tokenizer.eos_token_id if matched is None else matched
+                reason["matched"] = engine.tokenizer.eos_token_id if matched is None else matched
             meta: Body = {
                 "id": _id_of(body, len(answers)),
                 "finish_reason": reason,
                 "prompt_tokens": len(ask.prompt_tokens),
-                "weight_version": model.weight_version,
+                "weight_version": engine.weight_version,
                 "completion_tokens": len(sample.tokens),
                 "cached_tokens": 0,
                 "e2e_latency": 0.0,
             }
             if body.get("return_logprob"):
-                meta |= _sglang_logprobs(body, ask, sample, model)
+                meta |= _sglang_logprobs(body, ask, sample, engine)
             answers.append({"text": sample.text, "output_ids": sample.tokens, "meta_info": meta})
     return answers[0] if len(answers) == 1 else answers
 
 
-def write_trl(body: Body, results: Sequence[Generations], model: Model) -> Body:
+def write_trl(body: Body, results: Sequence[Generations], engine: ScriptedEngine) -> Body:
     """Completions prompt-major."""
     samples = [sample for _, all_samples in results for sample in all_samples]
     return {
@@ -344,7 +319,7 @@ def write_trl(body: Body, results: Sequence[Generations], model: Model) -> Body:
 
 
 def _envelope(
-    prefix: str, kind: str, body: Body, results: Sequence[Generations], model: Model
+    prefix: str, kind: str, body: Body, results: Sequence[Generations], engine: ScriptedEngine
 ) -> Body:
     prompt = sum(len(ask.prompt_tokens) for ask, _ in results)
     sampled = sum(len(sample.tokens) for _, samples in results for sample in samples)
@@ -352,7 +327,7 @@ def _envelope(
         "id": f"{prefix}-{_id_of(body, 0)}",
         "object": kind,
         "created": 0,
-        "model": model.name,
+        "model": engine.model_name,
         "system_fingerprint": "scripted",
         "usage": {
             "prompt_tokens": prompt,
@@ -367,14 +342,14 @@ def _id_of(body: Body, index: int) -> str:
     return hashlib.blake2b(repr((body, index)).encode(), digest_size=8).hexdigest()
 
 
-def _piece(token: int, model: Model) -> str:
+def _piece(token: int, engine: ScriptedEngine) -> str:
     """Return the text of a token; as in vLLM, "" for incomplete UTF-8."""
-    text: str = model.tokenizer.decode([token])
+    text: str = engine.tokenizer.decode([token])
     return "" if "\ufffd" in text else text
 
 
-def _text_logprobs(sample: Generated, model: Model) -> Body:
-    pieces = [_piece(token, model) for token in sample.tokens]
+def _text_logprobs(sample: Generated, engine: ScriptedEngine) -> Body:
+    pieces = [_piece(token, engine) for token in sample.tokens]
     return {
         "text_offset": [0, *accumulate(map(len, pieces))][:-1],
         "token_logprobs": sample.logprobs,
@@ -385,47 +360,49 @@ def _text_logprobs(sample: Generated, model: Model) -> Body:
     }
 
 
-def _chat_logprobs(sample: Generated, model: Model) -> list[Body]:
-    pieces = [_piece(token, model) for token in sample.tokens]
+def _chat_logprobs(sample: Generated, engine: ScriptedEngine) -> list[Body]:
+    pieces = [_piece(token, engine) for token in sample.tokens]
     return [
         {"token": piece, "logprob": logprob, "bytes": list(piece.encode()), "top_logprobs": []}
         for piece, logprob in zip(pieces, sample.logprobs, strict=False)
     ]
 
 
-def _likelier(token: int, logprob: float, num_top: int, model: Model) -> list[tuple[int, float]]:
+def _likelier(
+    token: int, logprob: float, num_top: int, engine: ScriptedEngine
+) -> list[tuple[int, float]]:
     """Return made-up ids that are more likely than `token`, best first."""
     return [
-        ((token + 1 + i) % model.vocab_size, logprob * (i + 1) / (num_top + 1))
+        ((token + 1 + i) % engine.vocab_size, logprob * (i + 1) / (num_top + 1))
         for i in range(num_top)
     ]
 
 
-def _prompt_values(ask: GenerationRequest, model: Model) -> list[float | None]:
+def _prompt_values(ask: GenerationRequest, engine: ScriptedEngine) -> list[float | None]:
     """[P] the logprobs of the prompt's own tokens; None at the first."""
     first, rest = ask.prompt_tokens[:1], ask.prompt_tokens[1:]
-    values = made_up_logprobs(first, rest, spans=[(model.weight_version, len(rest))])
+    values = made_up_logprobs(first, rest, spans=[(engine.weight_version, len(rest))])
     return [None, *values] if first else []
 
 
 def _prompt_logprobs(
-    ask: GenerationRequest, num_top: Any, model: Model
+    ask: GenerationRequest, num_top: Any, engine: ScriptedEngine
 ) -> list[Body | None] | None:
     """Return the `num_top` likeliest ids and the prompt's own at each position; None at the first."""
     if num_top is None:
         return None
     positions: list[Body | None] = []
-    for token, logprob in zip(ask.prompt_tokens, _prompt_values(ask, model), strict=True):
+    for token, logprob in zip(ask.prompt_tokens, _prompt_values(ask, engine), strict=True):
         if logprob is None:
             positions.append(None)
             continue
-        ranked = [*_likelier(token, logprob, int(num_top), model), (token, logprob)]
+        ranked = [*_likelier(token, logprob, int(num_top), engine), (token, logprob)]
         positions.append(
             {
                 str(other): {
                     "logprob": value,
                     "rank": rank,
-                    "decoded_token": _piece(other, model),
+                    "decoded_token": _piece(other, engine),
                 }
                 for rank, (other, value) in enumerate(ranked, 1)
             }
@@ -433,22 +410,24 @@ def _prompt_logprobs(
     return positions
 
 
-def _sglang_logprobs(body: Body, ask: GenerationRequest, sample: Generated, model: Model) -> Body:
+def _sglang_logprobs(
+    body: Body, ask: GenerationRequest, sample: Generated, engine: ScriptedEngine
+) -> Body:
     num_top = int(body.get("top_logprobs_num") or 0)
     start = body.get("logprob_start_len")
     if start is None or start < 0:
         start = len(ask.prompt_tokens)
-    prompt, own = ask.prompt_tokens[start:], _prompt_values(ask, model)[start:]
+    prompt, own = ask.prompt_tokens[start:], _prompt_values(ask, engine)[start:]
 
     def triple(logprob: float | None, token: int) -> list[Any]:
         wants_text = body.get("return_text_in_logprobs")
-        return [logprob, token, _piece(token, model) if wants_text else None]
+        return [logprob, token, _piece(token, engine) if wants_text else None]
 
     def top(values: Sequence[float | None], tokens: Sequence[int]) -> list[Any]:
         return [
             None
             if value is None
-            else [triple(v, t) for t, v in _likelier(token, value, num_top, model)]
+            else [triple(v, t) for t, v in _likelier(token, value, num_top, engine)]
             for value, token in zip(values, tokens, strict=True)
         ]
 

@@ -25,15 +25,23 @@ from atroposlib.inference.scripted_engine.script import Script
 PauseMode = Literal["abort", "wait", "keep"]
 PRINTABLE = range(32 + 3, 127 + 3)
 """Ids of printable ASCII in `ByteTokenizer`."""
-ANY_BYTE = range(3, 259)
 
 
-class QueueFull(Exception):
-    """Too many completions are queued."""
+class Refused(Exception):
+    """A request that is answered with an error body."""
 
-
-class Paused(Exception):
-    """Generation is paused and the script refuses requests meanwhile."""
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.retry_after_s = retry_after_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,8 +108,6 @@ class Generator:
         """Completions being generated."""
         self.num_waiting = 0
         """Completions in the queue."""
-        self.num_generated_tokens = 0
-        self.num_prompt_tokens = 0
         self.script = script
         self._rng = random.Random(script.seed)
         self._calls = 0
@@ -186,7 +192,7 @@ class Generator:
         """
         call, self._calls = self._calls, self._calls + 1
         if self.is_paused and self.script.while_paused == "refuse":
-            raise Paused
+            raise Refused("generation is paused", status=503)
         while self.is_paused:
             await self._changed.wait()
         plans = [self._plan(ask, choice, call) for choice in range(ask.n)]
@@ -206,13 +212,10 @@ class Generator:
         finally:
             self._flights.discard(flight)
             self._leave(ask.n)
-        samples = [
+        return [
             self._finish(ask, choice, plan, version, flight, sampled)
             for choice, plan in enumerate(plans)
         ]
-        self.num_prompt_tokens += len(ask.prompt_tokens)
-        self.num_generated_tokens += sum(len(sample.tokens) for sample in samples)
-        return samples
 
     def _plan(
         self, ask: GenerationRequest, choice: int, call: int
@@ -291,7 +294,7 @@ class Generator:
                 seed=self._seed(ask),
                 choice=0 if ask.greedy else choice,
                 spans=spans,
-                alphabet=PRINTABLE if self.script.alphabet == "text" else ANY_BYTE,
+                alphabet=PRINTABLE,
             )
             if reason == "stop":
                 tokens[-1] = self.tokenizer.eos_token_id
@@ -342,7 +345,9 @@ class Generator:
             return
         most = self.script.max_waiting
         if most is not None and self.num_waiting + n > most:
-            raise QueueFull
+            raise Refused(
+                "too many requests wait", status=429, retry_after_s=self.script.retry_after_s
+            )
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queue.append((n, turn))
         self.num_waiting += n

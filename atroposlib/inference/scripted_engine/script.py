@@ -11,9 +11,6 @@ from typing import Literal
 
 import msgspec
 
-FAULT_HEADER = "X-Script-Fault"
-"""A request with this header gets the `Fault` in it, as JSON, instead of the script's."""
-
 FaultKind = Literal[
     "status",
     "drop_before",
@@ -85,8 +82,6 @@ class Script(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Choice i is text i, modulo their number; empty: tokens are drawn from prompt, seed and choice."""
     lengths: tuple[int, int] | None = None
     """Minimum and maximum tokens of drawn completions, with EOS; None: as many as the request allows."""
-    alphabet: Literal["text", "bytes"] = "text"
-    """Drawn tokens are printable ASCII, or any byte (mostly not UTF-8)."""
     reports_spans: bool = True
     """Whether `/v1/completions` reports the weight version of each token. vLLM 0.32 does not."""
     while_paused: Literal["hold", "refuse"] = "hold"

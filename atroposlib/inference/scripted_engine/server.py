@@ -19,15 +19,13 @@ from aiohttp import web
 
 from atroposlib.inference.scripted_answers import ByteTokenizer, Respond
 from atroposlib.inference.scripted_engine import dialects
-from atroposlib.inference.scripted_engine.dialects import Generations, Model, Refused
+from atroposlib.inference.scripted_engine.dialects import Generations
 from atroposlib.inference.scripted_engine.generation import (
-    Generated,
     GenerationRequest,
     Generator,
-    Paused,
-    QueueFull,
+    Refused,
 )
-from atroposlib.inference.scripted_engine.script import FAULT_HEADER, Fault, Schedule, Script
+from atroposlib.inference.scripted_engine.script import Fault, Schedule, Script
 
 BACKLOG = 4096
 """Connections that may wait to be accepted: a client opens thousands at once."""
@@ -52,8 +50,8 @@ class ServedRequest:
 
 
 class _Dialect(NamedTuple):
-    read: Callable[[dict[str, Any], Model], list[GenerationRequest]]
-    write: Callable[[dict[str, Any], Sequence[Generations], Model], Any]
+    read: Callable[[dict[str, Any], ScriptedEngine], list[GenerationRequest]]
+    write: Callable[[dict[str, Any], Sequence[Generations], ScriptedEngine], Any]
 
 
 _SGLANG = _Dialect(dialects.read_sglang, dialects.write_sglang)
@@ -96,7 +94,7 @@ class ScriptedEngine:
         host: str = "127.0.0.1",
         port: int = 0,
     ) -> None:
-        self.tokenizer = tokenizer or ByteTokenizer()
+        self.tokenizer: Any = tokenizer or ByteTokenizer()
         self.model_name = model_name
         self.max_model_len = max_model_len
         self.vocab_size = int(getattr(self.tokenizer, "vocab_size", 0)) or len(tokenizer)
@@ -198,7 +196,7 @@ class ScriptedEngine:
         payload = await request.content.read()
         generates = path in self._generation_paths and request.method == "POST"
         try:
-            fault = self._fault_for(request, generates=generates)
+            fault = self._schedule.next(path, generates=generates, now_s=time.monotonic())
             if fault is not None:
                 self.counts[fault.kind] += 1
                 if fault.kind in ("drop_before", "status") and generates:
@@ -226,52 +224,21 @@ class ScriptedEngine:
         self.counts[f"status {reply.status}"] += 1
         return await _deliver(request, reply, fault)
 
-    def _fault_for(self, request: web.BaseRequest, *, generates: bool) -> Fault | None:
-        own = request.headers.get(FAULT_HEADER)
-        if own is not None:
-            try:
-                return msgspec.json.decode(own, type=Fault)
-            except msgspec.DecodeError as e:
-                raise Refused(f"{FAULT_HEADER}: {e}") from e
-        return self._schedule.next(request.path, generates=generates, now_s=time.monotonic())
-
     async def _generate(self, path: str, payload: bytes, fault: Fault | None) -> _Reply:
         body = _object(payload)
         dialect = _dialect_of(path, body)
-        asks = dialect.read(body, self._model())
+        asks = dialect.read(body, self)
         served = ServedRequest(path, body, None if fault is None else fault.kind)
         self.served.append(served)
-        samples = await self._sample(asks, swaps_weights=served.fault == "swap_weights")
+        swaps = served.fault == "swap_weights"
+        samples = await asyncio.gather(
+            *(self._generator.generate(ask, swaps_weights=swaps) for ask in asks)
+        )
         served.was_generated = True
         if served.fault == "wrong_lengths":
             samples[0][0].logprobs.pop()
         results = [Generations(ask, each) for ask, each in zip(asks, samples, strict=True)]
-        return _Reply(200, msgspec.json.encode(dialect.write(body, results, self._model())), {})
-
-    async def _sample(
-        self, asks: Sequence[GenerationRequest], *, swaps_weights: bool
-    ) -> list[list[Generated]]:
-        generate = self._generator.generate
-        try:
-            return await asyncio.gather(
-                *(generate(ask, swaps_weights=swaps_weights) for ask in asks)
-            )
-        except QueueFull:
-            raise Refused(
-                "too many requests wait", status=429, retry_after_s=self.script.retry_after_s
-            ) from None
-        except Paused:
-            raise Refused("generation is paused", status=503) from None
-
-    def _model(self) -> Model:
-        return Model(
-            name=self.model_name,
-            tokenizer=self.tokenizer,
-            vocab_size=self.vocab_size,
-            max_len=self.max_model_len,
-            reports_spans=self.script.reports_spans,
-            weight_version=self.weight_version,
-        )
+        return _Reply(200, msgspec.json.encode(dialect.write(body, results, self)), {})
 
     # Everything but generation.
 
@@ -302,7 +269,6 @@ class ScriptedEngine:
             "/get_weight_version": self._version,
             "/model_info": self._model_info,
             "/get_model_info": self._model_info,
-            "/metrics": self._metrics,
             "/script": self._show,
         }
         posts = {
@@ -346,20 +312,6 @@ class ScriptedEngine:
             "weight_version": self.weight_version,
         }
 
-    def _metrics(self, body: dict[str, Any]) -> bytes:
-        labels = f'{{engine="0",model_name="{self.model_name}"}}'
-        values = {
-            "vllm:num_requests_running": ("gauge", self.num_running),
-            "vllm:num_requests_waiting": ("gauge", self.num_waiting),
-            "vllm:prompt_tokens_total": ("counter", self._generator.num_prompt_tokens),
-            "vllm:generation_tokens_total": ("counter", self._generator.num_generated_tokens),
-        }
-        lines = [
-            f"# TYPE {name} {kind}\n{name}{labels} {float(value)}\n"
-            for name, (kind, value) in values.items()
-        ]
-        return "".join(lines).encode()
-
     def _show(self, body: dict[str, Any]) -> dict[str, Any]:
         return {"script": msgspec.to_builtins(self.script), "counts": dict(self.counts)}
 
@@ -372,7 +324,7 @@ class ScriptedEngine:
 
     def _tokenize(self, body: dict[str, Any]) -> Any:
         if body.get("messages") is not None:
-            tokens = dialects.read_chat({**body, "max_tokens": 1}, self._model())[0].prompt_tokens
+            tokens = dialects.read_chat({**body, "max_tokens": 1}, self)[0].prompt_tokens
         else:
             special = body.get("add_special_tokens", True)
             tokens = self.tokenizer.encode(body.get("prompt", ""), add_special_tokens=special)

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from atroposlib.errors import EngineProtocolError
 from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.scripted_answers import (
     ByteTokenizer,
@@ -24,7 +23,11 @@ from atroposlib.inference.scripted_answers import (
     made_up_logprobs,
 )
 from atroposlib.inference.servers.api_server import APIServer, TokenCompletions, WeightSpan
-from atroposlib.inference.servers.openai_routes import chat_completion_from, completion_from
+from atroposlib.inference.servers.openai_routes import (
+    chat_completion_from,
+    completion_body,
+    completion_from,
+)
 from atroposlib.inference.servers.reasoning import ReasoningConfig
 from atroposlib.inference.tools.tool_messages import as_dict
 
@@ -53,7 +56,6 @@ class ServerHarness(APIServer):
         self.requests: list[dict[str, Any]] = []
         """The keywords of every attempt, failed ones included."""
         self._faults: deque[Exception] = deque()
-        self._num_misaligned = 0
         self.response_map: dict[str, Any] = {}
         """Scripted chats by `conv_to_dictkey` of their messages, and completions by their prompt."""
         self.tokens_and_logprobs_map: dict[str, TokenCompletions] = {}
@@ -93,10 +95,6 @@ class ServerHarness(APIServer):
     def fail(self, error: Exception, *, times: int = 1) -> None:
         """Make the next `times` attempts raise `error`, for example `EngineUnavailable` or `ConnectionResetError`."""
         self._faults.extend([error] * times)
-
-    def misalign(self, *, times: int = 1) -> None:
-        """Fail the next `times` token requests as if the engine had returned one logprob too few."""
-        self._num_misaligned += times
 
     async def tokens_and_logprobs_completion(self, **kwargs: Any) -> Any:
         """Answer like an engine; like the other two calls, None if no script matches and `respond` is None."""
@@ -153,11 +151,6 @@ class ServerHarness(APIServer):
                     prompt, add_special_tokens="messages" not in kwargs
                 )
             answer = self._sample(list(prompt_tokens), prompt, call, kwargs)
-        if self._num_misaligned > 0:
-            self._num_misaligned -= 1
-            raise EngineProtocolError(
-                f"{len(answer.output_logprobs[0]) - 1} logprobs for {len(answer.output_tokens[0])} token ids"
-            )
         return answer
 
     def _prompt_of(self, messages: Sequence[Any]) -> str:
@@ -201,7 +194,7 @@ def create_chat_completion(
 ) -> Any:
     """Build a `ChatCompletion` from one text `n` times or a list of texts; one finish reason for all, or one each."""
     contents = [{"message": {"role": "assistant", "content": text}} for text in _repeated(resp, n)]
-    return chat_completion_from(_body("chat.completion", contents, finish_reason))
+    return chat_completion_from(_body(contents, finish_reason))
 
 
 def create_completion(
@@ -209,28 +202,21 @@ def create_completion(
 ) -> Any:
     """Build a `Completion` from one text `n` times or a list of texts; one finish reason for all, or one each."""
     contents = [{"text": text} for text in _repeated(resp, n)]
-    return completion_from(_body("text_completion", contents, finish_reason))
+    return completion_from(_body(contents, finish_reason))
 
 
 def _repeated(resp: str | Sequence[str], n: int) -> Sequence[str]:
     return [resp] * n if isinstance(resp, str) else resp
 
 
-def _body(
-    kind: str, contents: Sequence[dict[str, Any]], finish_reason: str | Sequence[str]
-) -> dict[str, Any]:
+def _body(contents: Sequence[dict[str, Any]], finish_reason: str | Sequence[str]) -> dict[str, Any]:
     """Return the body of a (chat) completion; `contents` holds the text or the message of each choice."""
     reasons = [finish_reason] * len(contents) if isinstance(finish_reason, str) else finish_reason
-    return {
-        "id": "test_id",
-        "object": kind,
-        "created": 0,
-        "model": "test_model",
-        "choices": [
-            {"index": i, "finish_reason": reason, "logprobs": None, **content}
-            for i, (content, reason) in enumerate(zip(contents, reasons, strict=True))
-        ],
-    }
+    choices = [
+        {**content, "finish_reason": reason}
+        for content, reason in zip(contents, reasons, strict=True)
+    ]
+    return {**completion_body(choices, model="test_model"), "id": "test_id", "created": 0}
 
 
 def _n(kwargs: Mapping[str, Any]) -> int:

@@ -37,8 +37,8 @@ def inference_urls(hostnames: list[str]) -> list[str]:
     The first `NUM_TRAINING_NODES` nodes train; each server uses `INFER_TP` GPUs (default 1). Raises ConfigError when
     no node is left for inference.
     """
-    num_training = _read_int("NUM_TRAINING_NODES", default=None, at_least=0)
-    gpus_per_server = _read_int("INFER_TP", default=1, at_least=1)
+    num_training = _read_int("NUM_TRAINING_NODES", at_least=0)
+    gpus_per_server = _read_int("INFER_TP", at_least=1, default="1")
     if gpus_per_server > GPUS_PER_NODE:
         raise ConfigError(
             f"INFER_TP={gpus_per_server} is more than the {GPUS_PER_NODE} GPUs of a node; list the servers by hand"
@@ -55,12 +55,10 @@ def inference_urls(hostnames: list[str]) -> list[str]:
     ]
 
 
-def _read_int(name: str, *, default: int | None, at_least: int) -> int:
-    text = os.environ.get(name)
+def _read_int(name: str, *, at_least: int, default: str | None = None) -> int:
+    text = os.environ.get(name, default)
     if text is None:
-        if default is None:
-            raise ConfigError(f"{name} must be set in a SLURM job: the number of training nodes")
-        return default
+        raise ConfigError(f"{name} must be set in a SLURM job")
     try:
         value = int(text)
     except ValueError as e:

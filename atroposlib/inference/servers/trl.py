@@ -10,8 +10,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import time
-import uuid
 from typing import Any, NamedTuple
 
 import msgspec
@@ -23,6 +21,7 @@ from atroposlib.inference.servers.http_peer import EngineHttpRejected
 from atroposlib.inference.servers.openai_routes import (
     CallKeywords,
     chat_completion_from,
+    completion_body,
     completion_from,
     read_request,
 )
@@ -113,21 +112,14 @@ class TrlVllmServer(TokenServer):
         if tools := request.body.pop("tools", None):
             options["tools"] = tools
         text = await asyncio.to_thread(self._render, request.body.pop("messages"), options)
-        answers, usage = await self._complete(text, request)
-        choices = [
-            {"message": {"role": "assistant", "content": text}, "finish_reason": reason}
-            for text, reason in answers
-        ]
-        return chat_completion_from(self._envelope("chat.completion", choices, usage))
+        return chat_completion_from(await self._complete(text, request, is_chat=True))
 
     async def _completion_wrapper(self, **kwargs: Any) -> Any:
         request = read_request(kwargs, timeout_s=self.config.timeout)
         prompt = request.body.pop("prompt")
         if not isinstance(prompt, str):
             raise ValueError(f"prompt is {type(prompt).__name__}, expected one text")
-        answers, usage = await self._complete(prompt, request)
-        choices = [{"text": text, "finish_reason": reason} for text, reason in answers]
-        return completion_from(self._envelope("text_completion", choices, usage))
+        return completion_from(await self._complete(prompt, request, is_chat=False))
 
     def _render(self, messages: list[Any], options: dict[str, Any]) -> str:
         dicts = [as_dict(message) for message in messages]
@@ -148,21 +140,25 @@ class TrlVllmServer(TokenServer):
         return text.removeprefix(bos) if doubled else text
 
     async def _complete(
-        self, prompt: str, request: CallKeywords
-    ) -> tuple[list[tuple[str, str]], dict[str, int] | None]:
-        """Return text and finish reason per completion, and the token counts if the server returns prompt ids."""
+        self, prompt: str, request: CallKeywords, *, is_chat: bool
+    ) -> dict[str, Any]:
+        """Return a completion's body; it has token counts if the server returns prompt ids."""
         sampled = await self._generate(prompt, request)
-        answers = await asyncio.to_thread(
+        choices: list[dict[str, Any]] = []
+        for text, reason in await self._read_texts(sampled, request):
+            content = (
+                {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
+            )
+            choices.append({**content, "finish_reason": reason})
+        num_tokens = None
+        if sampled.prompt_ids is not None:
+            num_tokens = len(sampled.prompt_ids), sum(map(len, sampled.token_ids))
+        return completion_body(choices, model=self.config.model_name, num_tokens=num_tokens)
+
+    async def _read_texts(self, sampled: TrlAnswer, request: CallKeywords) -> list[tuple[str, str]]:
+        return await asyncio.to_thread(
             lambda: [self._read_text(token_ids, request) for token_ids in sampled.token_ids]
         )
-        if sampled.prompt_ids is None:
-            return answers, None
-        num_prompt, num_sampled = len(sampled.prompt_ids), sum(map(len, sampled.token_ids))
-        return answers, {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_sampled,
-            "total_tokens": num_prompt + num_sampled,
-        }
 
     def _read_text(self, token_ids: list[int], request: CallKeywords) -> tuple[str, str]:
         """Decode up to the first stop string; the reason is "length" unless a stop string or ending token is found."""
@@ -178,20 +174,6 @@ class TrlVllmServer(TokenServer):
             enders = [*(request.body.get("stop_token_ids") or ()), *self.tokenizer.all_special_ids]
             is_ended = token_ids[-1] in enders
         return text, "stop" if is_ended else "length"
-
-    def _envelope(
-        self, kind: str, choices: list[dict[str, Any]], usage: dict[str, int] | None
-    ) -> dict[str, Any]:
-        return {
-            "id": uuid.uuid4().hex,
-            "object": kind,
-            "created": int(time.time()),
-            "model": self.config.model_name,
-            "choices": [
-                {"index": i, "logprobs": None, **choice} for i, choice in enumerate(choices)
-            ],
-            "usage": usage,
-        }
 
     # Tokens.
 
@@ -210,10 +192,7 @@ class TrlVllmServer(TokenServer):
                 f" that are not the {len(prompt_tokens)} sent"
             )
         # These servers stop at the stop string themselves; the text only shows why a completion ended.
-        answers = await asyncio.to_thread(
-            lambda: [self._read_text(token_ids, request) for token_ids in sampled.token_ids]
-        )
-        finish_reasons = [reason for _, reason in answers]
+        finish_reasons = [reason for _, reason in await self._read_texts(sampled, request)]
         return TokenCompletions(prompt_tokens, sampled.token_ids, sampled.logprobs, finish_reasons)
 
     def _no_logprobs(self) -> NotImplementedError:

@@ -13,8 +13,6 @@ import dataclasses
 import functools
 import logging
 import os
-import time
-import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -24,6 +22,7 @@ from atroposlib.errors import ConfigError, EngineProtocolError
 from atroposlib.inference.servers.api_server import TokenCompletions
 from atroposlib.inference.servers.openai_routes import (
     chat_completion_from,
+    completion_body,
     completion_from,
     import_openai,
 )
@@ -185,15 +184,7 @@ class ManagedServer:
             _describe(answer, messages, completions)
             has_calls = any("tool_calls" in reply for reply in replies)
             build = completion_with_tool_calls if has_calls else chat_completion_from
-            yield build(
-                {
-                    **self._envelope(turn, completions, "chat.completion"),
-                    "choices": [
-                        {"index": i, "message": reply, **_ending(sampled)}
-                        for i, (sampled, reply) in enumerate(zip(completions, replies, strict=True))
-                    ],
-                }
-            )
+            yield build(self._body(turn, completions, [{"message": reply} for reply in replies]))
             self._store.commit(turn, completions)
 
     async def completion(self, **kwargs: Any) -> Any:
@@ -209,15 +200,8 @@ class ManagedServer:
             turn, answer = await self._sample(turn, kwargs)
             completions = await self._read(answer, _stop_strings(kwargs))
             _describe(answer, None, completions)
-            yield completion_from(
-                {
-                    **self._envelope(turn, completions, "text_completion"),
-                    "choices": [
-                        {"index": i, "text": sampled.visible_text, **_ending(sampled)}
-                        for i, sampled in enumerate(completions)
-                    ],
-                }
-            )
+            texts = [{"text": sampled.visible_text} for sampled in completions]
+            yield completion_from(self._body(turn, completions, texts))
             self._store.commit(turn, completions)
 
     async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
@@ -493,21 +477,20 @@ class ManagedServer:
         reply["tool_calls"] = list(map(OpenAIToolCall.of, calls or ()))
         return reply, "length" if sampled.finish_reason == "length" else "tool_calls"
 
-    def _envelope(
-        self, turn: PendingTurn, completions: Sequence[SampledTurn], kind: str
+    def _body(
+        self,
+        turn: PendingTurn,
+        completions: Sequence[SampledTurn],
+        contents: Sequence[dict[str, Any]],
     ) -> dict[str, Any]:
+        """Return a completion's body; a choice ended by a stop string has it as `stop_reason`, as in vLLM."""
+        choices = []
+        for sampled, content in zip(completions, contents, strict=True):
+            stop = {} if sampled.stop is None else {"stop_reason": sampled.stop}
+            choices.append({**content, "finish_reason": sampled.finish_reason, **stop})
         num_sampled = sum(len(sampled.tokens) for sampled in completions)
-        return {
-            "id": str(uuid.uuid4()),
-            "object": kind,
-            "created": int(time.time()),
-            "model": self.server.config.model_name,
-            "usage": {
-                "prompt_tokens": len(turn.tokens),
-                "completion_tokens": num_sampled,
-                "total_tokens": len(turn.tokens) + num_sampled,
-            },
-        }
+        model = self.server.config.model_name
+        return completion_body(choices, model=model, num_tokens=(len(turn.tokens), num_sampled))
 
 
 @functools.cache
@@ -587,12 +570,6 @@ def find_stop(text: str, stops: Sequence[str], *, num_before: int) -> tuple[str 
         return None, len(text)
     at, stop = min(places)
     return stop, at
-
-
-def _ending(sampled: SampledTurn) -> dict[str, Any]:
-    """Return the fields that say how a choice ended, as in vLLM."""
-    ending = {"finish_reason": sampled.finish_reason, "logprobs": None}
-    return ending if sampled.stop is None else {**ending, "stop_reason": sampled.stop}
 
 
 def _reason(finish_reason: Any) -> str | None:

@@ -7,6 +7,7 @@ included, becomes an error body in the form of the API that was called. Called b
 from __future__ import annotations
 
 import asyncio
+import functools
 import hmac
 import logging
 import math
@@ -195,12 +196,8 @@ class Routes:
     async def _chat(self, request: Request) -> Response:
         session = await self._session(request)
         body = await self._body(request, chat.AgentChatBody)
-
-        def write(answer: AgentAnswer) -> Response:
-            if body.stream:
-                return _stream(chat.stream(answer, shows_usage=body.shows_usage), answer)
-            return _json(chat.write(answer), answer)
-
+        stream = functools.partial(chat.stream, shows_usage=body.shows_usage)
+        write = _writer(chat.write, stream, streams=body.stream)
         return await session.run(session.ask(chat.read(body), write), gone=_gone(request))
 
     async def _render(self, request: Request) -> Response:
@@ -225,11 +222,8 @@ class Routes:
             wants_logprobs=body.logprobs is not None,
         )
 
-        def write(answer: AgentAnswer) -> Response:
-            if body.stream:
-                return _stream(completions.stream(answer, shows_usage=body.shows_usage), answer)
-            return _json(completions.write(answer), answer)
-
+        stream = functools.partial(completions.stream, shows_usage=body.shows_usage)
+        write = _writer(completions.write, stream, streams=body.stream)
         call = session.complete(completions.read_prompt(body), ask, write)
         return await session.run(call, gone=_gone(request))
 
@@ -239,11 +233,12 @@ class Routes:
         ask, conversation = responses.read(body, session.responses)
         limit = self._sessions.limits.max_nodes
 
+        whole = functools.partial(responses.write, body=body)
+        stream = functools.partial(responses.stream, body=body)
+        respond = _writer(whole, stream, streams=body.stream)
+
         def write(answer: AgentAnswer) -> Response:
-            if body.stream:
-                written = _stream(responses.stream(answer, body), answer)
-            else:
-                written = _json(responses.write(answer, body), answer)
+            written = respond(answer)
             if body.store is not False:
                 responses.remember(session.responses, answer, conversation, at_most=limit)
             return written
@@ -254,11 +249,7 @@ class Routes:
         session = await self._session(request)
         body = await self._body(request, messages.MessagesBody)
 
-        def write(answer: AgentAnswer) -> Response:
-            if body.stream:
-                return _stream(messages.stream(answer), answer)
-            return _json(messages.write(answer), answer)
-
+        write = _writer(messages.write, messages.stream, streams=body.stream)
         return await session.run(session.ask(messages.read(body), write), gone=_gone(request))
 
     async def _count_tokens(self, request: Request) -> Response:
@@ -394,19 +385,27 @@ def _same(given: str | None, secret: str) -> bool:
     return given is not None and hmac.compare_digest(given.encode(), secret.encode())
 
 
-def _json(content: Any, answer: AgentAnswer | None = None, *, status: int = 200) -> Response:
+def _json(content: Any, *, status: int = 200) -> Response:
     body = msgspec.json.encode(content)
-    return Response(
-        body, status_code=status, media_type="application/json", headers=_dropped(answer)
-    )
+    return Response(body, status_code=status, media_type="application/json")
 
 
-def _stream(events: Iterable[bytes], answer: AgentAnswer) -> Response:
-    headers = {"Cache-Control": "no-cache", **_dropped(answer)}
-    return Response(b"".join(events), media_type="text/event-stream", headers=headers)
+def _writer(
+    write: Callable[[AgentAnswer], Any],
+    stream: Callable[[AgentAnswer], Iterable[bytes]],
+    *,
+    streams: bool | None,
+) -> Callable[[AgentAnswer], Response]:
+    """Return the function that turns an answer into a response: events if it `streams`, else JSON."""
 
+    def written(answer: AgentAnswer) -> Response:
+        if streams:
+            response = Response(b"".join(stream(answer)), media_type="text/event-stream")
+            response.headers["Cache-Control"] = "no-cache"
+        else:
+            response = _json(write(answer))
+        if answer.dropped:
+            response.headers[DROPPED_HEADER] = ", ".join(answer.dropped)
+        return response
 
-def _dropped(answer: AgentAnswer | None) -> dict[str, str]:
-    if answer is None or not answer.dropped:
-        return {}
-    return {DROPPED_HEADER: ", ".join(answer.dropped)}
+    return written

@@ -39,11 +39,8 @@ from atroposlib.inference.servers.pacing import start_slot
 from atroposlib.inference.servers.reasoning import ReasoningConfig
 from atroposlib.inference.servers.sampling_notes import recorded
 from atroposlib.inference.servers.vllm import VLLMServer
-from atroposlib.inference.sessions.managed_server import (
-    DummyManagedServer,
-    ManagedServer,
-    TextSession,
-)
+from atroposlib.inference.sessions.managed_server import ManagedServer
+from atroposlib.inference.sessions.text_sessions import DummyManagedServer, TextSession
 from atroposlib.inference.slurm import inference_urls, list_hostnames
 
 logger = logging.getLogger(__name__)

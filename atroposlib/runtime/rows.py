@@ -22,7 +22,7 @@ from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.dataset_env import DatasetEnv
 from atroposlib.inference.servers.sampling_notes import AnsweredRequest, ItemRecord, Text
 from atroposlib.inference.servers.usage import Usage, usage_of
-from atroposlib.inference.sessions.managed_server import DummyManagedServer
+from atroposlib.inference.sessions.text_sessions import DummyManagedServer
 from atroposlib.runtime.masking import without_secrets
 from atroposlib.scored_data import ScoredGroup
 from atroposlib.utils.json_lines import on_one_line

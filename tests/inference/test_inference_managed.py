@@ -17,10 +17,10 @@ from atroposlib.inference.harness import (
 )
 from atroposlib.inference.servers.api_server import TokenCompletions
 from atroposlib.inference.sessions.managed_server import (
-    DummyManagedServer,
     ManagedServer,
     SequenceNode,
 )
+from atroposlib.inference.sessions.text_sessions import DummyManagedServer
 from tests.inference.helpers_templates import user
 
 TOKENIZER = ByteTokenizer()

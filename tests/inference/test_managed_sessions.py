@@ -18,7 +18,6 @@ from atroposlib.inference.harness import ByteTokenizer, ServerHarness, create_ch
 from atroposlib.inference.manager import ServerManager
 from atroposlib.inference.servers.api_server import WeightSpan
 from atroposlib.inference.sessions.managed_server import (
-    DummyManagedServer,
     ManagedServer,
     ManagedServerAdapter,
     SequenceNode,
@@ -31,6 +30,7 @@ from atroposlib.inference.sessions.sequences import (
     SequenceStore,
     train_once,
 )
+from atroposlib.inference.sessions.text_sessions import DummyManagedServer
 from tests.inference.helpers_templates import CHATML, ToldEngine, make_tokenizer, user
 
 TOKENIZER = make_tokenizer(CHATML, eos="<|im_end|>")

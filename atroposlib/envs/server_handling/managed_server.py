@@ -1,3 +1,4 @@
 """The original's import path of `atroposlib.inference.sessions.managed_server`."""
 
 from atroposlib.inference.sessions.managed_server import *
+from atroposlib.inference.sessions.text_sessions import DummyManagedServer as DummyManagedServer

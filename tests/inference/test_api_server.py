@@ -321,9 +321,8 @@ async def test_evaluation_takes_its_slots_out_of_the_same_limit() -> None:
         asyncio.create_task(server.chat_completion(messages=HELLO, split=split))
         for split in ["eval"] * 40 + ["train"] * 60
     ]
-    await eventually(lambda: len(server.requests) == 100)
-    assert server.concurrency is not None
-    server._apply_limit(server.concurrency)
+    await eventually(lambda: len(server.requests) == 64)
+    assert (server.eval_sem.in_use, server.sem.in_use) == (40, 24)
     assert (server.eval_sem.capacity, server.sem.capacity) == (64, 24)
     for ask in asks:
         ask.cancel()

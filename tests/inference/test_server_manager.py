@@ -52,7 +52,7 @@ def num_requests(servers: list[Harness]) -> list[int]:
 
 
 async def test_calls_follow_the_free_slots() -> None:
-    manager, servers = harnesses(2, num_max_requests_at_once=40)
+    manager, servers = harnesses(2, num_max_requests_at_once=40, adaptive_concurrency=False)
     servers[0].sem.update_limit(10)
     for server in servers:
         server.delay_s = 0.2  # all calls start before the first ends

@@ -295,7 +295,8 @@ class APIServer(ABC):
         """Return the free slots of a budget, negative if requests are waiting; evaluation also uses training slots."""
         if split != "train":
             return self.eval_sem.capacity - self.num_assigned["eval"]
-        return self.sem.capacity - self.num_assigned["train"] - self.num_assigned["eval"]
+        slots = self.sem.capacity + self.eval_sem.in_use
+        return slots - self.num_assigned["train"] - self.num_assigned["eval"]
 
     @property
     def is_avoided(self) -> bool:
@@ -602,6 +603,7 @@ class APIServer(ABC):
             await asyncio.sleep(pause_s)
         began = time.monotonic()
         controller.start(began)
+        self._apply_limit(controller)
         try:
             answer = await send(**kwargs)
             now = time.monotonic()

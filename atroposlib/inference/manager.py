@@ -1,6 +1,9 @@
 """All inference servers of an environment behind one object, `BaseEnv.server`.
 
-`_choose` alone picks the server of a call: the healthy one with the most free slots, those with recent failures last.
+`_choose` alone picks the server of a call: among the healthy ones with a free slot and no recent failure, the one whose
+load, times its recent seconds per token, is least. Equally fast servers thus get equally many requests, and one that is
+four times slower a quarter of that. Load counts at once, speed only when answers show it, so a burst is spread as well.
+
 The manager also splits calls for many completions and opens managed sessions. A session stays on one server, so that
 its prefix stays cached and its turns come from one engine; if that engine stays down, the session fails with
 `EngineDown`. Any other failed call is retried on another server, within its retry limit, never on two at once.
@@ -9,7 +12,6 @@ its prefix stays cached and its turns come from one engine; if that engine stays
 from __future__ import annotations
 
 import asyncio
-import functools
 import inspect
 import logging
 import os
@@ -37,6 +39,7 @@ from atroposlib.inference.servers.choices import part_of, run_together, split_n,
 from atroposlib.inference.servers.openai import OpenAIServer
 from atroposlib.inference.servers.pacing import start_slot
 from atroposlib.inference.servers.reasoning import ReasoningConfig
+from atroposlib.inference.servers.recent_answers import mean_answer
 from atroposlib.inference.servers.sampling_notes import recorded
 from atroposlib.inference.servers.vllm import VLLMServer
 from atroposlib.inference.sessions.managed_server import ManagedServer
@@ -108,10 +111,7 @@ class ServerManager:
             server_class(config, reasoning_config=reasoning_config) for config in entries
         ]
         for server in self.servers:
-            server.is_another_healthy = functools.partial(self._is_another_healthy, server)
-
-    def _is_another_healthy(self, server: APIServer) -> bool:
-        return any(other.server_healthy for other in self.servers if other is not server)
+            server.fleet = self.servers
 
     @property
     def gives_token_ids(self) -> bool:
@@ -207,12 +207,12 @@ class ServerManager:
             try:
                 answer = await getattr(server, method)(**kwargs)
             except EngineDown:
-                if server.server_healthy or not self._is_another_healthy(server):
+                if server.server_healthy or not server.is_another_healthy():
                     raise
             except (EngineRejected, EngineProtocolError) as e:
                 refused.append(server)
                 failed.append(server)
-                if len(refused) > 1 or not self._is_another_healthy(server):
+                if len(refused) > 1 or not server.is_another_healthy():
                     raise
                 retries.note(e)
             except Exception as e:
@@ -233,10 +233,10 @@ class ServerManager:
     async def _choose(
         self, split: str = "train", *, after: Collection[APIServer] = ()
     ) -> APIServer:
-        """Return the healthy server with the most free slots; if none is healthy, wait for the first.
+        """Return the healthy server with the least load times seconds per token; if none is healthy, wait for one.
 
-        Servers with recent failures come after the others, those in `after` last. Raises EngineDown when none becomes
-        healthy within the longest `health_wait_s`.
+        Servers without a free slot come after the others, then those with recent failures, those in `after` last.
+        Raises EngineDown when none becomes healthy within the longest `health_wait_s`.
         """
         servers = self.servers
         if len(servers) == 1:
@@ -246,18 +246,22 @@ class ServerManager:
         if not any(server.server_healthy for server in servers):
             await self._wait_for_any()
         # No await from here to the call: another call must not choose before this one takes its slot.
-        best: APIServer | None = None
-        best_rank = (False, False, 0)
+        mean = mean_answer([server.recent for server in servers])
+
+        def rank(server: APIServer) -> tuple[bool, bool, bool, float, float]:
+            load = server.load(split)
+            expected = load * server.recent.seconds_per_token(mean)
+            return server not in after, not server.is_avoided, load <= 1, -expected, -load
+
+        ready = []
         for server in servers:
-            if not server.server_healthy:
+            if server.server_healthy:
+                ready.append(server)
+            else:
                 server.look_again()  # no request waits for it, so nothing else probes it
-                continue
-            rank = (server not in after, not server.is_avoided, server.num_free(split))
-            if best is None or rank > best_rank:
-                best, best_rank = server, rank
-        if best is None:
+        if not ready:
             raise EngineDown(f"no inference server is ready. {self._reasons()}")
-        return best
+        return max(ready, key=rank)
 
     async def _wait_for_any(self) -> None:
         """Return when a server is healthy, or after the longest `health_wait_s`."""

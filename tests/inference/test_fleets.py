@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,14 @@ from atroposlib.inference.harness import ServerHarness
 from atroposlib.inference.manager import ServerManager
 from atroposlib.inference.servers.api_server import MAX_ATTEMPTS, TokenCompletions
 from atroposlib.inference.servers.http_peer import EngineHttpRejected
+from benchmarks._simulated_engine import Server
+from benchmarks._simulated_fleet import (
+    Fleet,
+    MostFreeSlots,
+    batching,
+    simulate,
+    with_slots,
+)
 
 NUM_CALLS, AT_ONCE, ANSWER_S = 160, 32, 0.01
 
@@ -45,8 +54,8 @@ def fleet(num: int, bad: Member) -> ServerManager:
     """Return a manager of `num` servers, the bad one first."""
     members: list[Any] = [bad, *(Member(i, takes_s=ANSWER_S) for i in range(1, num))]
     manager = ServerManager([member.config for member in members])
-    for made, member in zip(manager.servers, members, strict=True):
-        member.is_another_healthy = made.is_another_healthy
+    for member in members:
+        member.fleet = members
     manager.servers = members
     return manager
 
@@ -170,3 +179,72 @@ async def test_equal_seeds_are_counted_on_over_the_parts_of_a_call(n: int) -> No
         )
     await manager.tokens_and_logprobs_completion(input_ids=[65], n=n, seed=5)
     assert sorted(seeds) == list(range(5, 5 + n))
+
+
+# Servers of unequal speed, in virtual time.
+
+STEADY = [(20.0, 60.0)]
+
+
+def gain(servers: list[Server], num_requests: int, **options: Any) -> float:
+    """Return the tokens per second, relative to a choice by free slots alone."""
+    [[ours], [by_slots]] = (
+        simulate(servers, num_requests, spans=STEADY, manager_class=kind, **options)
+        for kind in (ServerManager, MostFreeSlots)
+    )
+    return ours.tokens_per_s / by_slots.tokens_per_s
+
+
+@pytest.mark.parametrize("num_managers", [1, 4])
+@pytest.mark.parametrize(("num", "least"), [(8, 1.2), (16, 1.1)])
+@pytest.mark.parametrize("kind", [with_slots, batching])
+def test_few_requests_prefer_the_faster_server(
+    kind: Callable[[float], Server], num: int, least: float, num_managers: int
+) -> None:
+    assert gain([kind(1), kind(4)], num, num_managers=num_managers) >= least
+
+
+@pytest.mark.parametrize("num", [8, 32, 128])
+@pytest.mark.parametrize("kind", [with_slots, batching])
+def test_equal_servers_lose_nothing(kind: Callable[[float], Server], num: int) -> None:
+    assert gain([kind(1), kind(1)], num) >= 0.98
+
+
+def test_many_requests_wait_less_at_the_slower_server() -> None:
+    servers = [with_slots(1), with_slots(4)]
+    [[ours], [by_slots]] = (
+        simulate(servers, 128, spans=STEADY, manager_class=kind)
+        for kind in (ServerManager, MostFreeSlots)
+    )
+    assert ours.p99_s <= 0.8 * by_slots.p99_s
+    assert ours.tokens_per_s >= 0.98 * by_slots.tokens_per_s
+
+
+@pytest.mark.parametrize("num", [2, 16])
+def test_a_server_that_is_slow_for_a_minute_is_avoided_then_and_used_again_later(num: int) -> None:
+    async def slow_down(fleet: Fleet) -> None:
+        for slowness in (8.0, 1.0):
+            await asyncio.sleep(60)
+            fleet.engines[0].server = with_slots(slowness)
+
+    servers = [with_slots(), with_slots()]
+    before, meanwhile, after = simulate(
+        servers, num, spans=[(0, 60), (70, 120), (130, 180)], change=slow_down
+    )
+    assert meanwhile.tokens_per_s >= 0.65 * before.tokens_per_s  # by free slots: 0.56
+    assert after.tokens_per_s >= 0.97 * before.tokens_per_s
+
+
+def test_a_server_that_fails_at_once_looks_by_no_means_fast_and_is_fully_used_again() -> None:
+    async def fail(fleet: Fleet) -> None:
+        await asyncio.sleep(60)
+        fleet.engines[0].server = replace(with_slots(), refuses_all=True)
+        await asyncio.sleep(10)
+        fleet.engines[0].server = with_slots()
+
+    servers = [with_slots(), with_slots()]
+    before, meanwhile, after = simulate(
+        servers, 64, spans=[(20, 60), (60, 70), (80, 120)], change=fail
+    )
+    assert meanwhile.tokens_per_s >= 0.5 * before.tokens_per_s
+    assert after.tokens_per_s >= 0.97 * before.tokens_per_s

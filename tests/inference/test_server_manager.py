@@ -71,8 +71,8 @@ async def test_evaluation_has_slots_of_its_own_and_makes_a_server_less_free_for_
     for _ in range(4):  # a few begin in each round
         await asyncio.sleep(0)
     assert [server.num_assigned["eval"] for server in servers] == [4, 4]
-    assert servers[0].num_free("train") == 60
-    assert servers[0].num_free("eval") == 0
+    assert servers[0].load("train") == 5 / 64
+    assert servers[0].load("eval") == 5 / 4
     await asyncio.gather(*evaluations)
 
 
@@ -285,7 +285,7 @@ async def test_an_open_session_is_load_but_no_waiting_request() -> None:
     manager, servers = harnesses(1)
     async with manager.managed_server(tokenizer=ByteTokenizer()):
         metrics = await manager.wandb_metrics()
-        assert servers[0].num_free() == 63
+        assert servers[0].load() == 2 / 64
     assert metrics["server/server_0_requests_waiting"] == 0.0
 
 

@@ -30,6 +30,7 @@ from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.servers.concurrency import ConcurrencyController
 from atroposlib.inference.servers.limiter import AsyncSemWithAdaptiveWeight
 from atroposlib.inference.servers.reasoning import ReasoningConfig
+from atroposlib.inference.servers.recent_answers import RecentAnswers
 from atroposlib.inference.servers.sampling_notes import AnsweredRequest, note_sampling, recorded
 from atroposlib.patience import MAX_RETRY_AFTER_S, Backoff
 from atroposlib.utils.tracing import note_request
@@ -233,8 +234,9 @@ class APIServer(ABC):
                 config.num_max_requests_at_once + config.num_requests_for_eval
             )
             self._apply_limit(self.concurrency)
-        self.is_another_healthy: Callable[[], bool] = lambda: False
-        """Whether another server is healthy; set by `ServerManager`."""
+        self.fleet: Sequence[APIServer] = ()
+        """All servers of the manager; set by `ServerManager`."""
+        self.recent = RecentAnswers()
         self._num_calls = 0
         """Unfinished requests."""
         self._num_blamed = 0
@@ -291,12 +293,20 @@ class APIServer(ABC):
         if self.concurrency is not None:
             self.concurrency.share = max(self.sem.weight, 1.0 / self.sem.max_val)
 
-    def num_free(self, split: str = "train") -> int:
-        """Return the free slots of a budget, negative if requests are waiting; evaluation also uses training slots."""
+    def is_another_healthy(self) -> bool:
+        """Whether another server of the fleet is healthy."""
+        return any(other.server_healthy for other in self.fleet if other is not self)
+
+    def load(self, split: str = "train") -> float:
+        """Return the used share of a budget's slots after one more request; above 1, that request waits for a slot.
+
+        For training, requests and slots of evaluation count as well.
+        """
+        num_eval = self.num_assigned["eval"]
         if split != "train":
-            return self.eval_sem.capacity - self.num_assigned["eval"]
+            return (num_eval + 1) / self.eval_sem.capacity
         slots = self.sem.capacity + self.eval_sem.in_use
-        return slots - self.num_assigned["train"] - self.num_assigned["eval"]
+        return (self.num_assigned["train"] + num_eval + 1) / slots
 
     @property
     def is_avoided(self) -> bool:
@@ -523,6 +533,7 @@ class APIServer(ABC):
                     num_in, num_out = token_counts(answer)
                     self.num_tokens_in += num_in
                     self.num_tokens_out += num_out
+                    self._note_speed(answer, seconds)
                     self._record(kwargs, answer, seconds)
                     note_request(
                         duration_s=seconds,
@@ -538,6 +549,12 @@ class APIServer(ABC):
         finally:
             self.num_assigned[split] -= 1
             self._num_calls -= 1
+
+    def _note_speed(self, answer: Any, seconds: float) -> None:
+        if num_tokens := longest_completion(answer):
+            for server in self.fleet:
+                server.recent.fade(len(self.fleet))
+            self.recent.add(seconds, num_tokens)
 
     def _record(self, kwargs: dict[str, Any], answer: Any, seconds: float) -> None:
         if (record := recorded()) is not None:

@@ -1,0 +1,53 @@
+"""The time per token of servers: from the fleet's recent answers."""
+
+from __future__ import annotations
+
+import pytest
+
+from atroposlib.errors import EngineUnavailable
+from atroposlib.inference.config import APIServerConfig
+from atroposlib.inference.harness import ServerHarness
+from atroposlib.inference.servers.recent_answers import NUM_ANSWERS, RecentAnswers, mean_answer
+
+
+def answered(fleet: list[RecentAnswers], number: int, *, seconds: float, times: int = 1) -> None:
+    for _ in range(times):
+        for recent in fleet:
+            recent.fade(len(fleet))
+        fleet[number].add(seconds, 10)
+
+
+def times(fleet: list[RecentAnswers]) -> list[float]:
+    mean = mean_answer(fleet)
+    return [recent.seconds_per_token(mean) for recent in fleet]
+
+
+def test_without_answers_all_servers_are_equally_fast() -> None:
+    assert times([RecentAnswers(), RecentAnswers()]) == [1.0, 1.0]
+
+
+def test_a_server_that_became_slower_is_known_after_as_many_answers_as_count() -> None:
+    fleet = [RecentAnswers(), RecentAnswers()]
+    for seconds in (1.0, 4.0):
+        for _ in range(3 * NUM_ANSWERS):
+            answered(fleet, 0, seconds=seconds)
+            answered(fleet, 1, seconds=1.0)
+    assert times(fleet) == pytest.approx([0.4, 0.1], rel=0.15)
+
+
+def test_a_slow_server_is_forgotten_while_only_others_answer() -> None:
+    fleet = [RecentAnswers(), RecentAnswers()]
+    answered(fleet, 0, seconds=8.0, times=8)
+    answered(fleet, 1, seconds=1.0, times=8)
+    assert times(fleet)[0] > 0.6
+    answered(fleet, 1, seconds=1.0, times=20 * NUM_ANSWERS)
+    assert times(fleet) == pytest.approx([0.1, 0.1], rel=0.05)
+
+
+async def test_failures_and_scores_of_prompts_say_nothing_about_the_speed() -> None:
+    server = ServerHarness(APIServerConfig(model_name="m"), respond=lambda request: "fine")
+    server.fail(EngineUnavailable("answered 500", status=500))
+    await server.chat_completion(messages=[{"role": "user", "content": "hello"}])
+    assert (server.recent.num, server.recent.tokens) == (0, 0)  # the harness reports no usage
+    await server.tokens_and_logprobs_completion(input_ids=[65], n=3)
+    assert (server.recent.num, server.recent.tokens) == (1, len("fine") + 1)

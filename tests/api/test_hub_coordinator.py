@@ -26,6 +26,7 @@ from atroposlib.api.run.types import (
     Overloaded,
     Receipt,
     RunPolicy,
+    RunReset,
 )
 from atroposlib.api.schemas import (
     EnvRegistration,
@@ -230,6 +231,11 @@ async def test_step_of_a_batch_that_came_back_is_given_out_again() -> None:
     again = await leased(coordinator)
     assert (first.step, second.step, again.step) == (1, 2, 1)
     assert coordinator.status().current_step == 2
+    await leased(coordinator)
+    for held in ("3 batches are", "2 batches are", "1 batch is"):
+        assert f"; {held} leased to the trainer" in coordinator.explain().reason
+        batch = next(iter(coordinator.state.leases.leased.values())).row
+        await coordinator.ack(batch.number, batch.lease_id)
 
 
 async def test_same_request_id_returns_the_same_open_batch() -> None:
@@ -584,7 +590,7 @@ async def test_plain_delivery_that_was_under_way_at_a_crash_comes_again() -> Non
     first = await coordinator.deliver()
     assert tags(first) == [1]
     assert first is not None
-    assert await coordinator.confirm(first.batch_id)
+    assert await coordinator.confirm(first)
     assert tags(await coordinator.deliver()) == [2]
 
 
@@ -740,10 +746,10 @@ class RunMachine(RuleBasedStateMachine):
         if delivery is None:
             return
         if is_whole:
-            assert self.run(self.coordinator.confirm(delivery.batch_id))
+            assert self.run(self.coordinator.confirm(delivery))
             self.acked.append(tags(delivery))
         else:
-            self.run(self.coordinator.give_back(delivery.batch_id))
+            self.run(self.coordinator.give_back(delivery))
             assert self.coordinator.status().current_step <= before
 
     @precondition(lambda self: self.leases)
@@ -918,15 +924,51 @@ async def test_end_of_a_delivery_from_before_a_reset_does_not_touch_the_next_run
     await coordinator.reset()
     await coordinator.register(RegisterTrainer(**registration(batch_size=2)))
     await coordinator.accept([incoming(2)])
+    await check_end_of_earlier(old, coordinator)
+    assert old is not None
+    with pytest.raises(UnknownBatch):
+        await coordinator.ack(old.batch_id, old.lease_id)
+
+
+async def test_end_of_a_delivery_from_before_a_resume_does_not_touch_the_replayed_batch() -> None:
+    coordinator = await started(2)
+    await coordinator.accept([incoming(2)])
+    old = await coordinator.deliver()
+    await resumed(coordinator, 0)
+    await check_end_of_earlier(old, coordinator)
+
+
+async def check_end_of_earlier(old: Delivery | None, coordinator: Coordinator) -> None:
+    """Check that only the end of the next plain delivery counts."""
     new = await coordinator.deliver()
     assert old is not None
     assert new is not None
-    assert not await coordinator.confirm(old.batch_id)
-    await coordinator.give_back(old.batch_id)
+    assert not await coordinator.confirm(old)
+    await coordinator.give_back(old)
     assert coordinator.ledger().leased == 1
-    assert await coordinator.confirm(new.batch_id)
-    with pytest.raises(UnknownBatch):
-        await coordinator.ack(old.batch_id, old.lease_id)
+    assert await coordinator.confirm(new)
+
+
+async def test_waiting_trainer_is_woken_when_an_environment_lowers_its_minimum() -> None:
+    coordinator = await started(2)
+    await joined(coordinator, env_uid="u", min_batch_allocation=1.0)
+    await coordinator.accept([incoming(2)])
+    assert await coordinator.deliver() is None
+    async with asyncio.timeout(1), asyncio.TaskGroup() as waiting:
+        waiting.create_task(coordinator.arrivals.wait(60))
+        await asyncio.sleep(0)
+        await joined(coordinator, env_uid="u")
+    assert await coordinator.deliver() is not None
+
+
+async def test_items_of_a_process_that_ended_are_not_those_of_its_successor() -> None:
+    coordinator = await started()
+    await joined(coordinator)
+    coordinator.note_items(0, 3, oldest_s=20.0)
+    await coordinator.disconnect_env(0)
+    await joined(coordinator)
+    [view] = coordinator.explain().environments
+    assert (view.env_id, view.items_in_flight, view.oldest_item_s) == (0, None, None)
 
 
 async def test_name_of_an_environment_cannot_forge_a_line_of_the_log(
@@ -1007,6 +1049,22 @@ async def test_group_whose_sender_left_while_it_was_stored_is_queued() -> None:
     [receipt] = await coordinator.accept([incoming(2, group_id="a")])
     assert receipt.is_duplicate
     assert coordinator.ledger().queued == 1
+
+
+async def test_calls_of_a_run_that_was_closed_meanwhile_are_refused(tmp_path: Path) -> None:
+    coordinator = Coordinator(DiskStore(tmp_path, min_free_bytes=0))
+    await coordinator.open()
+    await coordinator.register(RegisterTrainer(**registration(batch_size=2)))
+    await coordinator.accept([incoming(2)])
+    batch = await trained(coordinator)
+    await coordinator.close()
+    for call in (
+        coordinator.accept([incoming(2)]),
+        coordinator.ack(batch.batch_id, batch.lease_id),
+        coordinator.reset(),
+    ):
+        with pytest.raises(RunReset):
+            await call
 
 
 async def test_oldest_dead_groups_make_room_for_newer_ones() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import pytest
@@ -14,7 +14,9 @@ from atroposlib.api.run.experiments import Entry, choose
 from atroposlib.api.run.hub import AwakeClock
 from atroposlib.api.run.hub import Hub as Runs
 from atroposlib.api.schemas import RegisterTrainer
+from atroposlib.api.stores.base import GroupStore, SavedRun, StoreBroken
 from atroposlib.api.stores.disk import DiskStore
+from atroposlib.api.stores.memory import MemoryStore
 from atroposlib.api.stores.runs import DirectoryRuns, MemoryRuns, RunStores
 from tests.api.helpers_api import Hub, environment, group, registration, running_hub
 from tests.api.test_hub_coordinator import Clock
@@ -222,6 +224,64 @@ async def test_waiting_clients_of_the_earlier_experiment_are_answered(hub: Hub) 
     await begin(hub, "second")
     async with asyncio.timeout(30):
         assert await waiting == {"batch": None}
+
+
+async def test_a_kept_run_that_is_being_opened_is_closed_before_it_is_brought_back() -> None:
+    class SlowToOpen(MemoryStore):
+        may_open = asyncio.Event()
+
+        async def open(self) -> SavedRun:
+            await self.may_open.wait()
+            return await super().open()
+
+    class Stores(MemoryRuns):
+        def store(self, name: str) -> GroupStore:
+            store = super().store(name)
+            if name == "default.1":
+                store.__class__ = SlowToOpen
+            return store
+
+    async with running_hub(runs=Runs(Stores())) as hub:
+        await begin(hub, "first")
+        await post_group(hub, 1, "first")
+        await begin(hub, "second")
+        looking = asyncio.create_task(hub.get("/runs/default.1/status"))
+        await asyncio.sleep(0.01)
+        resuming = asyncio.create_task(
+            hub.post("/register", registration(experiment="first", resume_step=0))
+        )
+        await asyncio.sleep(0.01)
+        SlowToOpen.may_open.set()
+        await asyncio.gather(looking, resuming)
+        assert hub.runs == ["default"]
+        assert await places(hub) == {"queued": 1}
+
+
+async def test_a_store_that_breaks_at_the_stop_does_not_keep_others_from_closing() -> None:
+    class Stores(MemoryRuns):
+        closed: ClassVar[list[str]] = []
+
+        def store(self, name: str) -> GroupStore:
+            store = MemoryStore()
+
+            async def close() -> None:
+                if name == "default":
+                    raise StoreBroken("no disk")
+                await asyncio.sleep(0.01)
+                self.closed.append(name)
+
+            store.close = close  # type: ignore[method-assign]
+            return store
+
+        async def close(self) -> None:
+            self.closed.append("all")
+
+    runs = Runs(Stores())
+    for name in ("default", "math"):
+        await runs.run(name)
+    with pytest.raises(StoreBroken, match="no disk"):
+        await runs.close()
+    assert Stores.closed == ["math", "all"]
 
 
 @pytest.mark.parametrize("how", ["reset", "delete"])

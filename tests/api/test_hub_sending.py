@@ -99,21 +99,28 @@ async def test_plain_batch_is_trained_before_its_last_byte_is_sent() -> None:
         assert {(leased, trained) for _, leased, trained in seen[:last]} == {(1, 0)}
 
 
-async def test_batch_of_a_run_that_was_reset_meanwhile_never_gets_its_last_byte() -> None:
+@pytest.mark.parametrize("end", ["reset", "another experiment"])
+async def test_batch_of_a_run_that_ended_meanwhile_never_gets_its_last_byte(end: str) -> None:
     async with running_hub() as hub:
         await hub.start()
         await hub.post("/scored_data", large_group())
         await hub.post("/scored_data", group(2))
         reader = Reader(hub, "/batch", num_pieces=99)
-        resets: list[asyncio.Task[None]] = []
+        ends: list[asyncio.Task[Any]] = []
 
-        def reset(message: Any) -> None:
-            if not resets and message.get("body"):
-                resets.append(asyncio.create_task(hub.coordinator.reset()))
+        def end_run(message: Any) -> None:
+            if not ends and message.get("body"):
+                following = registration(experiment="next")
+                work = (
+                    hub.http.get("/reset_data")
+                    if end == "reset"
+                    else hub.post("/register", following)
+                )
+                ends.append(asyncio.create_task(work))
 
-        reader.on_message = reset
+        reader.on_message = end_run
         await reader.task
-        await resets[0]
+        await ends[0]
         assert not reader.is_whole
         with pytest.raises(json.JSONDecodeError):
             json.loads(reader.body)

@@ -161,7 +161,7 @@ class LoopbackHub:
         await self._hub.register(DEFAULT_RUN, registration)
         delivery = await self.coordinator.deliver()
         if delivery is not None:
-            await self.coordinator.give_back(delivery.batch_id)
+            await self.coordinator.give_back(delivery)
 
     async def start_stranger(self) -> int:
         """Register another environment; return its id."""
@@ -175,7 +175,7 @@ class LoopbackHub:
         delivery = await self.coordinator.deliver()
         if delivery is None:
             return 0
-        await self.coordinator.confirm(delivery.batch_id)
+        await self.coordinator.confirm(delivery)
         return len(delivery.payloads)
 
     def serve(

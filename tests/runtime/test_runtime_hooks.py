@@ -160,7 +160,7 @@ async def test_it_also_begins_the_next_experiment_alone() -> None:
         await hub._hub.register(DEFAULT_RUN, registration)
         delivery = await hub.coordinator.deliver()
         if delivery is not None:
-            await hub.coordinator.give_back(delivery.batch_id)
+            await hub.coordinator.give_back(delivery)
 
     hub = LoopbackHub(batch_size=4)
     await hub.start()

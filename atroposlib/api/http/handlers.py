@@ -297,7 +297,7 @@ async def _batch_response(
         )
     except BaseException:
         if wanted is None:
-            await run.give_back(delivery.batch_id)
+            await run.give_back(delivery)
         raise
     share.hold(body.num_bytes)
     if tracing.is_on():

@@ -17,6 +17,7 @@ from atroposlib.api.http.limits import ABORT_EXTENSION, ByteBudget, Share
 from atroposlib.api.http.payloads import EncodedBody, even_pieces
 from atroposlib.api.run.coordinator import Coordinator
 from atroposlib.api.run.types import Delivery
+from atroposlib.errors import AtroposError
 from atroposlib.wire import CONTENT_TYPE_JSON
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ class _PiecewiseResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await self._send_all(receive, send)
-        except (TimeoutError, OSError) as e:
+        except (TimeoutError, OSError, AtroposError) as e:
             # Close the connection at once: what is written to it but not read would stay in memory.
             logger.warning("%s %s: cut off: %r", scope["method"], scope["path"], e)
             abort = scope.get("extensions", {}).get(ABORT_EXTENSION)
@@ -127,7 +128,7 @@ class PlainBatchResponse(BatchResponse):
     ) -> None:
         super().__init__(body, share, timeout_s=delivery.expires_in_s)
         self._run = run
-        self._batch_id = delivery.batch_id
+        self._delivery = delivery
 
     async def _send_all(self, receive: Receive, send: Send) -> None:
         watcher = asyncio.create_task(_disconnect(receive))
@@ -140,14 +141,14 @@ class PlainBatchResponse(BatchResponse):
                 for _ in range(_TURNS_TO_NOTICE):
                     await asyncio.sleep(0)
                 if not watcher.done():
-                    is_trained = await self._run.confirm(self._batch_id)
+                    is_trained = await self._run.confirm(self._delivery)
                 if is_trained:
                     await send({"type": "http.response.body", "body": last})
         finally:
             watcher.cancel()
             await asyncio.gather(watcher, return_exceptions=True)
             if not is_trained:
-                await self._run.give_back(self._batch_id)
+                await self._run.give_back(self._delivery)
 
     def _drain_while(self, watcher: asyncio.Task[None]) -> Iterator[bytes]:
         """Yield pieces while the client is connected, then an empty one: sending it waits for the earlier writes."""

@@ -116,7 +116,8 @@ def explain(run: RunState, *, now: float) -> Explanation:
         if buffered:
             reason += f"; {buffered} sequences of odd-sized groups are buffered"
         if num_leased:
-            reason += f"; {num_leased} batches are leased to the trainer"
+            are = "batch is" if num_leased == 1 else "batches are"
+            reason += f"; {num_leased} {are} leased to the trainer"
         waits_s = run.trainer_waits_s(now)
         if waits_s is not None:
             reason += f"; the trainer has waited for {waits_s:.0f} s"

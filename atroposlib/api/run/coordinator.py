@@ -45,7 +45,6 @@ from atroposlib.api.schemas import (
 )
 from atroposlib.api.stores.base import (
     Appended,
-    Change,
     CorruptGroups,
     GroupStore,
     StoreBroken,
@@ -143,6 +142,7 @@ class Coordinator:
 
     async def reset(self) -> None:
         """Clear the run: trainer, environments, groups, ledger."""
+        self._check_open()
         earlier = self.state
         held = self.ledger()
         earlier.log.warning(
@@ -322,7 +322,7 @@ class Coordinator:
         await self.tick()
         known = self.state.leases.acknowledged_step(batch_id, lease_id)
         if known is not None:
-            await self.store.commit(Change())  # as durable as the first answer
+            await self._save()  # as durable as the first answer
             return known
         batch = self._held(batch_id, lease_id)
         self.state.trainer_times.acknowledge(self._clock(), leased_at=batch.leased_at)
@@ -352,18 +352,18 @@ class Coordinator:
         await self._save_and_wake()
         return RejectReply(dead=len(numbers), requeued=requeued)
 
-    async def confirm(self, batch_id: int) -> bool:
+    async def confirm(self, delivery: Delivery) -> bool:
         """Count the groups of a plain delivery as trained; False if it was no longer held."""
-        batch = self.state.leases.held_plainly(batch_id)
+        batch = self.state.leases.held_plainly(delivery.batch_id, delivery.lease_id)
         if batch is None:
             return False
         self.state.free([batch])
         await self._save()
         return True
 
-    async def give_back(self, batch_id: int) -> None:
+    async def give_back(self, delivery: Delivery) -> None:
         """Return the groups of an interrupted plain delivery to the head of the queue."""
-        batch = self.state.leases.held_plainly(batch_id)
+        batch = self.state.leases.held_plainly(delivery.batch_id, delivery.lease_id)
         if batch is not None:
             await self._return(batch, is_failure=False)
 
@@ -408,7 +408,7 @@ class Coordinator:
             num_steps=run.trainer.num_steps,
             experiment=run.experiment if registration.env_uid is not None else None,
         )
-        await self._save()
+        await self._save_and_wake()  # a minimum may have become smaller
         return reply
 
     async def disconnect_env(self, env_id: int, *, env_uid: str | None = None) -> None:
@@ -488,6 +488,7 @@ class Coordinator:
 
     async def _take_in(self, groups: Sequence[IncomingGroup]) -> list[Receipt]:
         """Store groups, then take them into memory; must not be cancelled in between."""
+        self._check_open()
         run = self.state
         new = [run.numbered(group) for group in groups]
         outcomes = await self.store.append(new)

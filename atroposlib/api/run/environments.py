@@ -144,6 +144,7 @@ class Environments:
         environment.is_connected = True
         environment.is_silent = False
         environment.last_seen = now
+        environment.items_in_flight = environment.oldest_item_since = None
         self._changed()
         return environment
 

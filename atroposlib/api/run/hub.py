@@ -200,8 +200,6 @@ class Hub:
         Return the name under which the earlier one is kept; None if it never received a group. After a crash in between
         the run starts empty; the trainer, which got no reply, registers again.
         """
-        if kept is not None and kept.name in self.runs:
-            await self.runs.pop(kept.name).close()
         self.runs.pop(name, None)
         summary, is_empty = earlier.summary(), earlier.ledger().produced == 0
         await earlier.close()
@@ -227,10 +225,15 @@ class Hub:
                 set_aside,
             )
         if kept is not None:
-            await self._stores.bring_back(kept)
+            await self._change(kept.name, lambda: self._bring_back(kept))
         run = await self._open(name)
         await run.take_over(earlier)
         return set_aside
+
+    async def _bring_back(self, kept: Kept) -> None:
+        if (run := self.runs.pop(kept.name, None)) is not None:
+            await run.close()
+        await self._stores.bring_back(kept)
 
     def has(self, name: str) -> bool:
         """Whether the run is open here, or being opened, replaced or closed."""
@@ -278,7 +281,10 @@ class Hub:
         self.is_open = False
         if self._changing:
             await asyncio.wait(list(self._changing.values()))
-        # At once: a store may wait for its database.
-        await asyncio.gather(*(run.close() for run in self.runs.values()))
+        # At once: a store may wait for its database. All of them, also if one breaks.
+        closing = (run.close() for run in self.runs.values())
+        errors = await asyncio.gather(*closing, return_exceptions=True)
         self.runs.clear()
         await self._stores.close()
+        for error in filter(None, errors):
+            raise error

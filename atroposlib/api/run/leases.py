@@ -235,10 +235,11 @@ class Leases:
             )
         return batch
 
-    def held_plainly(self, number: int) -> HeldBatch | None:
-        """Return the batch if it is a plain delivery in progress, else None."""
+    def held_plainly(self, number: int, lease_id: str) -> HeldBatch | None:
+        """Return the batch if this plain delivery of it is in progress, else None."""
         batch = self.leased.get(number)
-        return batch if batch is not None and batch.row.is_plain else None
+        is_held = batch is not None and batch.row.is_plain and batch.row.lease_id == lease_id
+        return batch if is_held else None
 
     def expired(self, *, now: float) -> list[HeldBatch]:
         leased = self.leased.values()

@@ -162,7 +162,7 @@ async def test_a_group_is_at_no_moment_absent_while_it_is_copied_forward(
 
     now_s = 0.0
     store, _ = await opened(segment_bytes=40_000, clock=lambda: now_s)
-    store._locations = Watched()
+    store._segments.places = Watched()
     groups = await fill(store, 11)
     first = segment_names(tmp_path / "run")[0]
     await store.commit(end(*(n for n in range(10) if n != 7)))
@@ -333,7 +333,7 @@ async def test_reading_goes_on_while_segments_are_dropped_and_moved(opened: Open
     churning = asyncio.create_task(churn())
     num_reads = 0
     while not churning.done():
-        known = [n for n in kept if n in store._locations]
+        known = [n for n in kept if n in store._segments.places]
         assert await store.read(known) == [groups[n].payload for n in known]
         num_reads += 1
         await asyncio.sleep(0)  # what the system holds in memory is read without a wait

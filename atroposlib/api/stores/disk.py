@@ -20,13 +20,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from atroposlib.api.stores.base import (
     Appended,
-    Change,
     CorruptGroups,
     Durability,
     NewGroup,
@@ -51,6 +50,7 @@ from atroposlib.api.stores.segments import (
 )
 from atroposlib.api.stores.space import BALLAST, DiskSpace, warn_of_network_file_system
 from atroposlib.api.stores.state import DamagedState, StateDb, is_full
+from atroposlib.api.stores.writing import IDLE_S, Job, JobStore, Segments, answer
 from atroposlib.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -60,38 +60,9 @@ _MAX_COMMIT_BYTES: Final = 32 << 20
 _INLINE_READ_BYTES: Final = 2 << 20
 """Read on the event loop, in less than 2 ms, if it is in the page cache."""
 _CAN_READ_CACHED: Final = hasattr(os, "RWF_NOWAIT")
-_IDLE_S: Final = 1.0
-"""How long the writer waits for work, and the interval of disk maintenance."""
-_SPARSE_SHARE: Final = 0.2
-_SPARSE_S: Final = 600.0
 
 
-@dataclass(slots=True, kw_only=True)
-class _Job:
-    """A request to the writer thread, made on the event loop."""
-
-    future: asyncio.Future[Any] = field(
-        default_factory=lambda: asyncio.get_running_loop().create_future()
-    )
-    groups: Sequence[NewGroup] = ()
-    change: Change | None = None
-    alone: Callable[[], None] | None = None
-    """Called by itself, after all earlier jobs and before all later ones."""
-    answer: Any = None
-    """What `future` gets: a result, or an exception to raise."""
-
-
-@dataclass(slots=True)
-class _Segment:
-    """What the writer knows of one segment."""
-
-    num_groups: int = 0
-    """Held groups."""
-    live_bytes: int = 0
-    sparse_since_s: float | None = None
-
-
-class DiskStore:
+class DiskStore(JobStore):
     """One directory. Implements `GroupStore`.
 
     `append` raises `StoreFull` rather than use what `space` keeps free; stores on one disk share it (None: one for this
@@ -115,6 +86,7 @@ class DiskStore:
         files: Files | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__()
         self._directory = Path(directory)
         self.durability = durability
         self._on_failure = on_failure
@@ -132,17 +104,11 @@ class DiskStore:
         )
         self._held = contextlib.ExitStack()
         """Resources held while the store is open."""
-        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._unlinker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hub-unlink")
-        self._failure: BaseException | None = None
-        self._is_closed = False
-
         # Written by the writer thread only; read by any thread.
-        self._locations: dict[int, Location] = {}
-        self._segments: dict[int, _Segment] = {}
-        self._empty: set[int] = set()
-        """Segments with no held group, to be deleted once nothing is appended to them."""
+        self._segments = Segments[Location]()
         self._is_listed_safely = True
         """Whether all transactions so far would survive a loss of power."""
         self._next_look_s = float("-inf")
@@ -156,20 +122,11 @@ class DiskStore:
         saved = await asyncio.to_thread(self._open)
         self._thread = threading.Thread(target=self._write, name="hub-store", daemon=True)
         self._thread.start()
+        self._is_open = True
         return saved
 
-    async def append(self, groups: Sequence[NewGroup]) -> list[Appended]:
-        outcomes: list[Appended] = await self._submit(_Job(groups=groups))
-        return outcomes
-
-    async def commit(self, change: Change) -> None:
-        await self._submit(_Job(change=change))
-
-    async def clear(self) -> None:
-        await self._submit(_Job(alone=self._clear))
-
     async def read(self, numbers: Sequence[int]) -> list[bytes]:
-        num_bytes = sum(self._locations[number].length for number in numbers)
+        num_bytes = sum(self._segments.places[number].length for number in numbers)
         if _CAN_READ_CACHED and num_bytes <= _INLINE_READ_BYTES:
             # Measured for 4 payloads of 133 KB: 0.24 ms, and 0.40 ms in another thread.
             with contextlib.suppress(OSError):
@@ -183,7 +140,7 @@ class DiskStore:
 
     def usage(self) -> StoreUsage:
         return StoreUsage(
-            payload_bytes=self._payload_bytes(),
+            payload_bytes=self._segments.payload_bytes(),
             stored_bytes=sum(list(self._log.sizes.values())),
             free_bytes=self._space.room_bytes,
         )
@@ -193,14 +150,14 @@ class DiskStore:
 
         Raises `StoreBroken` if it breaks now; then changes that were not durable may be lost.
         """
-        if self._is_closed:
+        if not self._is_open:
             return
-        self._is_closed = True
+        self._is_open = False
         was_broken = self._failure is not None
         try:
             if self._thread is not None:
-                job = _Job(alone=self._finish)
-                self._jobs.put(job)
+                job = Job(alone=self._finish)
+                self._put(job)
                 await asyncio.to_thread(self._thread.join)
                 await job.future
         except StoreBroken:
@@ -209,14 +166,8 @@ class DiskStore:
         finally:
             self._held.close()
 
-    async def _submit(self, job: _Job) -> Any:
-        if self._failure is not None:
-            raise self._broken()
-        assert self._thread is not None, "the store is not open"
-        assert not self._is_closed, "the store is closed"
+    def _put(self, job: Job) -> None:
         self._jobs.put(job)
-        # Cancelling the caller cancels the future, not the job.
-        return await job.future
 
     def _broken(self) -> StoreBroken:
         error = StoreBroken(f"{self._directory}: {self._failure}; restart the hub to recover")
@@ -232,7 +183,7 @@ class DiskStore:
         damaged: list[int] = []
         by_segment: dict[int, dict[int, Location]] = {}
         for number in numbers:
-            location = self._locations[number]
+            location = self._segments.places[number]
             by_segment.setdefault(location.segment, {})[number] = location
         for segment, wanted in by_segment.items():
             try:
@@ -248,7 +199,7 @@ class DiskStore:
                             damaged.append(number)
             except FileNotFoundError:
                 # Compaction may have moved its groups since the locations were looked up.
-                if any(self._locations[number].segment == segment for number in wanted):
+                if any(self._segments.places[number].segment == segment for number in wanted):
                     logger.error("segment %d of %s is missing", segment, self._directory)
                     damaged += wanted
                 else:
@@ -315,14 +266,14 @@ class DiskStore:
             )
         saved, locations = self._state.load()
         for number, location in locations.items():
-            self._note(number, location)
+            self._segments.note(number, location)
         self._state.checkpoint()
         self._files.sync_directory(self._directory)
-        self._empty |= self._log.sizes.keys() - self._segments.keys()
+        self._segments.add(self._log.sizes)
         self._drop_empty_segments()
-        missing = self._segments.keys() - self._log.sizes.keys()
-        num_missing = sum(self._segments[number].num_groups for number in missing)
-        found = [f"{len(saved.groups)} groups held ({self._payload_bytes()} bytes)", rolled]
+        num_missing = sum(place.segment not in self._log.sizes for place in locations.values())
+        num_bytes = self._segments.payload_bytes()
+        found = [f"{len(saved.groups)} groups held ({num_bytes} bytes)", rolled]
         if num_missing:
             found.append(f"{num_missing} without payload")
         found.append(f"in {time.perf_counter() - started_s:.2f} s")
@@ -374,15 +325,15 @@ class DiskStore:
                 for job in jobs:
                     job.answer = self._broken()
             if jobs:
-                self._call_on_loop(_answer, jobs)
+                self._call_on_loop(answer, jobs)
 
-    def _next_jobs(self) -> list[_Job]:
+    def _next_jobs(self) -> list[Job]:
         """Wait for a job; return it and later ones, up to the size of a commit or one to do alone. Empty if idle."""
-        jobs: list[_Job] = []
+        jobs: list[Job] = []
         num_bytes = 0
         while num_bytes < _MAX_COMMIT_BYTES:
             try:
-                job = self._jobs.get(block=not jobs, timeout=_IDLE_S)
+                job = self._jobs.get(block=not jobs, timeout=IDLE_S)
             except queue.Empty:
                 break
             jobs.append(job)
@@ -391,7 +342,7 @@ class DiskStore:
             num_bytes += sum(len(group.payload) for group in job.groups)
         return jobs
 
-    def _do(self, jobs: Sequence[_Job]) -> None:
+    def _do(self, jobs: Sequence[Job]) -> None:
         together = [job for job in jobs if job.alone is None]
         if together:
             self._commit(together)
@@ -408,7 +359,7 @@ class DiskStore:
 
     # Committing.
 
-    def _commit(self, jobs: Sequence[_Job], *, refusal: StoreFull | None = None) -> None:
+    def _commit(self, jobs: Sequence[Job], *, refusal: StoreFull | None = None) -> None:
         """Do the jobs in one transaction; with `refusal`, refuse the appends with it.
 
         If there is no room, refuse the appends: changes that end groups free room, and must be written.
@@ -428,7 +379,7 @@ class DiskStore:
             with self._space.without_ballast():
                 self._transact(jobs, self._space.refusal())
 
-    def _transact(self, jobs: Sequence[_Job], refusal: StoreFull | None) -> None:
+    def _transact(self, jobs: Sequence[Job], refusal: StoreFull | None) -> None:
         added: dict[int, Location] = {}
         ended: list[int] = []
         is_durable = any(job.change is not None and job.change.is_durable for job in jobs)
@@ -446,9 +397,9 @@ class DiskStore:
                 except (KeyError, StoreFull) as e:
                     job.answer = e
         for number, location in added.items():
-            self._note(number, location)
+            self._segments.note(number, location)
         for number in ended:
-            self._leave(self._locations.pop(number))
+            self._segments.end(number)
 
     def _append(self, groups: Sequence[NewGroup], added: dict[int, Location]) -> list[Appended]:
         """Insert the new groups into the database, the log and `added`; raises `StoreFull` if there is no room."""
@@ -491,58 +442,25 @@ class DiskStore:
             raise
         self._is_listed_safely = is_durable or not self._is_synced
 
-    def _note(self, number: int, location: Location) -> None:
-        """Record the location of a group. If the group moved, readers find it at every moment."""
-        before = self._locations.get(number)
-        self._locations[number] = location
-        segment = self._segments.setdefault(location.segment, _Segment())
-        segment.num_groups += 1
-        segment.live_bytes += location.length
-        self._empty.discard(location.segment)
-        if before is not None:
-            self._leave(before)
-
-    def _payload_bytes(self) -> int:
-        # A copy: the writer may change the dict meanwhile.
-        return sum(segment.live_bytes for segment in list(self._segments.values()))
-
-    def _leave(self, location: Location) -> None:
-        segment = self._segments[location.segment]
-        segment.num_groups -= 1
-        segment.live_bytes -= location.length
-        if not segment.num_groups:
-            self._empty.add(location.segment)
-
     # Disk space.
 
     def _look_after_disk(self) -> None:
         now_s = self._clock()
         if now_s >= self._next_look_s:
-            self._next_look_s = now_s + _IDLE_S
+            self._next_look_s = now_s + IDLE_S
             self._space.measure()
-            self._compact_sparse_segments(now_s)
+            sizes = self._log.sizes
+            for number in self._segments.sparse(now_s, sizes=sizes, current=self._log.current):
+                self._compact(number)
         self._drop_empty_segments()
 
-    def _compact_sparse_segments(self, now_s: float) -> None:
-        for number, segment in list(self._segments.items()):
-            size = self._log.sizes.get(number, 0)
-            if self._log.is_open(number) or segment.live_bytes >= _SPARSE_SHARE * size:
-                segment.sparse_since_s = None
-            elif segment.sparse_since_s is None:
-                segment.sparse_since_s = now_s
-            elif segment.num_groups and now_s - segment.sparse_since_s >= _SPARSE_S:
-                # If compaction fails (damage, full disk), it is retried only after the same time.
-                segment.sparse_since_s = now_s
-                self._compact(number)
-
     def _drop_empty_segments(self) -> None:
-        empty = [number for number in self._empty if not self._log.is_open(number)]
+        empty = self._segments.empty(current=self._log.current)
         if empty and not self._is_listed_safely:
             # Otherwise a loss of power could bring back rows whose bytes are gone.
             self._sync_state()
+        self._segments.forget(empty)
         for number in empty:
-            self._empty.remove(number)
-            self._segments.pop(number, None)
             # Unlinking 64 MiB can take tens of milliseconds.
             self._unlinker.submit(self._unlink, self._log.forget(number))
 
@@ -566,7 +484,7 @@ class DiskStore:
                 copies = [
                     (record.meta, read_payload(fd, record.location))
                     for record in scan.records
-                    if self._locations.get(record.meta.number) == record.location
+                    if self._segments.places.get(record.meta.number) == record.location
                 ]
         except (OSError, DamagedPayload) as e:
             logger.warning("segment %d cannot be read, and stays: %s", number, e)
@@ -582,7 +500,7 @@ class DiskStore:
             logger.warning("there is no room to compact segment %d: %s", number, e)
             return
         for held, location in moved.items():
-            self._note(held, location)
+            self._segments.note(held, location)
 
     # Clearing and closing.
 
@@ -593,9 +511,7 @@ class DiskStore:
         for number in list(self._log.sizes):
             self._files.unlink(self._log.forget(number))
         self._files.sync_directory(self._directory)
-        self._locations.clear()
-        self._segments.clear()
-        self._empty.clear()
+        self._segments = Segments()
 
     def _finish(self) -> None:
         self._log.sync()
@@ -605,16 +521,6 @@ class DiskStore:
 
 def _may_work_later(error: OSError | sqlite3.Error) -> bool:
     return error.errno in LATER_ERRNOS if isinstance(error, OSError) else is_full(error)
-
-
-def _answer(jobs: Sequence[_Job]) -> None:
-    for job in jobs:
-        if job.future.done():
-            continue
-        if isinstance(job.answer, BaseException):
-            job.future.set_exception(job.answer)
-        else:
-            job.future.set_result(job.answer)
 
 
 def _set_aside(state_path: Path) -> None:

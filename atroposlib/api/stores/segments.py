@@ -331,13 +331,14 @@ class SegmentLog:
 
     def forget(self, number: int) -> Path:
         """Stop counting a segment that is not open, and return its file, which the caller deletes."""
-        assert not self.is_open(number)
+        assert number != self.current
         self.sizes.pop(number, None)
         return segment_path(self._directory, number)
 
-    def is_open(self, number: int) -> bool:
-        """Whether records may still be appended to it."""
-        return number == self._number and self._fd is not None
+    @property
+    def current(self) -> int | None:
+        """The segment to which records may still be appended."""
+        return None if self._fd is None else self._number
 
     def end_segment(self) -> None:
         """Close the open segment as it is; the next record begins another."""

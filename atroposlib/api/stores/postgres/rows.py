@@ -77,7 +77,7 @@ class PayloadLocation(NamedTuple):
     """Where a payload is stored."""
 
     segment: int
-    num_bytes: int
+    length: int
     crc: int
 
 

@@ -24,7 +24,6 @@ from atroposlib.api.stores.base import (
     Change,
     CorruptGroups,
     Durability,
-    NewGroup,
     SavedRun,
     StoreBroken,
     StoreFull,
@@ -35,6 +34,7 @@ from atroposlib.api.stores.postgres import rows
 from atroposlib.api.stores.postgres.owners import Owners, Term
 from atroposlib.api.stores.postgres.rows import Merged, PayloadLocation
 from atroposlib.api.stores.postgres.sessions import on_connection
+from atroposlib.api.stores.writing import IDLE_S, Job, JobStore, Segments, answer
 
 T = TypeVar("T")
 
@@ -42,38 +42,10 @@ logger = logging.getLogger(__name__)
 
 _MAX_COMMIT_BYTES: Final = 16 << 20
 """Payload bytes per transaction."""
-_IDLE_S: Final = 1.0
-"""Interval at which the writer looks after the segments."""
 _LOCKED_S: Final = 60.0
-"""The next interval, if another session reads one of them."""
+"""When the writer looks after the segments next, if another session reads one of them."""
 MAX_DROPS: Final = 50
 """Tables dropped in one transaction: each takes four of the server's locks."""
-_SPARSE_SHARE: Final = 0.2
-_SPARSE_S: Final = 600.0
-
-
-@dataclass(slots=True, kw_only=True)
-class _Job:
-    """A request to the writer."""
-
-    future: asyncio.Future[Any] = field(
-        default_factory=lambda: asyncio.get_running_loop().create_future()
-    )
-    groups: Sequence[NewGroup] = ()
-    change: Change | None = None
-    alone: Callable[[], Awaitable[None]] | None = None
-    """Called by itself, after all earlier jobs and before all later ones."""
-
-
-@dataclass(slots=True)
-class _Segment:
-    """What the writer knows of one segment."""
-
-    num_bytes: int = 0
-    num_groups: int = 0
-    """Held groups."""
-    live_bytes: int = 0
-    sparse_since_s: float | None = None
 
 
 @dataclass(slots=True)
@@ -93,7 +65,7 @@ class _Effects:
     document: bytes | None = None
 
 
-class PostgresStore:
+class PostgresStore(JobStore):
     """One run of a database; `pool` and `owners` are shared by all runs of a replica.
 
     `on_failure` is called once, on the event loop, with the error that broke the store, `TermLost` included.
@@ -114,23 +86,22 @@ class PostgresStore:
         segment_bytes: int = 64 << 20,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__()
         self._name = name
         self._pool = pool
         self._owners = owners
         self._on_failure = on_failure
         self._segment_bytes = segment_bytes
         self._clock = clock
-        self._jobs: collections.deque[_Job] = collections.deque()
+        self._jobs: collections.deque[Job] = collections.deque()
         self._wake = asyncio.Event()
         self._writer: asyncio.Task[None] | None = None
-        self._failure: BaseException | None = None
-        self._is_closed = False
-
         self._serial = 0
         """Of the last transaction."""
-        self._locations: dict[int, PayloadLocation] = {}
         self._batches: set[int] = set()
-        self._segments: dict[int, _Segment] = {}
+        self._segments = Segments[PayloadLocation]()
+        self._sizes: dict[int, int] = {}
+        """Bytes of each segment."""
         self._open_segment: int | None = None
         self._last_segment = -1
         self._next_look_s = float("-inf")
@@ -148,34 +119,23 @@ class PostgresStore:
             raise StoreBroken(f"run {self._name!r} cannot be opened: {e}") from e
         self._serial = loaded.serial
         self._batches = {batch.number for batch in loaded.saved.batches}
-        self._segments = {
-            number: _Segment(num_bytes) for number, num_bytes in loaded.segments.items()
-        }
+        self._sizes = loaded.segments
+        self._segments.add(loaded.segments)
         self._last_segment = max(loaded.segments, default=-1)
         for number, location in loaded.locations.items():
-            self._note(number, location)
+            self._segments.note(number, location)
+        self._is_open = True
         self._writer = asyncio.create_task(self._write(), name=f"store of run {self._name}")
         if self._serial == 0:
             return loaded.saved
         found = (
-            f"{len(loaded.saved.groups)} groups held ({self._payload_bytes()} bytes), term {self._term.number},"
-            f" in {time.perf_counter() - started_s:.2f} s"
+            f"{len(loaded.saved.groups)} groups held ({self._segments.payload_bytes()} bytes),"
+            f" term {self._term.number}, in {time.perf_counter() - started_s:.2f} s"
         )
         return replace(loaded.saved, found=found)
 
-    async def append(self, groups: Sequence[NewGroup]) -> list[Appended]:
-        outcomes: list[Appended] = await self._submit(_Job(groups=groups))
-        return outcomes
-
-    async def commit(self, change: Change) -> None:
-        """See `GroupStore`. Every change is durable."""
-        await self._submit(_Job(change=change))
-
-    async def clear(self) -> None:
-        await self._submit(_Job(alone=self._clear))
-
     async def read(self, numbers: Sequence[int]) -> list[bytes]:
-        wanted = {number: self._locations[number] for number in numbers}
+        wanted = {number: self._segments.places[number] for number in numbers}
         found = await self._on_connection(lambda connection: self._read(connection, wanted))
         damaged = [
             number
@@ -184,7 +144,7 @@ class PostgresStore:
         ]
         if not damaged:
             return [found[number] for number in numbers]
-        if any(self._locations.get(number) != wanted[number] for number in damaged):
+        if any(self._segments.places.get(number) != wanted[number] for number in damaged):
             return await self.read(numbers)  # they moved, or ended, while they were read
         # A later owner may have dropped their segment.
         await self._on_connection(self._check_term)
@@ -199,28 +159,19 @@ class PostgresStore:
 
     def usage(self) -> StoreUsage:
         return StoreUsage(
-            payload_bytes=self._payload_bytes(),
-            stored_bytes=sum(segment.num_bytes for segment in self._segments.values()),
+            payload_bytes=self._segments.payload_bytes(), stored_bytes=sum(self._sizes.values())
         )
 
     async def close(self) -> None:
         """See `GroupStore`. The run stays this replica's, until `Owners.release`."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        if self._writer is not None:
+        if self._is_open and self._writer is not None:
+            self._is_open = False
             self._wake.set()
             await self._writer
 
-    async def _submit(self, job: _Job) -> Any:
-        if self._failure is not None:
-            raise self._broken()
-        assert self._writer is not None, "the store is not open"
-        assert not self._is_closed, "the store is closed"
+    def _put(self, job: Job) -> None:
         self._jobs.append(job)
         self._wake.set()
-        # Cancelling the caller cancels the future, not the job.
-        return await job.future
 
     def _broken(self) -> StoreBroken:
         kind = TermLost if isinstance(self._failure, TermLost) else StoreBroken
@@ -231,12 +182,11 @@ class PostgresStore:
     # The writer.
 
     async def _write(self) -> None:
-        while self._jobs or not self._is_closed:
+        while self._jobs or self._is_open:
             jobs = await self._next_jobs()
-            answers: Sequence[Any] = []
             try:
                 if self._failure is None:
-                    answers = await self._do(jobs)
+                    await self._do(jobs)
             except Exception as e:  # after any failure, nothing more may be written
                 is_expected = isinstance(e, TermLost)
                 logger.error(
@@ -246,25 +196,20 @@ class PostgresStore:
                 if self._on_failure is not None:
                     self._on_failure(e)
             if self._failure is not None:
-                answers = [self._broken() for _ in jobs]
-            for job, answer in zip(jobs, answers, strict=True):
-                if job.future.done():
-                    continue
-                if isinstance(answer, BaseException):
-                    job.future.set_exception(answer)
-                else:
-                    job.future.set_result(answer)
+                for job in jobs:
+                    job.answer = self._broken()
+            answer(jobs)
 
-    async def _next_jobs(self) -> list[_Job]:
+    async def _next_jobs(self) -> list[Job]:
         """Wait for a job; return it and later ones, up to the size of a commit or one to do alone. Empty if idle."""
-        if not self._jobs and not self._is_closed:
+        if not self._jobs and self._is_open:
             self._wake.clear()
             try:
-                async with asyncio.timeout(_IDLE_S):
+                async with asyncio.timeout(IDLE_S):
                     await self._wake.wait()
             except TimeoutError:
                 return []
-        jobs: list[_Job] = []
+        jobs: list[Job] = []
         num_bytes = 0
         while self._jobs and num_bytes < _MAX_COMMIT_BYTES:
             if self._jobs[0].alone is not None and jobs:
@@ -275,17 +220,14 @@ class PostgresStore:
             num_bytes += sum(len(group.payload) for group in jobs[-1].groups)
         return jobs
 
-    async def _do(self, jobs: Sequence[_Job]) -> Sequence[Any]:
-        answers: Sequence[Any] = []
+    async def _do(self, jobs: Sequence[Job]) -> None:
         if jobs and (alone := jobs[0].alone) is not None:
             await alone()
-            answers = [None]
         elif jobs:
-            answers = await self._commit(jobs)
+            await self._commit(jobs)
         await self._look_after_segments()
-        return answers
 
-    async def _commit(self, jobs: Sequence[_Job]) -> Sequence[Any]:
+    async def _commit(self, jobs: Sequence[Job]) -> None:
         """Do the jobs in one transaction.
 
         If there is no room, refuse the appends: changes that end groups free room, and must be written.
@@ -298,10 +240,11 @@ class PostgresStore:
             effects = await self._transact(
                 lambda connection: self._apply(connection, jobs, refusal)
             )
-        return effects.answers
+        for job, outcome in zip(jobs, effects.answers, strict=True):
+            job.answer = outcome
 
     async def _apply(
-        self, connection: Any, jobs: Sequence[_Job], refusal: StoreFull | None
+        self, connection: Any, jobs: Sequence[Job], refusal: StoreFull | None
     ) -> _Effects:
         effects = _Effects()
         segment = self._open_segment
@@ -336,7 +279,7 @@ class PostgresStore:
             number
             for number in named
             if number in effects.ended
-            or (number not in self._locations and number not in effects.located)
+            or (number not in self._segments.places and number not in effects.located)
         ]
         added = {batch.number for batch in change.batches}
         unknown += [
@@ -419,35 +362,18 @@ class PostgresStore:
     def _take_over(self, effects: _Effects) -> None:
         if effects.segment is not None:
             self._open_segment = self._last_segment = effects.segment
-            self._segments[effects.segment] = _Segment()
+            self._segments.add([effects.segment])
+            self._sizes[effects.segment] = 0
         for number, location in effects.located.items():
-            self._segments[location.segment].num_bytes += location.num_bytes
-            self._note(number, location)
+            self._sizes[location.segment] += location.length
+            self._segments.note(number, location)
         for number in effects.ended:
-            self._leave(self._locations.pop(number))
+            self._segments.end(number)
         self._batches |= effects.batches
         self._batches -= effects.closed_batches
         current = self._open_segment
-        if current is not None and self._segments[current].num_bytes >= self._segment_bytes:
+        if current is not None and self._sizes[current] >= self._segment_bytes:
             self._open_segment = None
-
-    def _note(self, number: int, location: PayloadLocation) -> None:
-        """Record where a group is, and that it left where it was before."""
-        before = self._locations.get(number)
-        self._locations[number] = location
-        segment = self._segments.setdefault(location.segment, _Segment())
-        segment.num_groups += 1
-        segment.live_bytes += location.num_bytes
-        if before is not None:
-            self._leave(before)
-
-    def _leave(self, location: PayloadLocation) -> None:
-        segment = self._segments[location.segment]
-        segment.num_groups -= 1
-        segment.live_bytes -= location.num_bytes
-
-    def _payload_bytes(self) -> int:
-        return sum(segment.live_bytes for segment in self._segments.values())
 
     # Segments.
 
@@ -456,27 +382,14 @@ class PostgresStore:
         now_s = self._clock()
         if now_s < self._next_look_s:
             return
-        self._next_look_s = now_s + _IDLE_S
-        for number, segment in list(self._segments.items()):
-            if (
-                number == self._open_segment
-                or segment.live_bytes >= _SPARSE_SHARE * segment.num_bytes
-            ):
-                segment.sparse_since_s = None
-            elif segment.sparse_since_s is None:
-                segment.sparse_since_s = now_s
-            elif segment.num_groups and now_s - segment.sparse_since_s >= _SPARSE_S:
-                # If it fails, it is retried only after the same time.
-                segment.sparse_since_s = now_s
-                await self._move_last_groups(number)
+        self._next_look_s = now_s + IDLE_S
+        sizes, current = self._sizes, self._open_segment
+        for number in self._segments.sparse(now_s, sizes=sizes, current=current):
+            await self._move_last_groups(number)
         await self._drop_empty_segments()
 
     async def _drop_empty_segments(self) -> None:
-        empty = [
-            number
-            for number, segment in self._segments.items()
-            if not segment.num_groups and number != self._open_segment
-        ][:MAX_DROPS]
+        empty = self._segments.empty(current=self._open_segment)[:MAX_DROPS]
 
         async def drop(connection: Any) -> _Effects:
             await rows.drop_segments(connection, self._term.run_id, empty)
@@ -489,12 +402,12 @@ class PostgresStore:
                 logger.info("run %s: segments are being read, and dropped later", self._name)
                 self._next_look_s += _LOCKED_S
                 return
+            self._segments.forget(empty)
             for number in empty:
-                del self._segments[number]
+                del self._sizes[number]
 
     async def _move_last_groups(self, source: int) -> None:
-        numbers = [n for n, location in self._locations.items() if location.segment == source]
-        num_bytes = sum(self._locations[number].num_bytes for number in numbers)
+        places = {n: each for n, each in self._segments.places.items() if each.segment == source}
 
         async def move(connection: Any) -> _Effects:
             effects = _Effects()
@@ -503,35 +416,34 @@ class PostgresStore:
                 target = effects.segment = self._last_segment + 1
                 await rows.create_segment(connection, self._term.run_id, target)
             await rows.move_payloads(
-                connection, self._term.run_id, numbers, source=source, target=target
+                connection, self._term.run_id, list(places), source=source, target=target
             )
-            effects.located = {
-                number: self._locations[number]._replace(segment=target) for number in numbers
-            }
+            effects.located = {n: place._replace(segment=target) for n, place in places.items()}
             return effects
 
         try:
             await self._transact(move)
-            logger.debug("run %s: %d bytes moved out of segment %d", self._name, num_bytes, source)
+            num_groups = len(places)
+            logger.debug("run %s: %d groups left segment %d", self._name, num_groups, source)
         except (asyncpg.InsufficientResourcesError, asyncpg.InternalServerError) as e:
             logger.warning("run %s: segment %d stays: %s", self._name, source, e)
 
     async def _clear(self) -> None:
         async def erase(connection: Any) -> _Effects:
             await rows.erase(connection, self._term.run_id)
-            return _Effects(ended=set(self._locations), closed_batches=set(self._batches))
+            return _Effects(ended=set(self._segments.places), closed_batches=set(self._batches))
 
         await self._transact(erase)
         self._open_segment = None
         await self._drop_empty_segments()
 
 
-def _batched(jobs: Sequence[_Job]) -> list[list[_Job]]:
+def _batched(jobs: Sequence[Job]) -> list[list[Job]]:
     """Divide jobs so that in each part the appends may take effect first: none follows a change that ends groups.
 
     The id of a group that ended may be free for the next.
     """
-    batches: list[list[_Job]] = [[]]
+    batches: list[list[Job]] = [[]]
     has_ends = False
     for job in jobs:
         if job.change is None and has_ends:

@@ -14,7 +14,7 @@ import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -219,34 +219,20 @@ class ScoredGroup:
     def to_dict(self) -> ScoredDataGroup:
         """Return the fourteen keys of the JSON form, in order, as plain lists."""
         bounds = self.offsets.tolist()
-
-        def cut(name: str, flat: NDArray[Any] | Ragged | None) -> list[list[Any]] | None:
-            if flat is None:
-                return [] if name in self.empty_fields else None
-            values = flat.to_lists() if isinstance(flat, Ragged) else flat.tolist()
-            return [values[start:stop] for start, stop in pairwise(bounds)]
-
-        def optional(name: str) -> Any:
-            return [] if name in self.empty_fields else getattr(self, name)
-
-        return {
-            "tokens": cut("tokens", self.tokens) or [],
-            "masks": cut("masks", self.masks) or [],
-            "scores": self.scores.tolist(),
-            "advantages": cut("advantages", self.advantages)
-            if self.sequence_advantages is None
-            else self.sequence_advantages.tolist(),
-            "ref_logprobs": cut("ref_logprobs", self.ref_logprobs),
-            "messages": optional("messages"),
-            "generation_params": self.generation_params,
-            "inference_logprobs": cut("inference_logprobs", self.inference_logprobs),
-            "overrides": optional("overrides"),
-            "group_overrides": self.group_overrides,
-            "images": self.images,
-            "env_id": self.env_id,
-            "distill_token_ids": cut("distill_token_ids", self.distill_token_ids),
-            "distill_logprobs": cut("distill_logprobs", self.distill_logprobs),
-        }
+        fields: dict[str, Any] = {}
+        for name in WIRE_KEYS:
+            value = getattr(self, name)
+            if value is None:
+                value = [] if name in self.empty_fields else None
+            elif name == "advantages" and self.sequence_advantages is not None:
+                value = self.sequence_advantages.tolist()
+            elif name == "scores":
+                value = value.tolist()
+            elif name in ("tokens", "masks", *PER_TOKEN_FIELDS, *DISTILL_FIELDS):
+                flat = value.to_lists() if isinstance(value, Ragged) else value.tolist()
+                value = [flat[start:stop] for start, stop in pairwise(bounds)]
+            fields[name] = value
+        return cast(ScoredDataGroup, fields)
 
 
 class Origin(NamedTuple):

@@ -16,13 +16,12 @@ from __future__ import annotations
 
 import json
 import re
-import string
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from pydantic import Field
 
-from atroposlib.envs.answers import only_tagged, solution_of
+from atroposlib.envs.answers import only_tagged, solution_of, words_of
 from atroposlib.envs.dataset_env import Split
 from atroposlib.envs.multi_turn_env import Episode, Step, in_turns
 from atroposlib.envs.rows import HubRows, read_jsonl
@@ -76,14 +75,8 @@ class DeepResearchEnv(ToolEnv):
         "<answer> </answer> tags, and after it cite every page that supports it as [[Title]]."
     )
 
-    def __init__(
-        self,
-        config: DeepResearchConfig,
-        server_configs: Any,
-        slurm: bool = False,
-        testing: bool = False,
-    ) -> None:
-        super().__init__(config, server_configs, slurm, testing)
+    def __init__(self, config: DeepResearchConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
         self.tools_by_name |= {"search": tool_from(self.search), "read": tool_from(self.read)}
         self._found: SearchEngine = LocalPages({})
 
@@ -162,23 +155,13 @@ def research_score(topic: Topic, text: str, read: set[str]) -> float:
     """
     text = solution_of(text)
     given = only_tagged(text, "answer")
-    if given is None or plain(given) != plain(topic.answer):
+    if given is None or words_of(given) != words_of(topic.answer):
         return 0.0
     cited = set(_CITATION.findall(text))
     if not cited and not topic.sources:
         return 1.0
     num_good = len(cited & set(topic.sources) & read)
     return ANSWER_SCORE + (1 - ANSWER_SCORE) * 2 * num_good / (len(cited) + len(topic.sources))
-
-
-def plain(text: str) -> str:
-    """Return a text without case, articles and punctuation.
-
-    >>> plain("The  U.S. Navy")
-    'us navy'
-    """
-    kept = "".join(char for char in text.lower() if char not in string.punctuation)
-    return " ".join(word for word in kept.split() if word not in ("a", "an", "the"))
 
 
 if __name__ == "__main__":

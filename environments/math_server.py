@@ -22,7 +22,6 @@ import asyncio
 import itertools
 import math
 import random
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -30,7 +29,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from atroposlib.envs.answers import THINK_FIRST
+from atroposlib.envs.answers import THINK_FIRST, boxes_in
 from atroposlib.envs.base import ScoredDataGroup
 from atroposlib.envs.dataset_env import (
     Outcome,
@@ -229,7 +228,7 @@ class MathEnv(VerifiedMathEnv):
         """Judge an answer, or a verdict by what it says and how much it helps."""
         if not isinstance(row, Judgement):
             return await self.verify(row, answer)
-        is_right = last_boxed(after_thinking(answer)) == str(row.is_right)
+        is_right = boxes_in(after_thinking(answer))[-1:] == [str(row.is_right)]
         self.counts["verdicts"] += 1
         self.counts["right_verdicts"] += is_right
         if not is_right:
@@ -260,8 +259,9 @@ class MathEnv(VerifiedMathEnv):
                 temperature=self.config.temperature,
                 split="eval",  # the votes are not trained
             )
-            said = [last_boxed(after_thinking(c.message.content or "")) for c in completion.choices]
-            lead = said.count("1") - said.count("2")
+            texts = [after_thinking(c.message.content or "") for c in completion.choices]
+            said = [boxes_in(text)[-1:] for text in texts]
+            lead = said.count(["1"]) - said.count(["2"])
             return -lead if is_reversed else lead
 
         lead = sum(await run_together([votes(is_reversed=False), votes(is_reversed=True)]))
@@ -288,16 +288,6 @@ class MathEnv(VerifiedMathEnv):
         metrics = {name: num / total for name, (num, total) in shares.items() if total}
         numbers = {name: counts[name] for name in ("judge_rollouts", "selfcorrect_rollouts")}
         return {f"judge_train/{name}": value for name, value in (metrics | numbers).items()}
-
-
-def last_boxed(text: str) -> str | None:
-    """Return the text of the last box.
-
-    >>> last_boxed("\\\\boxed{1}, or rather \\\\boxed{2}")
-    '2'
-    """
-    found = re.findall(r"\\boxed\{([^{}]*)\}", text)
-    return found[-1].strip() if found else None
 
 
 def least_similar(rollouts: Sequence[Rollout]) -> list[Rollout] | None:

@@ -69,10 +69,8 @@ class McpEnv(ToolEnv):
     system_prompt = "Answer the question with one call of a tool. Give the result inside <answer> </answer> tags."
     unfinished_score = -1.0
 
-    def __init__(
-        self, config: McpConfig, server_configs: Any, slurm: bool = False, testing: bool = False
-    ) -> None:
-        super().__init__(config, server_configs, slurm, testing)
+    def __init__(self, config: McpConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
         self.mcp_servers = [server_of(text) for text in config.servers] or [SAMPLE_SERVER]
 
     async def setup(self) -> None:

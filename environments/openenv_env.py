@@ -109,10 +109,8 @@ class OpenEnvEnv(ToolEnv):
     env_config_cls = OpenEnvConfig
     config: OpenEnvConfig
 
-    def __init__(
-        self, config: OpenEnvConfig, server_configs: Any, slurm: bool = False, testing: bool = False
-    ) -> None:
-        super().__init__(config, server_configs, slurm, testing)
+    def __init__(self, config: OpenEnvConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
         if bool(config.app) == bool(config.url):
             raise ConfigError("give one of --env.app and --env.url")
         self.success_score = config.success_score

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from pydantic import Field
 
 from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig, Outcome, Rollout
-from atroposlib.envs.rows import ChatPrompt, HubRows, chat_prompt
+from atroposlib.envs.rows import ChatPrompt, ChatRows
 from atroposlib.errors import ConfigError, require
 from atroposlib.utils.tokenizers import load_tokenizer
 
@@ -43,14 +43,13 @@ class RewardModelConfig(DatasetEnvConfig):
     """Conversations per forward pass."""
 
 
-class RewardModelEnv(DatasetEnv):
+class RewardModelEnv(ChatRows, DatasetEnv):
     """Single turn, scored by a model."""
 
     name = "reward_model"
     env_config_cls = RewardModelConfig
     config: RewardModelConfig
     success_score = 0.0
-    train_data = HubRows(path="allenai/WildChat", split="train[:20000]")
 
     def __init__(self, config: RewardModelConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
@@ -65,14 +64,6 @@ class RewardModelEnv(DatasetEnv):
 
     async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
-
-    def parse_row(self, row: dict[str, Any]) -> ChatPrompt | None:
-        """Return the conversation up to its last request; one that is too long is skipped."""
-        return chat_prompt(row, max_tokens=self.config.max_token_length)
-
-    def prompt(self, row: ChatPrompt) -> Messages:
-        """Return the conversation."""
-        return row.messages
 
     async def score_group(self, row: ChatPrompt, rollouts: Sequence[Rollout]) -> list[Outcome]:
         """Score the answers in batches."""

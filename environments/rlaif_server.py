@@ -28,7 +28,7 @@ from pydantic import Field
 
 from atroposlib.envs.dataset_env import Outcome, Rollout, Split, number_of
 from atroposlib.envs.judge_env import JudgeEnv, JudgeEnvConfig
-from atroposlib.envs.rows import ChatPrompt, HubRows, chat_prompt
+from atroposlib.envs.rows import ChatPrompt, ChatRows
 from atroposlib.inference.servers.choices import run_together
 from atroposlib.inference.sessions.sequences import SequenceNode
 
@@ -49,7 +49,7 @@ class RLAIFConfig(JudgeEnvConfig):
     """Probability that the first answer of a group is sampled with the preference as a system message."""
 
 
-class RLAIFEnv(JudgeEnv):
+class RLAIFEnv(ChatRows, JudgeEnv):
     """Single turn, judged in pairs."""
 
     name = "rlaif"
@@ -58,19 +58,10 @@ class RLAIFEnv(JudgeEnv):
     judging = "pairwise"
     success_score = 0.01
     """Anything above a tie."""
-    train_data = HubRows(path="allenai/WildChat", split="train[:20000]")
 
     def __init__(self, config: RLAIFConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         self.rubric = f"Which answer follows this preference better? {config.preference}"  # type: ignore[misc]
-
-    def parse_row(self, row: dict[str, Any]) -> ChatPrompt | None:
-        """Return the conversation up to its last request; one that is too long is skipped."""
-        return chat_prompt(row, max_tokens=self.config.max_token_length)
-
-    def prompt(self, row: ChatPrompt) -> list[dict[str, str]]:
-        """Return the conversation."""
-        return row.messages
 
     def request_of(self, row: ChatPrompt) -> str:
         """Return the whole conversation for the judge."""

@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field, field_validator
 
 from atroposlib.envs.answers import solution_of
 from atroposlib.envs.judge_env import JudgeEnv, JudgeEnvConfig
-from atroposlib.envs.rows import ChatPrompt, HubRows, chat_prompt
+from atroposlib.envs.rows import ChatPrompt, ChatRows
 
 BEST_MARK = 10
 _MARK = re.compile(r"[\s*_-]*([a-z][a-z0-9_]*)[\s*_]*[:=][\s*_]*(-?\d+(?:\.\d+)?)[\s*_]*")
@@ -73,22 +73,13 @@ class RubricJudgeConfig(JudgeEnvConfig):
         return criteria
 
 
-class RubricJudgeEnv(JudgeEnv):
+class RubricJudgeEnv(ChatRows, JudgeEnv):
     """Single turn, judged by a rubric."""
 
     name = "rubric_judge"
     env_config_cls = RubricJudgeConfig
     config: RubricJudgeConfig
     success_score = 0.8
-    train_data = HubRows(path="allenai/WildChat", split="train[:20000]")
-
-    def parse_row(self, row: dict[str, Any]) -> ChatPrompt | None:
-        """Return the conversation up to its last request; one that is too long is skipped."""
-        return chat_prompt(row, max_tokens=self.config.max_token_length)
-
-    def prompt(self, row: ChatPrompt) -> list[dict[str, str]]:
-        """Return the conversation."""
-        return row.messages
 
     def judge_messages(self, row: ChatPrompt, answer: str) -> list[dict[str, Any]]:
         """Return the judge's prompt with all criteria."""

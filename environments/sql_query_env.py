@@ -17,7 +17,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import re
 import sqlite3
 import tarfile
 import time
@@ -27,9 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from atroposlib.envs.answers import THINK_FIRST, after_thinking_once
+from atroposlib.envs.answers import THINK_FIRST, after_thinking_once, boxes_in
 from atroposlib.envs.base import ScoredDataGroup
-from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig, Outcome
+from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig, Outcome, Split
 from atroposlib.envs.lengths import prefer_shorter
 from atroposlib.envs.rewards import RewardFailure
 from atroposlib.utils.files import replace_file
@@ -46,7 +45,6 @@ _READING = (
     sqlite3.SQLITE_FUNCTION,
     sqlite3.SQLITE_RECURSIVE,
 )
-_BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,10 +101,11 @@ class SQLQueryEnv(DatasetEnv):
     train_data = WikiSqlRows(split="train")
     eval_data = WikiSqlRows(split="dev")
     truncated_score = -1.0
+    system_prompt = THINK_FIRST
 
-    def load_rows(self, split: str) -> list[Question] | None:
+    def load_rows(self, split: Split) -> list[Question] | None:
         """Return the rows of a split; of WikiSQL's evaluation split the first `num_eval_rows`."""
-        rows: list[Question] | None = super().load_rows(split)  # type: ignore[arg-type]
+        rows: list[Question] | None = super().load_rows(split)
         return rows[: self.config.num_eval_rows] if split == "eval" and rows else rows
 
     def parse_row(self, row: dict[str, Any]) -> Question | None:
@@ -119,14 +118,13 @@ class SQLQueryEnv(DatasetEnv):
             return None
         return Question(row["question"], columns, row["types"], row["rows"], query)
 
-    def prompt(self, row: Question) -> list[dict[str, Any]]:
+    def prompt(self, row: Question) -> str:
         """Return the table's schema, three of its rows, and the question."""
         rows = "\n".join(json.dumps(values) for values in row.rows[:3])
-        task = (
+        return (
             f"{schema_of(row.columns, row.types)}\n\nSome of its rows:\n{rows}\n\n"
             f"Write one SQLite query that answers this question, inside \\boxed{{}}: {row.text}"
         )
-        return [{"role": "system", "content": THINK_FIRST}, {"role": "user", "content": task}]
 
     def example_answers(self, item: Question) -> list[str]:
         """Return the recorded query. Not a `gold_answer`: some queries of WikiSQL have no result."""
@@ -134,8 +132,8 @@ class SQLQueryEnv(DatasetEnv):
 
     async def score(self, row: Question, answer: str) -> Outcome:
         """Return 1 for the right result, else -1; None if the recorded query has no result, or only NULL."""
-        boxes = _BOXED.findall(after_thinking_once(answer) or "")
-        query = boxes[0].strip().rstrip(";") if len(boxes) == 1 else ""
+        boxes = boxes_in(after_thinking_once(answer) or "")
+        query = boxes[0].rstrip(";") if len(boxes) == 1 else ""
         queries = [row.query, query]
         results = await self.in_worker(results_of, row.columns, row.types, row.rows, queries)
         if isinstance(results, RewardFailure):

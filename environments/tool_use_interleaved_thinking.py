@@ -19,7 +19,7 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from atroposlib.envs.answers import after_thinking_once
+from atroposlib.envs.answers import after_thinking_once, boxes_in
 from atroposlib.envs.base import ScoredDataGroup
 from atroposlib.envs.dataset_env import ABORTED, ChatSession, Outcome, Rollout, Split
 from atroposlib.envs.multi_turn_env import Episode, in_turns
@@ -96,14 +96,8 @@ class InterleavedInlineEnv(ToolEnv):
     search_engine: SearchEngine | None = None
     """Adds a tool `web_search`."""
 
-    def __init__(
-        self,
-        config: InterleavedConfig,
-        server_configs: Any,
-        slurm: bool = False,
-        testing: bool = False,
-    ) -> None:
-        super().__init__(config, server_configs, slurm, testing)
+    def __init__(self, config: InterleavedConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
         if self.search_engine is not None:
             self.tools_by_name["web_search"] = tool_from(self.web_search)
 
@@ -185,7 +179,7 @@ class InterleavedInlineEnv(ToolEnv):
         answer = after_thinking_once(episode.messages[-1]["content"])
         if answer is None or re.search(r"</?tool_(call|response)>", answer):
             return -1.0
-        boxes = re.findall(r"\\boxed\{([^{}]*)\}", answer)
+        boxes = boxes_in(answer)
         if len(boxes) != 1 or number_in(boxes[0]) != episode.row.answer:
             return -1.0
         return 1.0 + (TOOL_USAGE_BONUS if episode.state.get("has_used_tool") else 0.0)

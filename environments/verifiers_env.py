@@ -53,10 +53,8 @@ class BridgedEnv(AgentEnv):
         """Return the arguments of the script's `bridge`."""
         raise NotImplementedError
 
-    def __init__(
-        self, config: BridgedConfig, server_configs: Any, slurm: bool = False, testing: bool = False
-    ) -> None:
-        super().__init__(config, server_configs, slurm, testing)
+    def __init__(self, config: BridgedConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
         self.bridge = Bridge(
             python=config.python,
             script=BRIDGES / self.script,

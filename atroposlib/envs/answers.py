@@ -44,6 +44,34 @@ def only_tagged(text: str, tag: str) -> str | None:
     return text[marks[0].end() : marks[1].start()].strip()
 
 
+def boxes_in(text: str) -> list[str]:
+    """Return the contents of all `\\boxed{...}` that are closed, stripped; a box inside of another is part of that.
+
+    >>> boxes_in(r"\\boxed{1} or \\boxed{\\frac{1}{2}} or \\boxed{3")
+    ['1', '\\\\frac{1}{2}']
+    """
+    opened: list[int | None] = []
+    found: list[tuple[int, str]] = []
+    for mark in re.finditer(r"\\boxed\{|[{}]", text):
+        if mark[0] != "}":
+            opened.append(None if mark[0] == "{" else mark.end())
+        elif opened and (start := opened.pop()) is not None:
+            while found and found[-1][0] > start:
+                found.pop()
+            found.append((start, text[start : mark.start()].strip()))
+    return [content for _, content in found]
+
+
+def words_of(text: str) -> list[str]:
+    """Return the words without case, articles and punctuation.
+
+    >>> words_of("The  U.S. Navy")
+    ['us', 'navy']
+    """
+    plain = text.lower().translate(str.maketrans("", "", string.punctuation))
+    return [word for word in plain.split() if word not in ("a", "an", "the")]
+
+
 def lettered(options: Sequence[str]) -> str:
     """Return one line per option.
 

@@ -1,4 +1,4 @@
-"""`GymEnv`: a Gymnasium environment as a conversation. Define `opening` and `read_action`, and override what differs.
+"""`GymEnv`: a Gymnasium environment as a conversation. Define `read_action`, and override what differs.
 
 A row is a seed, so that an episode repeats exactly: every episode of a group starts in the same state, and the same
 actions lead to the same states. `episode.state` holds the game, its last observation and the one before.
@@ -49,9 +49,9 @@ class GymEnv(MultiTurnEnv):
         """Games between two episodes; making one may take 20 ms, and `reset` gives each a new state."""
         await super().setup()
 
-    @abstractmethod
     def opening(self, episode: Episode) -> str:
-        """Return the first user message."""
+        """Return the first user message; default: the first observation."""
+        return self.observe(episode)
 
     @abstractmethod
     def read_action(self, episode: Episode, answer: str) -> int | None:

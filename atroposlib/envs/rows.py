@@ -74,6 +74,21 @@ def chat_prompt(row: dict[str, Any], *, max_tokens: int | None = None) -> ChatPr
     return None if is_too_long else prompt
 
 
+class ChatRows:
+    """Rows of conversations whose last request the model answers; a mixin for a `DatasetEnv`, named before it."""
+
+    config: Any
+    train_data = HubRows(path="allenai/WildChat", split="train[:20000]")
+
+    def parse_row(self, row: dict[str, Any]) -> ChatPrompt | None:
+        """Return the conversation up to its last request; one that is too long is skipped."""
+        return chat_prompt(row, max_tokens=self.config.max_token_length)
+
+    def prompt(self, row: ChatPrompt) -> list[dict[str, str]]:
+        """Return the conversation."""
+        return row.messages
+
+
 def sample_path(env_cls: type, name: str) -> str:
     """Return the sample of the environment `env_cls`; ConfigError if it has none."""
     folder = Path(inspect.getfile(env_cls)).resolve().parent

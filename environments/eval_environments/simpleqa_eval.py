@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import ast
 import re
-import string
 from collections.abc import Sequence
 from typing import Any
 
-from atroposlib.envs.answers import solution_of
+from atroposlib.envs.answers import solution_of, words_of
 from atroposlib.envs.benchmark_env import BenchmarkConfig, BenchmarkEnv, Question, Reading, mean_of
 from atroposlib.envs.dataset_env import Outcome
 from atroposlib.envs.eval_run import Sample
@@ -118,12 +117,6 @@ def read_grade(verdict: str) -> float | None:
     """
     found = re.findall(r"grade\W+(CORRECT|INCORRECT|NOT_ATTEMPTED)\b", solution_of(verdict), re.I)
     return GRADES[found[-1].upper()] if found else None
-
-
-def words_of(text: str) -> list[str]:
-    """Return the words without case, articles and punctuation."""
-    plain = text.lower().translate(str.maketrans("", "", string.punctuation))
-    return [word for word in plain.split() if word not in ("a", "an", "the")]
 
 
 def is_same(answer: str, gold: str) -> bool:

@@ -183,6 +183,7 @@ SIX = "It is six.</think> \\boxed{6}"
         (["<tool_call>six</tool_call>", SIX], 1.0, "not valid JSON"),
         ([call("calculator", expr="6"), "It is seven.</think> \\boxed{7}"], -1.0, "\n6\n"),
         (["</think> \\boxed{5} or \\boxed{6}"], -1.0, ""),
+        (["</think> \\boxed{6} or \\boxed{\\frac{10}{2}}"], -1.0, ""),
         (["\\boxed{6}"], -1.0, ""),
         (["</think> \\boxed{6} " + call("calculator", expr="6")], -1.0, ""),
         ([call("calculator", expr="6")] * 4, -1.0, "\n6\n"),

@@ -57,10 +57,6 @@ class BlackjackEnvNoThinking(GymEnv):
         '<tool_call>{"name": "take_action", "arguments": {"action": "..."}}</tool_call>'
     )
 
-    def opening(self, episode: Episode) -> str:
-        """Return the first state."""
-        return self.observe(episode)
-
     def observe(self, episode: Episode) -> str:
         """Return the state in words."""
         return describe(episode.state["observation"])

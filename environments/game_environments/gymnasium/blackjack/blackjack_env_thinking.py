@@ -178,10 +178,6 @@ class BlackjackEnv(GymEnv):
         """Return an upper bound of the tokens of a conversation."""
         return sum(len(self.tokenizer.encode(m["content"])) + TEMPLATE_TOKENS for m in messages)
 
-    def opening(self, episode: Episode) -> str:
-        """Return the first state."""
-        return self.observe(episode)
-
     def observe(self, episode: Episode) -> str:
         """Return the state in words."""
         return describe(episode.state["observation"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,25 +11,18 @@ import pytest
 
 from atroposlib.envs.answer_formats import FORMATS
 from atroposlib.errors import ConfigError
-from tests.environments.helpers_environments import load, make_env
+from tests.environments.helpers_environments import load
 
 formats = load("answer_format_environment.answer_format_environment")
 
 
-async def started(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Any:
-    env = make_env(
-        formats.AnswerFormatEnv,
-        monkeypatch,
-        respond=lambda request: "",
-        dataset_path="sample",
-        **settings,
-    )
-    await env.setup()
-    return env
+@pytest.fixture
+def started(started: Any) -> Any:
+    return partial(started, formats.AnswerFormatEnv)
 
 
-async def test_formats_fit_their_questions(monkeypatch: pytest.MonkeyPatch) -> None:
-    env = await started(monkeypatch)
+async def test_formats_fit_their_questions(started: Any) -> None:
+    env = await started()
     kinds = {row.text: row.kind for row in env.train_rows}
     for _ in range(100):
         item = await env.get_next_item()
@@ -36,9 +30,9 @@ async def test_formats_fit_their_questions(monkeypatch: pytest.MonkeyPatch) -> N
         assert kind in ("generic", kinds[item.question])
 
 
-async def test_a_format_with_enough_mixed_groups_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_format_with_enough_mixed_groups_pauses(started: Any) -> None:
     settings = {"supported_formats": ["json", "yaml"], "format_group_threshold": 1}
-    env = await started(monkeypatch, ensure_equivalent_ratios=True, **settings)
+    env = await started(ensure_equivalent_ratios=True, **settings)
     env.shape_group(formats.Item("?", "yaml"), {"scores": [1.0, 1.0]})  # teaches nothing
     env.shape_group(formats.Item("?", "json"), {"scores": [1.0, 0.0]})
     assert {(await env.get_next_item()).answer_format for _ in range(20)} == {"yaml"}
@@ -46,15 +40,13 @@ async def test_a_format_with_enough_mixed_groups_pauses(monkeypatch: pytest.Monk
     assert {(await env.get_next_item()).answer_format for _ in range(20)} == {"json", "yaml"}
 
 
-async def test_the_success_of_every_format_survives_a_restart(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    env = await started(monkeypatch, supported_formats=["json", "yaml"])
+async def test_the_success_of_every_format_survives_a_restart(started: Any, tmp_path: Path) -> None:
+    env = await started(supported_formats=["json", "yaml"])
     env.shape_group(formats.Item("?", "yaml"), {"scores": [1.0] * 4})  # too few for a rate
     env.shape_group(formats.Item("?", "json"), {"scores": [1.0] * 5 + [0.0] * 3})
     env.checkpoint_dir = str(tmp_path)
     env.save_checkpoint(1)
-    resumed = await started(monkeypatch, supported_formats=["json", "yaml"])
+    resumed = await started(supported_formats=["json", "yaml"])
     resumed.checkpoint_dir, resumed.curr_step = str(tmp_path), 1
     resumed.load_checkpoint()
     assert resumed.train_metrics() == {
@@ -74,15 +66,15 @@ async def test_the_success_of_every_format_survives_a_restart(
     }
 
 
-async def test_an_unknown_format_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unknown_format_is_refused(started: Any) -> None:
     with pytest.raises(ConfigError, match="there is no format 'jsn'"):
-        await started(monkeypatch, supported_formats=["jsn"])
+        await started(supported_formats=["jsn"])
 
 
 async def test_a_text_that_takes_long_to_read_earns_nothing_and_blocks_nothing(
-    monkeypatch: pytest.MonkeyPatch,
+    started: Any,
 ) -> None:
-    env = await started(monkeypatch, reward_timeout_s=0.5)
+    env = await started(reward_timeout_s=0.5)
     score = asyncio.ensure_future(
         env.score(formats.Item("?", "yaml"), f"<think>x</think>{'{' * 20_000}")
     )
@@ -90,4 +82,3 @@ async def test_a_text_that_takes_long_to_read_earns_nothing_and_blocks_nothing(
     assert not score.done()  # it runs elsewhere
     assert await score == 0.0
     assert await env.score(formats.Item("?", "yaml"), "<think>x</think>answer: B") == 1.0
-    await env.close()

@@ -18,13 +18,6 @@ QUESTION = mcqa.Question("Which?", ["red", "blue"], "B")
 REPORT = fundamentals.Report("...", "revenue", "reduced", 3.5)
 
 
-async def started(env_cls: Any, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Any:
-    settings = {"dataset_path": "sample", **settings}
-    env = make_env(env_cls, monkeypatch, respond=lambda request: "", **settings)
-    await env.setup()
-    return env
-
-
 @pytest.mark.parametrize(
     ("answer", "score"),
     [
@@ -37,24 +30,22 @@ async def started(env_cls: Any, monkeypatch: pytest.MonkeyPatch, **settings: Any
     ],
 )
 async def test_one_choice_after_the_thinking_counts(
-    monkeypatch: pytest.MonkeyPatch, answer: str, score: float
+    started: Any, answer: str, score: float
 ) -> None:
-    env = await started(mcqa.MCQAThinkingEnv, monkeypatch)
+    env = await started(mcqa.MCQAThinkingEnv)
     assert env.score(QUESTION, answer) == score
 
 
-async def test_options_are_added_to_a_prompt_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    env = await started(mcqa.MCQAThinkingEnv, monkeypatch)
+async def test_options_are_added_to_a_prompt_without_them(started: Any) -> None:
+    env = await started(mcqa.MCQAThinkingEnv)
     row = {"prompt": "Which?", "options": ["red", "blue"], "ground_truth": "B"}
     assert env.parse_row(row).text == "Which?\n\nA. red\nB. blue"
     assert env.parse_row({**row, "prompt": "Red or red, blue?"}).text == "Red or red, blue?"
 
 
-async def test_mmlu_evaluates_the_chosen_subjects_and_reports_each(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_mmlu_evaluates_the_chosen_subjects_and_reports_each(started: Any) -> None:
     path = {"eval_dataset_path": "sample"}
-    env = await started(mmlu.MMLUEnv, monkeypatch, **path, subjects=["small_products"])
+    env = await started(mmlu.MMLUEnv, **path, subjects=["small_products"])
     assert {row.subject for row in env.eval_rows} == {"small_products"}
     assert {row.subject for row in env.train_rows} == {"small_products", "large_products"}
     metrics = env.summarize([[1.0]] + [[0.0]] * (len(env.eval_rows) - 1))
@@ -63,9 +54,9 @@ async def test_mmlu_evaluates_the_chosen_subjects_and_reports_each(
 
 @pytest.mark.parametrize("thinks", [False, True])
 async def test_reversing_needs_thinking_only_where_it_is_configured(
-    monkeypatch: pytest.MonkeyPatch, thinks: bool
+    started: Any, thinks: bool
 ) -> None:
-    env = await started(reversal.TextReversalEnv, monkeypatch, thinking_mode=thinks)
+    env = await started(reversal.TextReversalEnv, thinking_mode=thinks)
     assert env.score("ab c", "<reversed_text>\nc ba\n</reversed_text>") == float(not thinks)
     assert env.score("ab c", "<think>x</think><reversed_text>c ba</reversed_text>") == 1.0
     assert env.score("ab c", "c ba") == 0.0
@@ -118,16 +109,14 @@ async def test_figures_of_reversals(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 async def test_a_prediction_earns_its_direction_and_its_size(
-    monkeypatch: pytest.MonkeyPatch, line: str, score: float
+    started: Any, line: str, score: float
 ) -> None:
-    env = await started(fundamentals.FundamentalPredictionEnv, monkeypatch)
+    env = await started(fundamentals.FundamentalPredictionEnv)
     assert env.score(REPORT, f"<think>a</think>\n{line}") == score
     assert env.score(REPORT, line) == 0.0
 
 
-async def test_answers_of_nearly_the_limit_lose_half_a_point(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    env = await started(fundamentals.FundamentalPredictionEnv, monkeypatch, max_token_length=100)
+async def test_answers_of_nearly_the_limit_lose_half_a_point(started: Any) -> None:
+    env = await started(fundamentals.FundamentalPredictionEnv, max_token_length=100)
     group = {"masks": [[-100, *[7] * 100], [-100, *[7] * 95]], "scores": [2.0, 2.0]}
     assert env.shape_group(REPORT, group)["scores"] == [1.5, 2.0]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 import pytest
 
 from atroposlib.envs.program_tests import judge_program
-from tests.environments.helpers_environments import load, make_env
+from tests.environments.helpers_environments import load
 from tests.faults.hostile_programs import ATTACKS
 
 coding = load("code_execution_server.coding_server")
@@ -24,16 +25,9 @@ def block(program: str) -> str:
     return f"```python\n{program}\n```"
 
 
-async def started(monkeypatch: pytest.MonkeyPatch, answers: list[str], **settings: Any) -> Any:
-    defaults = {"dataset_path": "sample", "num_reward_workers": 2, "group_size": len(answers)}
-    env = make_env(
-        coding.CodingEnv,
-        monkeypatch,
-        respond=lambda request: answers[request.choice],
-        **(defaults | settings),
-    )
-    await env.setup()
-    return env
+@pytest.fixture
+def started(started: Any) -> Any:
+    return partial(started, coding.CodingEnv, group_size=2)
 
 
 @pytest.mark.parametrize(
@@ -79,9 +73,7 @@ def test_every_test_must_pass() -> None:
 
 
 @pytest.mark.drill
-async def test_hostile_programs_are_counted_and_earn_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_hostile_programs_are_counted_and_earn_nothing(started: Any) -> None:
     names = [
         "loop",
         "memory",
@@ -94,10 +86,10 @@ async def test_hostile_programs_are_counted_and_earn_nothing(
         "become_root",
     ]
     programs = ["print(int(input()) * 2)", *(ATTACKS[name].source for name in names)]
-    env = await started(monkeypatch, [*map(block, programs), "I do not know."], test_timeout_s=2.0)
+    answers = [*map(block, programs), "I do not know."]
+    env = await started(answers, test_timeout_s=2.0, group_size=len(answers))
     group, _ = await env.collect_trajectories(env.parse_row(PROBLEM))
     again, _ = await env.collect_trajectories(env.parse_row(PROBLEM))
-    await env.close()
     assert group["scores"] == again["scores"] == [1.0, *[-1.0] * (len(names) + 1)]
     assert env.num_reward_failures == 0
     assert env.counts["program_passed"] == 2
@@ -107,16 +99,13 @@ async def test_hostile_programs_are_counted_and_earn_nothing(
     assert env.counts.total() == 2 * len(group["scores"])
 
 
-async def test_the_last_block_counts_and_a_cut_answer_gets_no_advantage(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_the_last_block_counts_and_a_cut_answer_gets_no_advantage(started: Any) -> None:
     right, wrong = block("print(int(input()) * 2)"), block("print(0)")
-    env = await started(monkeypatch, [f"{wrong} or rather {right}", f"{right} no: {wrong}"])
+    env = await started([f"{wrong} or rather {right}", f"{right} no: {wrong}"])
     group, _ = await env.collect_trajectories(env.parse_row(PROBLEM))
     assert group["scores"] == [1.0, -1.0]
     env.config.max_token_length = 20
     group, _ = await env.collect_trajectories(env.parse_row(PROBLEM))
-    await env.close()
     assert group["scores"] == [-1.0, -1.0]
     assert group["overrides"] == [{"set_advantage_to_zero": True}] * 2
 
@@ -128,10 +117,12 @@ def test_rows_of_both_data_sets_are_read() -> None:
     assert coding.tests_of(contests) == [("1", "2"), ("3", "4")]
 
 
-async def test_figures_of_training_and_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_figures_of_training_and_evaluation(
+    started: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     logged: dict[str, Any] = {}
     right, wrong = block("print(int(input()) * 2)"), block("print(0)")
-    env = await started(monkeypatch, [right, wrong], num_eval_samples=2)
+    env = await started([right, wrong], num_eval_samples=2)
 
     async def log(self: Any, metrics: dict[str, Any]) -> None:
         logged.update(metrics)
@@ -139,7 +130,6 @@ async def test_figures_of_training_and_evaluation(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("atroposlib.envs.base.BaseEnv.wandb_log", log)
     await env.collect_trajectories(env.parse_row(PROBLEM))
     await env.wandb_log()
-    await env.close()
     assert logged["train_rewards/rewards"] == 0.0
     assert logged["train_rewards/pass@group_size"] == 1.0
     assert logged["train_rewards/correct_completion_lengths"] > 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import yaml
 from atroposlib.config import build
 from atroposlib.envs.reward_fns import RewardFunction, registry
 from atroposlib.errors import ConfigError
-from tests.environments.helpers_environments import load, make_env
+from tests.environments.helpers_environments import load
 
 datasets = load("dataset_environment.dataset_env")
 
@@ -19,20 +20,15 @@ THINKING = {"type": "format", "weight": 0.5, "params": {"preferred_tags": ["thin
 SPOILT = {"type": "format", "weight": 1.5, "params": {"preferred_tags": ["done"]}}
 
 
-async def started(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Any:
-    defaults = {
-        "dataset_path": "sample",
-        "prompt_field": "question",
-        "reward_functions": [THINKING],
-    }
-    env = make_env(
+@pytest.fixture
+def started(started: Any) -> Any:
+    return partial(
+        started,
         datasets.DatasetEnv,
-        monkeypatch,
-        respond=lambda request: request.prompt,
-        **(defaults | settings),
+        lambda request: request.prompt,
+        prompt_field="question",
+        reward_functions=[THINKING],
     )
-    await env.setup()
-    return env
 
 
 @pytest.mark.parametrize(
@@ -44,10 +40,8 @@ async def started(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Any:
         ({"reward_functions": [], "reward_funcs": [THINKING, SPOILT]}, 0.5),
     ],
 )
-async def test_rewards_are_weighted(
-    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], score: float
-) -> None:
-    env = await started(monkeypatch, **settings)
+async def test_rewards_are_weighted(started: Any, settings: dict[str, Any], score: float) -> None:
+    env = await started(**settings)
     assert await env.score(env.train_rows[0], "<think>a</think> b") == score
     assert await env.score(env.train_rows[0], "a") == 0.0
 
@@ -62,13 +56,15 @@ async def test_rewards_are_weighted(
     ],
 )
 async def test_a_wrong_configuration_is_refused(
-    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], message: str
+    started: Any, settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        await started(monkeypatch, **settings)
+        await started(**settings)
 
 
-async def test_a_reward_gets_the_row_and_the_whole_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_reward_gets_the_row_and_the_whole_answer(
+    started: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: dict[str, Any] = {}
 
     class Spy(RewardFunction):
@@ -78,7 +74,6 @@ async def test_a_reward_gets_the_row_and_the_whole_answer(monkeypatch: pytest.Mo
 
     monkeypatch.setitem(registry._factories, "spy_of_this_test", Spy)
     env = await started(
-        monkeypatch,
         reward_functions=["spy_of_this_test"],
         answer_field="answer",
         ground_truth_field="question",
@@ -98,8 +93,8 @@ async def test_a_reward_gets_the_row_and_the_whole_answer(monkeypatch: pytest.Mo
     assert env.reward_metrics["reward/spy/mean_raw"] == 1.0
 
 
-async def test_the_token_limit_rises(monkeypatch: pytest.MonkeyPatch) -> None:
-    env = await started(monkeypatch, min_tokens=10, max_tokens=30, length_warmup_steps=2)
+async def test_the_token_limit_rises(started: Any) -> None:
+    env = await started(min_tokens=10, max_tokens=30, length_warmup_steps=2)
     for step, split, limit in [
         (0, "train", 10),
         (1, "train", 20),
@@ -111,14 +106,12 @@ async def test_the_token_limit_rises(monkeypatch: pytest.MonkeyPatch) -> None:
             assert chat.max_tokens == limit
 
 
-async def test_evaluation_rows_come_from_the_configured_data_set(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    env = await started(monkeypatch)
+async def test_evaluation_rows_come_from_the_configured_data_set(started: Any) -> None:
+    env = await started()
     assert env.hub_rows("train") is env.hub_rows("eval") is None
-    own = await started(monkeypatch, dataset_name="a", dataset_config="c", eval_split="test")
+    own = await started(dataset_name="a", dataset_config="c", eval_split="test")
     assert own.hub_rows("eval") == datasets.HubRows(path="a", config="c", split="test")
-    other = await started(monkeypatch, dataset_name="a", dataset_config="c", eval_dataset_name="b")
+    other = await started(dataset_name="a", dataset_config="c", eval_dataset_name="b")
     assert other.hub_rows("eval") == datasets.HubRows(path="b", config=None, split="test")
 
 

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.environments.helpers_environments import load, make_env
+from tests.environments.helpers_environments import load
 
 following = load("instruction_following_algorithm_environment")
 
 
-async def started(monkeypatch: pytest.MonkeyPatch, answer: str, **settings: Any) -> Any:
-    env = make_env(
-        following.InstructionFollowingEnv,
-        monkeypatch,
-        respond=lambda request: answer,
-        **{"dataset_path": "sample", "group_size": 2, "max_token_length": 1000, **settings},
-    )
-    await env.setup()
-    return env
+@pytest.fixture
+def started(started: Any) -> Any:
+    return partial(started, following.InstructionFollowingEnv, group_size=2, max_token_length=1000)
 
 
 def row(function: str, **args: Any) -> dict[str, Any]:
@@ -41,27 +36,23 @@ def row(function: str, **args: Any) -> dict[str, Any]:
         ("<think>a</think><think>b</think> text", 0.0),
     ],
 )
-async def test_the_text_after_the_thinking_counts(
-    monkeypatch: pytest.MonkeyPatch, answer: str, score: float
-) -> None:
-    env = await started(monkeypatch, "")
+async def test_the_text_after_the_thinking_counts(started: Any, answer: str, score: float) -> None:
+    env = await started("")
     assert env.score(env.parse_row(row("validate_no_commas")), answer) == score
 
 
-async def test_rows_that_cannot_be_checked_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    env = await started(monkeypatch, "")
+async def test_rows_that_cannot_be_checked_are_left_out(started: Any) -> None:
+    env = await started("")
     assert env.parse_row(row("validate_repeat_prompt")) is None
     assert env.parse_row(row("validate_nothing")) is None
 
 
-async def test_a_solved_instruction_returns_after_all_others(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+async def test_a_solved_instruction_returns_after_all_others(started: Any, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     rows = [row("validate_no_commas"), row("validate_uppercase")]
     path.write_text("\n".join(map(json.dumps, rows)))
     settings = {"dataset_path": str(path), "num_eval_rows": 0}
-    env = await started(monkeypatch, "<think>it is easy</think> lower case", **settings)
+    env = await started("<think>it is easy</think> lower case", **settings)
     asked = []
     for _ in range(6):
         item = await env.get_next_item()
@@ -77,9 +68,9 @@ def only_file(folder: Path, name: str) -> str:
 
 
 async def test_a_checkpoint_keeps_unsolved_instructions_also_those_in_flight(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    started: Any, tmp_path: Path
 ) -> None:
-    env = await started(monkeypatch, "")
+    env = await started("")
     env.checkpoint_dir = str(tmp_path)
     in_flight = await env.get_next_item()
     solved = await env.get_next_item()
@@ -89,10 +80,10 @@ async def test_a_checkpoint_keeps_unsolved_instructions_also_those_in_flight(
     env.save_checkpoint(1)
 
     unsolved = only_file(tmp_path, following.UNSOLVED_FILE)
-    resumed = await started(monkeypatch, "", resume_from_unsolved_dataset=unsolved)
+    resumed = await started("", resume_from_unsolved_dataset=unsolved)
     assert resumed.instructions.keys() == env.instructions.keys() - {solved.key}
     assert resumed.eval_rows == env.eval_rows
-    restarted = await started(monkeypatch, "")
+    restarted = await started("")
     restarted.checkpoint_dir, restarted.curr_step = str(tmp_path), 1
     restarted.load_checkpoint()
     assert restarted.solved_items == [solved.key]
@@ -100,14 +91,14 @@ async def test_a_checkpoint_keeps_unsolved_instructions_also_those_in_flight(
 
 
 async def test_a_checkpoint_of_other_rows_keeps_those_that_are_still_there(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    started: Any, tmp_path: Path
 ) -> None:
     functions = ["validate_no_commas", "validate_uppercase", "validate_quotation"]
     path = tmp_path / "rows.jsonl"
 
     async def started_with(functions: list[str]) -> Any:
         path.write_text("\n".join(json.dumps(row(each)) for each in functions))
-        return await started(monkeypatch, "", dataset_path=str(path), num_eval_rows=0)
+        return await started("", dataset_path=str(path), num_eval_rows=0)
 
     env = await started_with(functions[:2])
     env.checkpoint_dir = str(tmp_path / "checkpoints")
@@ -120,10 +111,8 @@ async def test_a_checkpoint_of_other_rows_keeps_those_that_are_still_there(
     resumed.save_checkpoint(2)
 
 
-async def test_an_instruction_is_queued_again_after_an_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    env = await started(monkeypatch, "an answer that is long enough")
+async def test_an_instruction_is_queued_again_after_an_error(started: Any) -> None:
+    env = await started("an answer that is long enough")
 
     def fail(*args: Any) -> float:
         raise RuntimeError("score")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,24 +24,6 @@ reward = load("reward_model_server")
 
 Respond = Callable[[HarnessRequest], str]
 ITEM = ChatPrompt(messages=[{"role": "user", "content": "Say hello."}], answer="Good day to you.")
-
-
-@pytest.fixture
-async def started(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., Any]]:
-    """Start environments on an engine that is policy and judge."""
-    envs = []
-
-    async def start(env_cls: Any, respond: Respond, **settings: Any) -> Any:
-        env = make_env(
-            env_cls, monkeypatch, respond=respond, **{"dataset_path": "sample", **settings}
-        )
-        envs.append(env)
-        await env.setup()
-        return env
-
-    yield start
-    for env in envs:
-        await env.close()
 
 
 def judged_by(judge: Callable[[str, str], str], *answers: str) -> Respond:

@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.environments.helpers_environments import load, make_env
+from tests.environments.helpers_environments import load
 
 counting = load("letter_counting_environment.letter_counting_environment")
 
 
-async def started(
-    monkeypatch: pytest.MonkeyPatch, answers: Sequence[str] = ("",), **settings: Any
-) -> Any:
-    env = make_env(
-        counting.LetterCountingEnv,
-        monkeypatch,
-        respond=lambda request: answers[request.choice % len(answers)],
-        dataset_path="sample",
-        **settings,
-    )
-    await env.setup()
-    return env
+@pytest.fixture
+def started(started: Any) -> Any:
+    return partial(started, counting.LetterCountingEnv)
 
 
 @pytest.mark.parametrize("level", range(1, 11))
@@ -54,14 +45,14 @@ def test_every_level_asks_for_letters_that_are_counted_right(level: int) -> None
     ],
 )
 async def test_only_the_count_in_the_required_form_is_right(
-    monkeypatch: pytest.MonkeyPatch, answer: str, score: float
+    started: Any, answer: str, score: float
 ) -> None:
-    env = await started(monkeypatch)
+    env = await started()
     assert env.score(counting.Question("?", 3, 1), answer) == score
 
 
-async def test_all_letters_and_no_other_must_be_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    env = await started(monkeypatch)
+async def test_all_letters_and_no_other_must_be_counted(started: Any) -> None:
+    env = await started()
     row = counting.Question("?", {"a": 3, "b": 0}, 3)
     tagged = "<think>a</think><answer>{}</answer>".format
     assert env.score(row, tagged('{"b": 0, "a": 3}')) == 1.0
@@ -70,12 +61,10 @@ async def test_all_letters_and_no_other_must_be_counted(monkeypatch: pytest.Monk
 
 
 async def test_format_errors_of_training_are_counted_and_those_of_evaluation_are_not(
-    monkeypatch: pytest.MonkeyPatch,
+    started: Any,
 ) -> None:
     answers = ["3 I think", "<think>a</think> 3", "<think>a</think><answer>3</answer>"]
-    env = await started(
-        monkeypatch, answers=answers, group_size=3, num_eval_samples=3, min_trained_tokens=0
-    )
+    env = await started(answers=answers, group_size=3, num_eval_samples=3, min_trained_tokens=0)
     await env.evaluate()
     assert env.counts == {}
     await env.collect_trajectories(counting.Question("?", 3, 3))
@@ -87,10 +76,8 @@ async def test_format_errors_of_training_are_counted_and_those_of_evaluation_are
     }
 
 
-async def test_the_level_follows_the_success_and_is_saved(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    env = await started(monkeypatch, difficulty_window_size=20)
+async def test_the_level_follows_the_success_and_is_saved(started: Any, tmp_path: Path) -> None:
+    env = await started(difficulty_window_size=20)
     for score, level in [(1.0, 4), (0.1, 3), (0.5, 3)]:
         for _ in range(10):
             env.adapt_level(score)
@@ -101,10 +88,8 @@ async def test_the_level_follows_the_success_and_is_saved(
     assert env.level == 3
 
 
-async def test_a_group_of_another_level_does_not_count_for_this_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    env = await started(monkeypatch)
+async def test_a_group_of_another_level_does_not_count_for_this_one(started: Any) -> None:
+    env = await started()
     group = {"scores": [1.0, 0.0]}
     assert env.shape_group(counting.Question("?", 3, 1), group) is group
     assert env.recent_scores == []

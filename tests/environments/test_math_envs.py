@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,22 +20,8 @@ RIGHT, WRONG = "I see.</think> So \\boxed{7}", "I guess.</think> It must be \\bo
 
 
 @pytest.fixture
-async def started(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., Any]]:
-    """Start environments on an engine that answers by a function of the request."""
-    envs = []
-
-    async def start(respond: Callable[[HarnessRequest], str], **settings: Any) -> Any:
-        settings = {"group_size": 4, "num_reward_workers": 1, "max_token_length": 900, **settings}
-        env = make_env(
-            maths.MathEnv, monkeypatch, respond=respond, dataset_path="sample", **settings
-        )
-        envs.append(env)
-        await env.setup()
-        return env
-
-    yield start
-    for env in envs:
-        await env.close()
+def started(started: Any) -> Any:
+    return partial(started, maths.MathEnv, group_size=4, max_token_length=900)
 
 
 def problem() -> Any:

@@ -3,42 +3,27 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from atroposlib.envs.collecting import close
 from atroposlib.errors import ConfigError
-from tests.environments.helpers_environments import load, make_env
+from tests.environments.helpers_environments import load
 
 gym = load("reasoning_gym_environment.reasoning_gym_environment")
 
 
 @pytest.fixture
-async def started(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., Any]]:
-    """Start environments that are closed after the test."""
+def started(started: Any) -> Any:
     pytest.importorskip("reasoning_gym", reason="reasoning-gym (extra reasoning) is not installed")
-    envs = []
-
-    async def start(**settings: Any) -> Any:
-        defaults = {"tasks": ["gcd"], "num_eval_samples_per_task": 1, "num_reward_workers": 1}
-        env = make_env(
-            gym.ReasoningGymEnv, monkeypatch, respond=lambda request: "", **(defaults | settings)
-        )
-        envs.append(env)
-        await env.setup()
-        return env
-
-    yield start
-    for env in envs:
-        await close(env)
+    return partial(
+        started, gym.ReasoningGymEnv, dataset_path=None, tasks=["gcd"], num_eval_samples_per_task=1
+    )
 
 
-async def test_only_one_tagged_answer_after_the_thinking_is_scored(
-    started: Callable[..., Any],
-) -> None:
+async def test_only_one_tagged_answer_after_the_thinking_is_scored(started: Any) -> None:
     env = await started()
     puzzle = await env.get_next_item()
     right = f"<answer>{puzzle.answer}</answer>"
@@ -52,13 +37,13 @@ async def test_only_one_tagged_answer_after_the_thinking_is_scored(
     assert await env.score(puzzle, f"<answer>1 2 3 4 5 6 {puzzle.answer}</answer>") == 0.0
 
 
-async def test_an_answer_that_a_task_cannot_parse_is_wrong(started: Callable[..., Any]) -> None:
+async def test_an_answer_that_a_task_cannot_parse_is_wrong(started: Any) -> None:
     env = await started(tasks=["prime_factorization"])
     puzzle = await env.get_next_item()
     assert await env.score(puzzle, "<answer>I do not know</answer>") == 0.0
 
 
-async def test_a_number_may_have_commas(started: Callable[..., Any]) -> None:
+async def test_a_number_may_have_commas(started: Any) -> None:
     await started()
     source = gym.Source("basic_arithmetic", 8, None)
     assert gym.make_puzzle(*source)[1] == "-1043"
@@ -66,7 +51,7 @@ async def test_a_number_may_have_commas(started: Callable[..., Any]) -> None:
     assert scores == [1.0, 1.0, 0.0, 0.0]
 
 
-async def test_the_puzzles_depend_on_the_seed_alone(started: Callable[..., Any]) -> None:
+async def test_the_puzzles_depend_on_the_seed_alone(started: Any) -> None:
     tasks = ["gcd", "leg_counting"]
     first, second = [await started(tasks=tasks, seed=3) for _ in range(2)]
     puzzles = [await first.get_next_item() for _ in range(6)]
@@ -76,14 +61,12 @@ async def test_the_puzzles_depend_on_the_seed_alone(started: Callable[..., Any])
     assert len(first.eval_rows) == 2
 
 
-async def test_an_unknown_task_is_refused(started: Callable[..., Any]) -> None:
+async def test_an_unknown_task_is_refused(started: Any) -> None:
     with pytest.raises(ConfigError, match="did you mean sudoku"):
         await started(tasks=["suduko"])
 
 
-async def test_complexity_changes_the_puzzle_and_stays_when_it_is_scored(
-    started: Callable[..., Any],
-) -> None:
+async def test_complexity_changes_the_puzzle_and_stays_when_it_is_scored(started: Any) -> None:
     await started()
     easy, hard = (gym.dataset_of(gym.Source("gcd", 1, level)).config for level in (0.0, 1.0))
     assert hard.max_value > easy.max_value
@@ -92,7 +75,7 @@ async def test_complexity_changes_the_puzzle_and_stays_when_it_is_scored(
 
 
 async def test_the_curriculum_follows_the_success_and_is_saved(
-    started: Callable[..., Any], tmp_path: Path
+    started: Any, tmp_path: Path
 ) -> None:
     env = await started(complexity_mode="curriculum")
     puzzle = await env.get_next_item()
@@ -125,9 +108,7 @@ def test_the_size_of_a_step(level: float, history: list[float], expected: float)
     assert gym.next_complexity(level, history, target=0.7) == pytest.approx(expected)
 
 
-async def test_long_answers_lose_score_only_in_a_group_without_a_wrong_one(
-    started: Callable[..., Any],
-) -> None:
+async def test_long_answers_lose_score_only_in_a_group_without_a_wrong_one(started: Any) -> None:
     env = await started(max_token_length=100)
     puzzle = await env.get_next_item()
     masks = [[-100] * 99 + [1] * 70, [-100] * 99 + [1] * 90]  # the prompt does not count
@@ -138,9 +119,7 @@ async def test_long_answers_lose_score_only_in_a_group_without_a_wrong_one(
     assert env.shape_group(puzzle, {"scores": [0.0, 1.0], "masks": masks})["scores"] == [0.0, 1.0]
 
 
-async def test_an_answer_cut_at_the_limit_has_no_advantage(
-    started: Callable[..., Any],
-) -> None:
+async def test_an_answer_cut_at_the_limit_has_no_advantage(started: Any) -> None:
     env = await started(max_token_length=12, min_trained_tokens=1, group_size=2)
     right = iter(["<answer>1</answer>" * 3, "no"])
     env.server.servers[0].respond = lambda request: next(right)

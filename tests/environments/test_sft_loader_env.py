@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from atroposlib.errors import ConfigError
 from atroposlib.samples import samples
 from atroposlib.scored_data import IGNORE_INDEX, Strictness, check_group
-from tests.environments.helpers_environments import load, make_env
+from tests.environments.helpers_environments import load
 
 sft = load("sft_loader_server")
 
@@ -22,15 +23,9 @@ CHAT = [
 ]
 
 
-async def started(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Any:
-    env = make_env(
-        sft.SFTEnv,
-        monkeypatch,
-        respond=lambda request: "",
-        **{"dataset_path": "sample", **settings},
-    )
-    await env.setup()
-    return env
+@pytest.fixture
+def started(started: Any) -> Any:
+    return partial(started, sft.SFTEnv)
 
 
 async def trained_text(env: Any, row: dict[str, Any]) -> str:
@@ -82,26 +77,26 @@ async def trained_text(env: Any, row: dict[str, Any]) -> str:
     ],
 )
 async def test_each_format_trains_the_answer(
-    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], row: dict[str, Any], trained: str
+    started: Any, settings: dict[str, Any], row: dict[str, Any], trained: str
 ) -> None:
-    assert await trained_text(await started(monkeypatch, **settings), row) == trained
+    assert await trained_text(await started(**settings), row) == trained
 
 
-async def test_a_missing_column_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    env = await started(monkeypatch, dataset_column_name="text")
+async def test_a_missing_column_is_named(started: Any) -> None:
+    env = await started(dataset_column_name="text")
     with pytest.raises(ConfigError, match="no column 'text'; it has conversations"):
         await env.collect_trajectories(await env.get_next_item())
 
 
-async def test_evaluation_measures_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    env = await started(monkeypatch, max_token_length=10)
+async def test_evaluation_measures_the_rows(started: Any) -> None:
+    env = await started(max_token_length=10)
     metrics = await env.evaluate()
     assert metrics["eval/mean_tokens"] > metrics["eval/mean_trained_tokens"] > 10
     assert metrics["eval/share_longer_than_max_token_length"] == 1.0
 
 
-async def test_a_step_gets_its_rows_and_some_steps_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    env = await started(monkeypatch, max_sft_per_step=2, add_every_n_steps=2)
+async def test_a_step_gets_its_rows_and_some_steps_none(started: Any) -> None:
+    env = await started(max_sft_per_step=2, add_every_n_steps=2)
     num_rows = []
     for step in range(4):
         env.curr_step = step

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 
 from atroposlib.envs import patches
 from atroposlib.envs.patches import apply_diff
-from tests.environments.helpers_environments import load, make_env
+from tests.environments.helpers_environments import load
 
 swe = load("swe_rl_env")
 
@@ -29,13 +30,9 @@ GOOD = edit("    y = x", "    y = x + 1")
 OTHER = edit("    return x", "    return 2 * x")
 
 
-async def started(monkeypatch: pytest.MonkeyPatch, answers: list[str], **settings: Any) -> Any:
-    settings = {"dataset_path": "sample", "num_reward_workers": 1, **settings}
-    env = make_env(
-        swe.SWERLEnv, monkeypatch, respond=lambda request: answers[request.choice], **settings
-    )
-    await env.setup()
-    return env
+@pytest.fixture
+def started(started: Any) -> Any:
+    return partial(started, swe.SWERLEnv)
 
 
 @pytest.mark.parametrize(
@@ -59,11 +56,10 @@ async def started(monkeypatch: pytest.MonkeyPatch, answers: list[str], **setting
     ],
 )
 async def test_well_formed_edits_earn_their_similarity(
-    monkeypatch: pytest.MonkeyPatch, answer: str, low: float, high: float
+    started: Any, answer: str, low: float, high: float
 ) -> None:
-    env = await started(monkeypatch, [""])
+    env = await started([""])
     score = await env.score(env.parse_row(ROW), answer)
-    await env.close()
     assert low <= score <= high
 
 
@@ -94,7 +90,7 @@ def test_patches_that_add_and_delete_files_apply() -> None:
 
 
 async def test_the_example_is_shown_until_enough_answers_are_well_formed(
-    monkeypatch: pytest.MonkeyPatch,
+    started: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logged: list[dict[str, Any]] = []
 
@@ -103,7 +99,7 @@ async def test_the_example_is_shown_until_enough_answers_are_well_formed(
 
     monkeypatch.setattr("atroposlib.envs.base.BaseEnv.wandb_log", log)
     answers = ["<think>a</think> I do not know what to do."] * 2
-    env = await started(monkeypatch, answers, group_size=2, icl_prompt_threshold=0.5)
+    env = await started(answers, group_size=2, icl_prompt_threshold=0.5)
     item = env.parse_row(ROW)
     for answer in ("", f"<think>a</think>\n{GOOD}", ""):
         answers[0] = answer or answers[0]
@@ -111,14 +107,15 @@ async def test_the_example_is_shown_until_enough_answers_are_well_formed(
         assert (swe.EXAMPLE in env.prompt(item)) == shown
         await env.collect_trajectories(item)
         await env.wandb_log()
-    await env.close()
     assert [each["env/using_icl_prompt"] for each in logged] == [1.0, 1.0, 0.0]
     assert [each["train/avg_patch_format_accuracy"] for each in logged] == [0.0, 0.5, 0.5]
     assert logged[1]["train/avg_similarity_score_for_correct_patches"] == 1.0
 
 
-async def test_edits_are_applied_once_and_in_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    env = await started(monkeypatch, [f"<think>a</think>\n{GOOD}"] * 2, group_size=2)
+async def test_edits_are_applied_once_and_in_a_worker(
+    started: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env = await started([f"<think>a</think>\n{GOOD}"] * 2, group_size=2)
     in_worker, calls = env.in_worker, []
 
     async def counted(function: Any, *args: Any) -> Any:
@@ -130,14 +127,12 @@ async def test_edits_are_applied_once_and_in_a_worker(monkeypatch: pytest.Monkey
     group, _ = await env.collect_trajectories(env.parse_row(ROW))
     assert group["scores"] == [1.0, 1.0]
     assert env.train_metrics()["train/avg_patch_format_accuracy"] == 1.0
-    await env.close()
     assert calls == [patches.similarity_of_edits] * 2
 
 
-async def test_evaluation_counts_well_formed_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    env = await started(monkeypatch, ["<think>a</think> I do not know."])
+async def test_evaluation_counts_well_formed_answers(started: Any) -> None:
+    env = await started(["<think>a</think> I do not know."])
     metrics = await env.evaluate()
-    await env.close()
     assert metrics["eval/total_eval_items"] == len(env.eval_rows) > 0
     assert metrics["eval/patch_format_accuracy"] == metrics["eval/pass_at_1"] == 0.0
     assert metrics["eval/avg_think_tags_well_formed"] == 1.0

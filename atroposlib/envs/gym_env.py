@@ -43,11 +43,10 @@ class GymEnv(MultiTurnEnv):
     invalid_reward: ClassVar[float] = -1.0
     """Of an answer that chooses no action; it ends the episode."""
 
-    async def setup(self) -> None:
-        """Load the seeds."""
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.idle_games: list[Any] = []
         """Games between two episodes; making one may take 20 ms, and `reset` gives each a new state."""
-        await super().setup()
 
     def opening(self, episode: Episode) -> str:
         """Return the first user message; default: the first observation."""

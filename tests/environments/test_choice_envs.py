@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.environments.helpers_environments import load, make_env
+from tests.environments.helpers_environments import load
 
 mcqa = load("mcqa_thinking_env")
 mmlu = load("mmlu_server")
@@ -63,17 +63,9 @@ async def test_reversing_needs_thinking_only_where_it_is_configured(
     assert env.score("ab c", "<reversed_text>cba</reversed_text>") == 0.0
 
 
-async def test_figures_of_reversals(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_figures_of_reversals(started: Any) -> None:
     answers = ["<reversed_text>c ba</reversed_text>", "<reversed_text>abc</reversed_text>", "c ba"]
-    env = make_env(
-        reversal.TextReversalEnv,
-        monkeypatch,
-        respond=lambda request: answers[request.choice],
-        dataset_path="sample",
-        group_size=3,
-        num_eval_samples=3,
-    )
-    await env.setup()
+    env = await started(reversal.TextReversalEnv, answers, group_size=3, num_eval_samples=3)
     await env.collect_trajectories("ab c")
     assert env.train_metrics() == {
         "train/thinking_mode_enabled": 0.0,

@@ -11,7 +11,7 @@ import pytest
 
 from atroposlib.errors import ConfigError
 from tests.environments.game_players import call, drive_taxi, play_blackjack, play_table
-from tests.environments.helpers_environments import load, make_env
+from tests.environments.helpers_environments import load
 
 pytest.importorskip("gymnasium")
 
@@ -22,15 +22,17 @@ no_thinking = load(f"{FOLDER}.blackjack.blackjack_env_no_thinking")
 thinking = load(f"{FOLDER}.blackjack.blackjack_env_thinking")
 
 
-async def made(env_cls: Any, monkeypatch: pytest.MonkeyPatch, player: Any, **settings: Any) -> Any:
-    env = make_env(
-        env_cls,
-        monkeypatch,
-        respond=lambda request: player(env, None, request),
-        **{"group_size": 2, "num_train_seeds": 100, "max_token_length": 2000, **settings},
-    )
-    await env.setup()
-    return env
+@pytest.fixture
+def made(started: Any) -> Any:
+    """Start environments on a player: (environment, item, request) -> answer."""
+
+    async def make(env_cls: Any, player: Any, **settings: Any) -> Any:
+        defaults = {"dataset_path": None, "num_train_seeds": 100, "max_token_length": 2000}
+        settings = {"group_size": 2, **defaults, **settings}
+        env = await started(env_cls, lambda request: player(env, None, request), **settings)
+        return env
+
+    return make
 
 
 async def mean_score(env: Any, *, num_seeds: int) -> float:
@@ -47,17 +49,16 @@ async def mean_score(env: Any, *, num_seeds: int) -> float:
     ],
 )
 async def test_a_perfect_player_wins_any_game_with_a_table(
-    monkeypatch: pytest.MonkeyPatch, env_name: str, arguments: dict[str, Any], at_least: float
+    made: Any, env_name: str, arguments: dict[str, Any], at_least: float
 ) -> None:
     settings = {"env_name": env_name, "env_kwargs": arguments, "success_score": at_least}
-    env = await made(gymnasium_env.GymnasiumEnv, monkeypatch, play_table, **settings)
+    env = await made(gymnasium_env.GymnasiumEnv, play_table, **settings)
     assert await mean_score(env, num_seeds=4) >= at_least
 
 
-async def test_blackjack_has_no_drawing_and_can_be_played(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_blackjack_has_no_drawing_and_can_be_played(made: Any) -> None:
     env = await made(
         gymnasium_env.GymnasiumEnv,
-        monkeypatch,
         lambda env, item, request: "<action>0</action>",
         env_name="Blackjack-v1",
     )
@@ -67,12 +68,9 @@ async def test_blackjack_has_no_drawing_and_can_be_played(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("answer", ["", "2", "<action>4</action>", "<action>-1</action>"])
-async def test_an_answer_without_an_action_costs_what_is_configured(
-    monkeypatch: pytest.MonkeyPatch, answer: str
-) -> None:
+async def test_an_answer_without_an_action_costs_what_is_configured(made: Any, answer: str) -> None:
     env = await made(
         gymnasium_env.GymnasiumEnv,
-        monkeypatch,
         lambda env, item, request: answer,
         invalid_reward=-7.0,
     )
@@ -84,22 +82,20 @@ async def test_an_answer_without_an_action_costs_what_is_configured(
     )  # the thinking did not end
 
 
-async def test_a_game_that_does_not_exist_is_refused_at_the_start(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_game_that_does_not_exist_is_refused_at_the_start(made: Any) -> None:
     with pytest.raises(ConfigError, match="NoGame"):
-        await made(gymnasium_env.GymnasiumEnv, monkeypatch, lambda *given: "", env_name="NoGame-v1")
+        await made(gymnasium_env.GymnasiumEnv, lambda *given: "", env_name="NoGame-v1")
 
 
-async def test_the_episodes_of_a_seed_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
-    env = await made(taxi.GymTaxiEnv, monkeypatch, drive_taxi)
+async def test_the_episodes_of_a_seed_are_equal(made: Any) -> None:
+    env = await made(taxi.GymTaxiEnv, drive_taxi)
     first, second = await env.roll_out(5, 2, split="train")
     again = (await env.roll_out(5, 1, split="train"))[0]
     other = (await env.roll_out(6, 1, split="train"))[0]
     assert first.messages == second.messages == again.messages != other.messages
 
 
-async def test_the_taxi_scores_pick_up_and_delivery(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_taxi_scores_pick_up_and_delivery(made: Any) -> None:
     def stop_before(action: str) -> Any:
         def play(env: Any, item: Any, request: Any) -> str:
             answer = drive_taxi(env, item, request)
@@ -108,32 +104,28 @@ async def test_the_taxi_scores_pick_up_and_delivery(monkeypatch: pytest.MonkeyPa
         return play
 
     for player, score in [(stop_before("4"), -1.0), (stop_before("5"), 0.0), (drive_taxi, 1.0)]:
-        env = await made(taxi.GymTaxiEnv, monkeypatch, player)
+        env = await made(taxi.GymTaxiEnv, player)
         assert await mean_score(env, num_seeds=3) == score
 
 
-async def test_the_taxi_earns_nothing_by_picking_up_and_dropping(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_the_taxi_earns_nothing_by_picking_up_and_dropping(made: Any) -> None:
     def juggle(env: Any, item: Any, request: Any) -> str:
         question = request.prompt.rpartition("<user>")[2]
         if "is in your taxi" in question and "5 (drop off" in question:
             return "5"
         return drive_taxi(env, item, request)
 
-    env = await made(taxi.GymTaxiEnv, monkeypatch, juggle, max_turns=30)
+    env = await made(taxi.GymTaxiEnv, juggle, max_turns=30)
     assert await mean_score(env, num_seeds=3) == 0.0
 
 
-async def test_the_taxi_ends_with_an_action_that_is_not_allowed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    env = await made(taxi.GymTaxiEnv, monkeypatch, lambda env, item, request: "drop off: 5.")
+async def test_the_taxi_ends_with_an_action_that_is_not_allowed(made: Any) -> None:
+    env = await made(taxi.GymTaxiEnv, lambda env, item, request: "drop off: 5.")
     [rollout] = await env.roll_out(0, 1, split="train")
     assert (rollout.finish_reason, rollout.outcome) == ("invalid_action", -1.0)
 
 
-async def test_a_good_blackjack_player_beats_a_random_one(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_good_blackjack_player_beats_a_random_one(made: Any) -> None:
     rng = random.Random(0)
     players = {
         "good": play_blackjack,
@@ -142,7 +134,7 @@ async def test_a_good_blackjack_player_beats_a_random_one(monkeypatch: pytest.Mo
     }
     means = {}
     for name, player in players.items():
-        env = await made(no_thinking.BlackjackEnvNoThinking, monkeypatch, player)
+        env = await made(no_thinking.BlackjackEnvNoThinking, player)
         means[name] = await mean_score(env, num_seeds=150)
     assert means["good"] > means["random"] + 0.2 > means["silent"] == -1.0
 
@@ -163,14 +155,11 @@ def test_only_one_valid_call_is_an_action(answer: str, action: str | None) -> No
     assert no_thinking.action_of(answer) == action
 
 
-async def test_every_turn_of_a_thoughtful_hand_is_a_group_of_alternatives(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_every_turn_of_a_thoughtful_hand_is_a_group_of_alternatives(made: Any) -> None:
     """Seed 10 starts with 7 against 10; hitting gives 14. Sticking on 7 loses, and so does a call that is missing."""
     answers = [call("hit"), call("stick"), "I wait.", call("hit").replace("I hit.", "")]
     env = await made(
         thinking.BlackjackEnv,
-        monkeypatch,
         lambda env, item, request: answers[request.choice],
         group_size=4,
     )
@@ -186,11 +175,10 @@ async def test_every_turn_of_a_thoughtful_hand_is_a_group_of_alternatives(
 
 
 async def test_the_alternatives_of_a_hand_are_played_in_one_game(
-    monkeypatch: pytest.MonkeyPatch,
+    made: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     env = await made(
         thinking.BlackjackEnv,
-        monkeypatch,
         lambda env, item, request: call(["hit", "stick"][request.choice % 2]),
     )
     make_game = Mock(wraps=env.make_game)
@@ -199,13 +187,10 @@ async def test_the_alternatives_of_a_hand_are_played_in_one_game(
     assert make_game.call_count == 1
 
 
-async def test_the_better_action_has_the_higher_score_on_average(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_the_better_action_has_the_higher_score_on_average(made: Any) -> None:
     good, bad = [], []
     env = await made(
         thinking.BlackjackEnv,
-        monkeypatch,
         lambda env, item, request: call(["hit", "stick"][request.choice % 2]),
     )
     for seed in range(100):
@@ -219,10 +204,8 @@ async def test_the_better_action_has_the_higher_score_on_average(
     assert statistics.mean(good) > statistics.mean(bad) + 0.2
 
 
-async def test_old_turns_are_forgotten_where_there_is_no_room(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    env = await made(thinking.BlackjackEnv, monkeypatch, lambda env, item, request: call("hit"))
+async def test_old_turns_are_forgotten_where_there_is_no_room(made: Any) -> None:
+    env = await made(thinking.BlackjackEnv, lambda env, item, request: call("hit"))
     groups, _ = await env.collect_trajectories(10)
     assert len(groups[1]["messages"][0]) == 5
     turn = thinking.Turn(10, (), [{"role": "system", "content": "Play."}])

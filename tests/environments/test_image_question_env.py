@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +12,16 @@ import pytest
 
 from atroposlib.errors import ConfigError
 from atroposlib.scored_data import Strictness, check_group
-from tests.environments.helpers_environments import load, make_env
+from tests.environments.helpers_environments import load
 
 pytest.importorskip("PIL")
 images = load("image_question_server")
 
 
-async def make(monkeypatch: pytest.MonkeyPatch, answers: list[str], **settings: Any) -> Any:
-    env = make_env(
-        images.ImageQuestionEnv,
-        monkeypatch,
-        respond=lambda request: answers[request.choice % len(answers)],
-        **{"num_train_images": 30, "num_eval_rows": 5, "group_size": 2, **settings},
-    )
-    await env.setup()
-    return env
+@pytest.fixture
+def started(started: Any) -> Any:
+    settings = {"dataset_path": None, "num_train_images": 30, "num_eval_rows": 5, "group_size": 2}
+    return partial(started, images.ImageQuestionEnv, **settings)
 
 
 @pytest.mark.parametrize(
@@ -47,15 +43,14 @@ async def make(monkeypatch: pytest.MonkeyPatch, answers: list[str], **settings: 
     ],
 )
 async def test_only_the_tagged_answer_counts(
-    monkeypatch: pytest.MonkeyPatch, gold: str, text: str, score: float
+    started: Any, gold: str, text: str, score: float
 ) -> None:
-    env = await make(monkeypatch, [""])
+    env = await started("")
     assert env.score(images.Question(text="?", answer=gold, image=""), text) == score
-    await env.close()
 
 
-async def test_a_group_has_the_image_of_every_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
-    env = await make(monkeypatch, ["<answer>2</answer>", "<answer>no</answer>"], seed=1)
+async def test_a_group_has_the_image_of_every_sequence(started: Any) -> None:
+    env = await started(["<answer>2</answer>", "<answer>no</answer>"], seed=1)
     item = await env.get_next_item()
     group, _ = await env.collect_trajectories(item)
     checked = check_group(group, strictness=Strictness.MEANING)
@@ -64,7 +59,6 @@ async def test_a_group_has_the_image_of_every_sequence(monkeypatch: pytest.Monke
         "type": "image_url",
         "image_url": {"url": item.image},
     }
-    await env.close()
 
 
 def test_a_seed_determines_an_image_and_all_kinds_occur() -> None:
@@ -87,9 +81,7 @@ def test_the_answer_to_a_count_is_what_the_picture_shows(num: int) -> None:
     assert sum(picture.getpixel(centre) == (255, 0, 0) for centre in centres) == num
 
 
-async def test_rows_of_a_file_name_their_images(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+async def test_rows_of_a_file_name_their_images(started: Any, tmp_path: Path) -> None:
     uri = images.draw("a").image
     (tmp_path / "a.png").write_bytes(base64.b64decode(uri.partition(",")[2]))
     rows = [
@@ -99,10 +91,9 @@ async def test_rows_of_a_file_name_their_images(
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
     paths = {"dataset_path": str(path), "eval_dataset_path": str(path)}
-    env = await make(monkeypatch, [""], **paths)
+    env = await started("", **paths)
     assert [row.image for row in env.train_rows] == [uri, uri]
     assert [row.answer for row in env.eval_rows] == ["3", "square"]
-    await env.close()
     (tmp_path / "a.png").write_text("<svg/>")
     with pytest.raises(ConfigError, match=r"a\.png is neither PNG nor JPEG"):
-        await make(monkeypatch, [""], **paths)
+        await started("", **paths)

@@ -10,10 +10,9 @@ import asyncio
 import json
 import runpy
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -92,214 +91,188 @@ FIG = '{"name": "stock", "arguments": {"fruit": "fig"}}'
 PEAR = '{"name": "stock", "arguments": {"fruit": "pear"}}'
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bug:
+class Bug(NamedTuple):
     """One edit of an environment's source, and answers whose right scores a person knows."""
 
-    name: str
     module: str
+    name: str
     right: str
     """The original text, which occurs once."""
     wrong: str
-    answers: Sequence[Answer]
-    scores: Sequence[float]
+    scores: dict[Answer, float]
 
 
 BUGS = [
     Bug(
-        name="ignores case",
-        module="text_reversal_environment",
-        right="given == row[::-1]",
-        wrong='(given or "").lower() == row[::-1].lower()',
-        answers=["<reversed_text>c bA</reversed_text>", "<reversed_text>C Ba</reversed_text>"],
-        scores=[1.0, 0.0],
+        "text_reversal_environment",
+        "ignores case",
+        "given == row[::-1]",
+        '(given or "").lower() == row[::-1].lower()',
+        {"<reversed_text>c bA</reversed_text>": 1.0, "<reversed_text>C Ba</reversed_text>": 0.0},
     ),
     Bug(
-        name="off by one",
-        module="text_reversal_environment",
-        right="given == row[::-1]",
-        wrong="given == row[:0:-1]",
-        answers=["<reversed_text>c bA</reversed_text>", "<reversed_text>c b</reversed_text>"],
-        scores=[1.0, 0.0],
+        "text_reversal_environment",
+        "off by one",
+        "given == row[::-1]",
+        "given == row[:0:-1]",
+        {"<reversed_text>c bA</reversed_text>": 1.0, "<reversed_text>c b</reversed_text>": 0.0},
     ),
     Bug(
-        name="matches a prefix",
-        module="text_reversal_environment",
-        right="given == row[::-1]",
-        wrong='row[::-1].startswith(given or "?")',
-        answers=["<reversed_text>c bA</reversed_text>", "<reversed_text>c</reversed_text>"],
-        scores=[1.0, 0.0],
+        "text_reversal_environment",
+        "matches a prefix",
+        "given == row[::-1]",
+        'row[::-1].startswith(given or "?")',
+        {"<reversed_text>c bA</reversed_text>": 1.0, "<reversed_text>c</reversed_text>": 0.0},
     ),
     Bug(
-        name="accepts a list of all answers",
-        module="mcqa_thinking_env",
-        right="only_choice(solution, row.options) == row.letter",
-        wrong="row.letter in solution",
-        answers=["<think>So.</think> The best answer is: A", "<think>So.</think> A or B"],
-        scores=[1.0, -1.0],
+        "mcqa_thinking_env",
+        "accepts a list of all answers",
+        "only_choice(solution, row.options) == row.letter",
+        "row.letter in solution",
+        {"<think>So.</think> The best answer is: A": 1.0, "<think>So.</think> A or B": -1.0},
     ),
     Bug(
-        name="does not require the form",
-        module="mcqa_thinking_env",
-        right="solution = after_thinking_once(answer)",
-        wrong="solution = answer",
-        answers=["<think>So.</think> The best answer is: A", "The best answer is: A"],
-        scores=[1.0, -1.0],
+        "mcqa_thinking_env",
+        "does not require the form",
+        "solution = after_thinking_once(answer)",
+        "solution = answer",
+        {"<think>So.</think> The best answer is: A": 1.0, "The best answer is: A": -1.0},
     ),
     Bug(
-        name="rewards wrong answers",
-        module="mcqa_thinking_env",
-        right="return 1.0 if is_right else -1.0",
-        wrong="return -1.0 if is_right else 1.0",
-        answers=["<think>So.</think> The best answer is: A", "<think>So.</think> B"],
-        scores=[1.0, -1.0],
+        "mcqa_thinking_env",
+        "rewards wrong answers",
+        "return 1.0 if is_right else -1.0",
+        "return -1.0 if is_right else 1.0",
+        {"<think>So.</think> The best answer is: A": 1.0, "<think>So.</think> B": -1.0},
     ),
     Bug(
-        name="reads the thinking",
-        module="mmlu_server",
-        right="only_choice(after_thinking(answer), row.choices)",
-        wrong="only_choice(answer, row.choices)",
-        answers=["<think>The answer is B?</think> The answer is A", "The answer is B"],
-        scores=[1.0, 0.0],
+        "mmlu_server",
+        "reads the thinking",
+        "only_choice(after_thinking(answer), row.choices)",
+        "only_choice(answer, row.choices)",
+        {"<think>The answer is B?</think> The answer is A": 1.0, "The answer is B": 0.0},
     ),
     Bug(
-        name="compares the option with the letter",
-        module="mmlu_server",
-        right="row.choices) == row.letter)",
-        wrong="row.choices) == row.choices[0])",
-        answers=["The best answer is: A", "The best answer is: B"],
-        scores=[1.0, 0.0],
+        "mmlu_server",
+        "compares the option with the letter",
+        "row.choices) == row.letter)",
+        "row.choices) == row.choices[0])",
+        {"The best answer is: A": 1.0, "The best answer is: B": 0.0},
     ),
     Bug(
-        name="ignores the sign",
-        module="fundamental_prediction_environment",
-        right="if size[0] == WRONG_SIGNS.get(row.direction):",
-        wrong="if size[0] == WRONG_SIGNS:",
-        answers=[predicted("raised, +5%"), predicted("raised, -5%")],
-        scores=[2.0, 0.0],
+        "fundamental_prediction_environment",
+        "ignores the sign",
+        "if size[0] == WRONG_SIGNS.get(row.direction):",
+        "if size[0] == WRONG_SIGNS:",
+        {predicted("raised, +5%"): 2.0, predicted("raised, -5%"): 0.0},
     ),
     Bug(
-        name="ignores the size",
-        module="fundamental_prediction_environment",
-        right="size_score(abs(float(size)) - row.size)",
-        wrong="size_score(row.size - row.size)",
-        answers=[predicted("raised, +5%"), predicted("raised, +50%")],
-        scores=[2.0, 1.0],
+        "fundamental_prediction_environment",
+        "ignores the size",
+        "size_score(abs(float(size)) - row.size)",
+        "size_score(row.size - row.size)",
+        {predicted("raised, +5%"): 2.0, predicted("raised, +50%"): 1.0},
     ),
     Bug(
-        name="minds case",
-        module="fundamental_prediction_environment",
-        right="direction.lower() != row.direction",
-        wrong="direction != row.direction",
-        answers=[predicted("Raised, +5%"), predicted("reduced, -5%")],
-        scores=[2.0, 0.0],
+        "fundamental_prediction_environment",
+        "minds case",
+        "direction.lower() != row.direction",
+        "direction != row.direction",
+        {predicted("Raised, +5%"): 2.0, predicted("reduced, -5%"): 0.0},
     ),
     Bug(
-        name="takes the first of several predictions",
-        module="fundamental_prediction_environment",
-        right="if len(found) != 1:",
-        wrong="if not found:",
-        answers=[predicted("raised, +5%"), predicted("raised, +5%", "reduced, -5%")],
-        scores=[2.0, 0.0],
+        "fundamental_prediction_environment",
+        "takes the first of several predictions",
+        "if len(found) != 1:",
+        "if not found:",
+        {predicted("raised, +5%"): 2.0, predicted("raised, +5%", "reduced, -5%"): 0.0},
     ),
     Bug(
-        name="swaps error and limit",
-        module="fundamental_prediction_environment",
-        right="if abs(error) <= limit + 1e-9",
-        wrong="if limit + 1e-9 <= abs(error)",
-        answers=[predicted("raised, +5%"), predicted("raised, +8%")],
-        scores=[2.0, 1.7],
+        "fundamental_prediction_environment",
+        "swaps error and limit",
+        "if abs(error) <= limit + 1e-9",
+        "if limit + 1e-9 <= abs(error)",
+        {predicted("raised, +5%"): 2.0, predicted("raised, +8%"): 1.7},
     ),
     Bug(
-        name="ignores the arguments",
-        module="tool_calling_server",
-        right="calls_match(parse_hermes_calls(solution), row.calls)",
-        wrong="[c.name for c in parse_hermes_calls(solution)] == [c.name for c in row.calls]",
-        answers=[called(FIG), called(PEAR)],
-        scores=[1.0, -1.0],
+        "tool_calling_server",
+        "ignores the arguments",
+        "calls_match(parse_hermes_calls(solution), row.calls)",
+        "[c.name for c in parse_hermes_calls(solution)] == [c.name for c in row.calls]",
+        {called(FIG): 1.0, called(PEAR): -1.0},
     ),
     Bug(
-        name="ignores further calls",
-        module="tool_calling_server",
-        right="calls_match(parse_hermes_calls(solution), row.calls)",
-        wrong="calls_match(parse_hermes_calls(solution)[:1], row.calls)",
-        answers=[called(FIG), called(FIG, PEAR)],
-        scores=[1.0, -1.0],
+        "tool_calling_server",
+        "ignores further calls",
+        "calls_match(parse_hermes_calls(solution), row.calls)",
+        "calls_match(parse_hermes_calls(solution)[:1], row.calls)",
+        {called(FIG): 1.0, called(FIG, PEAR): -1.0},
     ),
     Bug(
-        name="searches the number in the text",
-        module="gsm8k_server",
-        right='"\\\\boxed" in solution and is_equal(gold, solution)',
-        wrong="gold in solution",
-        answers=["\\boxed{12}", "\\boxed{120}"],
-        scores=[1.0, -1.0],
+        "gsm8k_server",
+        "searches the number in the text",
+        '"\\\\boxed" in solution and is_equal(gold, solution)',
+        "gold in solution",
+        {"\\boxed{12}": 1.0, "\\boxed{120}": -1.0},
     ),
     Bug(
-        name="accepts every result",
-        module="sql_query_env",
-        right="return 1.0 if found == gold else -1.0",
-        wrong="return 1.0 if found else -1.0",
-        answers=[
-            "<think>So.</think> \\boxed{SELECT Pieces FROM data WHERE Customer = 'Chen'}",
-            "<think>So.</think> \\boxed{SELECT Pieces FROM data}",
-        ],
-        scores=[1.0, -1.0],
+        "sql_query_env",
+        "accepts every result",
+        "return 1.0 if found == gold else -1.0",
+        "return 1.0 if found else -1.0",
+        {
+            "<think>So.</think> \\boxed{SELECT Pieces FROM data WHERE Customer = 'Chen'}": 1.0,
+            "<think>So.</think> \\boxed{SELECT Pieces FROM data}": -1.0,
+        },
     ),
     Bug(
-        name="pays for guesses",
-        module="game_environments/wordle",
-        right="1.0 - COST_OF_A_GUESS * episode.num_turns",
-        wrong="1.0 + COST_OF_A_GUESS * episode.num_turns",
-        answers=[turns("apple"), turns("table", "apple")],
-        scores=[1.0, 0.9],
+        "game_environments/wordle",
+        "pays for guesses",
+        "1.0 - COST_OF_A_GUESS * episode.num_turns",
+        "1.0 + COST_OF_A_GUESS * episode.num_turns",
+        {turns("apple"): 1.0, turns("table", "apple"): 0.9},
     ),
     Bug(
-        name="counts letters that were not found",
-        module="game_environments/wordle",
-        right='signs.count("G"))',
-        wrong="len(signs))",
-        answers=[turns("apple"), turns("table")],
-        scores=[1.0, 0.08],
+        "game_environments/wordle",
+        "counts letters that were not found",
+        'signs.count("G"))',
+        "len(signs))",
+        {turns("apple"): 1.0, turns("table"): 0.08},
     ),
     Bug(
-        name="forgives mistakes",
-        module="game_environments/hangman",
-        right='1.0 - COST_OF_A_MISTAKE * int(state["mistakes"])',
-        wrong="1.0 - COST_OF_A_MISTAKE * 0",
-        answers=[turns("apple"), turns("z", "apple")],
-        scores=[1.0, 0.9],
+        "game_environments/hangman",
+        "forgives mistakes",
+        '1.0 - COST_OF_A_MISTAKE * int(state["mistakes"])',
+        "1.0 - COST_OF_A_MISTAKE * 0",
+        {turns("apple"): 1.0, turns("z", "apple"): 0.9},
     ),
     Bug(
-        name="divides by the wrong length",
-        module="game_environments/hangman",
-        right='state.get("tried", ()) for c in word) / len(word)',
-        wrong='state.get("tried", ()) for c in word) / len(set(word))',
-        answers=[turns("apple"), turns("p", "z")],
-        scores=[1.0, 0.08],
+        "game_environments/hangman",
+        "divides by the wrong length",
+        'state.get("tried", ()) for c in word) / len(word)',
+        'state.get("tried", ()) for c in word) / len(set(word))',
+        {turns("apple"): 1.0, turns("p", "z"): 0.08},
     ),
     Bug(
-        name="takes the worst annotator",
-        module="eval_environments/drop_eval",
-        right='return max(f1(spans_in(answer), gold) for gold in row["golds"])',
-        wrong='return min(f1(spans_in(answer), gold) for gold in row["golds"])',
-        answers=["<answer>Dina; Gita</answer>", "<answer>Hugo</answer>"],
-        scores=[1.0, 0.0],
+        "eval_environments/drop_eval",
+        "takes the worst annotator",
+        'return max(f1(spans_in(answer), gold) for gold in row["golds"])',
+        'return min(f1(spans_in(answer), gold) for gold in row["golds"])',
+        {"<answer>Dina; Gita</answer>": 1.0, "<answer>Hugo</answer>": 0.0},
     ),
     Bug(
-        name="matches another prefix",
-        module="eval_environments/bbh_eval",
-        right='plain(answer) == plain(row["answer"])',
-        wrong='plain(answer).startswith(plain(row["answer"]))',
-        answers=["<answer>143</answer>", "<answer>1430</answer>"],
-        scores=[1.0, 0.0],
+        "eval_environments/bbh_eval",
+        "matches another prefix",
+        'plain(answer) == plain(row["answer"])',
+        'plain(answer).startswith(plain(row["answer"]))',
+        {"<answer>143</answer>": 1.0, "<answer>1430</answer>": 0.0},
     ),
     Bug(
-        name="accepts a hedge",
-        module="eval_environments/simpleqa_eval",
-        right='float(is_same(answer, row["answer"]))',
-        wrong='float(row["answer"] in answer)',
-        answers=["<answer>Paris</answer>", "<answer>Paris or Rome</answer>"],
-        scores=[1.0, 0.0],
+        "eval_environments/simpleqa_eval",
+        "accepts a hedge",
+        'float(is_same(answer, row["answer"]))',
+        'float(row["answer"] in answer)',
+        {"<answer>Paris</answer>": 1.0, "<answer>Paris or Rome</answer>": 0.0},
     ),
 ]
 
@@ -328,7 +301,7 @@ def roll_out(env_cls: Any, bug: Bug, folder: Path) -> Any:
     data.write_text(json.dumps(ROWS[bug.module]) + "\n")
     settings = {
         "total_steps": 1,
-        "group_size": len(bug.answers),
+        "group_size": len(bug.scores),
         "use_wandb": False,
         "include_messages": True,
         "ensure_scores_are_not_same": False,
@@ -341,7 +314,7 @@ def roll_out(env_cls: Any, bug: Bug, folder: Path) -> Any:
     config, servers = env_cls.config_init()
     env = env_cls(config.model_copy(update=settings), servers)
     engine = ProbeEngine(env.tokenizer)
-    engine.script(bug.answers)
+    engine.script(list(bug.scores))
     env.server.servers = [engine]
     env.gold_answer = lambda row: None  # `setup` would find some of the bugs
     asyncio.run(process(env))
@@ -359,7 +332,7 @@ def test_a_pinned_rollout_is_red_before_the_cure_and_green_after(
     assert source.count(bug.right) == 1
     env_cls = write(bug.module, source.replace(bug.right, bug.wrong))
     row = roll_out(env_cls, bug, tmp_path)
-    pinned = pin(env_cls, row, judged=dict(enumerate(bug.scores)), folder=tmp_path)
+    pinned = pin(env_cls, row, judged=dict(enumerate(bug.scores.values())), folder=tmp_path)
 
     def run() -> None:
         runpy.run_path(str(pinned.test))[pinned.test.stem]()

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from atroposlib.errors import ConfigError
-from tests.environments.helpers_environments import load, make_env
+from tests.environments.helpers_environments import load
 
 ifeval = load("eval_environments.ifeval_eval")
 
 
-async def test_loose_accuracy_forgives_an_opening_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    env = make_env(ifeval.IFEvalEnv, monkeypatch, respond=lambda request: "")
+async def test_loose_accuracy_forgives_an_opening_line(made: Any) -> None:
+    env = made(ifeval.IFEvalEnv)
     raw = {
         "prompt": "?",
         "instruction_id_list": ["startend:quotation", "punctuation:no_comma"],
@@ -44,8 +44,8 @@ async def test_loose_accuracy_forgives_an_opening_line(monkeypatch: pytest.Monke
     [("keywords:rhyme", {}), ("keywords:existence", {}), ("punctuation:no_comma", {"n": 1})],
 )
 def test_a_constraint_that_cannot_be_checked_is_refused(
-    monkeypatch: pytest.MonkeyPatch, name: str, arguments: dict[str, Any]
+    made: Any, name: str, arguments: dict[str, Any]
 ) -> None:
-    env = make_env(ifeval.IFEvalEnv, monkeypatch, respond=lambda request: "")
+    env = made(ifeval.IFEvalEnv)
     with pytest.raises(ConfigError, match=name):
         env.parse_row({"prompt": "?", "instruction_id_list": [name], "kwargs": [arguments]})

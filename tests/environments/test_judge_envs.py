@@ -16,7 +16,7 @@ from atroposlib.envs.rows import ChatPrompt
 from atroposlib.errors import ConfigError
 from atroposlib.inference.harness import HarnessRequest
 from atroposlib.scored_data import Strictness, check_group
-from tests.environments.helpers_environments import load, make_env
+from tests.environments.helpers_environments import load
 
 rlaif = load("rlaif_server")
 rubric = load("rubric_judge_server")
@@ -98,10 +98,8 @@ async def test_the_steering_message_is_not_trained(started: Any) -> None:
 
 
 @pytest.mark.parametrize("env_cls", [rlaif.RLAIFEnv, rubric.RubricJudgeEnv, reward.RewardModelEnv])
-def test_a_prompt_that_is_too_long_is_skipped(
-    env_cls: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    env = make_env(env_cls, monkeypatch, respond=lambda request: "", max_token_length=100)
+def test_a_prompt_that_is_too_long_is_skipped(env_cls: Any, made: Any) -> None:
+    env = made(env_cls, max_token_length=100)
     assert env.parse_row({"prompt": "x" * 300}) is not None
     assert env.parse_row({"prompt": "x" * 500}) is None
 

@@ -10,7 +10,7 @@ import pytest
 from atroposlib.envs.dataset_env import Rollout
 from atroposlib.envs.math_env import Problem, is_correct
 from atroposlib.inference.harness import HarnessRequest
-from tests.environments.helpers_environments import load, make_env
+from tests.environments.helpers_environments import load
 
 pytest.importorskip("math_verify")
 maths = load("math_server")
@@ -180,9 +180,7 @@ def test_a_gold_answer_that_cannot_be_read_gives_no_verdict(
     assert is_correct(gold, text) is verdict
 
 
-async def test_a_base_model_continues_a_text_up_to_a_limit_that_rises(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_base_model_continues_a_text_up_to_a_limit_that_rises(made: Any) -> None:
     requests = []
 
     def respond(request: HarnessRequest) -> str:
@@ -190,17 +188,15 @@ async def test_a_base_model_continues_a_text_up_to_a_limit_that_rises(
         blocks = ["\\boxed{7}", "so 7", "\\boxed{8}", "\\boxed{8}</answer><answer>\\boxed{7}"]
         return f"I see.</think> <answer>{blocks[request.choice]}"
 
-    env = make_env(
+    env = made(
         zero.MathZeroEnv,
-        monkeypatch,
-        respond=respond,
+        respond,
         dataset_path="sample",
         **{"group_size": 4, "num_reward_workers": 1, "start_tok_length": 500},
         **{"max_token_length": 2500, "total_steps": 10},
     )
     await env.setup()
     group, _ = await env.collect_trajectories(Problem(question="3 + 4?", answer="7"))
-    await env.close()
     assert group["scores"] == [1.0, -1.0, -1.0, 1.0]
     assert requests[0].prompt.endswith("User: 3 + 4?\nAssistant: <think>")
     assert requests[0].kwargs["stop"] == zero.STOPS

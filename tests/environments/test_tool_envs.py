@@ -16,7 +16,7 @@ from atroposlib.errors import ConfigError
 from atroposlib.inference.harness import HarnessRequest
 from atroposlib.proxy.local import serve_locally
 from atroposlib.scored_data import Strictness, check_group
-from tests.environments.helpers_environments import load, make_env
+from tests.environments.helpers_environments import load
 
 mcp_env = load("mcp_env")
 tool_calling = load("tool_calling_server")
@@ -84,15 +84,13 @@ REQUEST = tool_calling.Request(
         (f"<think>a</think>{PRICE}{STOCK}<tool_call>no JSON</tool_call>", -1.0),
     ],
 )
-def test_each_expected_call_must_be_made_once(
-    monkeypatch: pytest.MonkeyPatch, answer: str, score: float
-) -> None:
-    env = make_env(tool_calling.SingleToolCallingEnv, monkeypatch, respond=lambda request: "")
+def test_each_expected_call_must_be_made_once(made: Any, answer: str, score: float) -> None:
+    env = made(tool_calling.SingleToolCallingEnv)
     assert env.score(REQUEST, answer) == score
 
 
-def test_a_row_without_a_readable_call_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    env = make_env(tool_calling.SingleToolCallingEnv, monkeypatch, respond=lambda request: "")
+def test_a_row_without_a_readable_call_is_skipped(made: Any) -> None:
+    env = made(tool_calling.SingleToolCallingEnv)
     turns = [{"from": "human", "value": "?"}, {"from": "gpt", "value": "<tool_call>{</tool_call>"}]
     assert env.parse_row({"conversations": turns}) is None
     turns[1]["value"] = STOCK
@@ -118,7 +116,7 @@ TASK = mcp_env.Task("?", ToolCall(name="stock", arguments={"fruit": "pear"}), "1
 )
 @pytest.mark.e2e
 async def test_one_expected_call_reaches_the_mcp_server_over_http(
-    monkeypatch: pytest.MonkeyPatch, turns: list[str], answer: str | None, score: float
+    started: Any, turns: list[str], answer: str | None, score: float
 ) -> None:
     mcpserver = pytest.importorskip("mcp.server.mcpserver")
     server = mcpserver.MCPServer("shop")
@@ -137,31 +135,22 @@ async def test_one_expected_call_reaches_the_mcp_server_over_http(
         return turns[request.prompt.count("<assistant>") - 1]
 
     async with serve_locally(server.streamable_http_app()) as url:
-        settings = {"servers": [f"{url}/mcp"], "dataset_path": "sample"}
-        env = make_env(
-            mcp_env.McpEnv, monkeypatch, respond=respond, weight_version=None, **settings
-        )
-        try:
-            await env.setup()
-            row = TASK._replace(answer=answer)
-            rollout = (await env.roll_out(row, 1, split="train"))[0]
-        finally:
-            await env.close()
+        env = await started(mcp_env.McpEnv, respond, servers=[f"{url}/mcp"])
+        row = TASK._replace(answer=answer)
+        rollout = (await env.roll_out(row, 1, split="train"))[0]
+        await env.close()
     assert rollout.outcome == score
     assert asked == (["pear"] if turns[0] == STOCK else [])
 
 
-async def test_rows_that_expect_a_tool_of_no_server_are_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
+async def test_rows_that_expect_a_tool_of_no_server_are_refused(made: Any, tmp_path: Any) -> None:
     path = tmp_path / "rows.jsonl"
     gone = {"tool_name": "gone", "arguments": {}}
     path.write_text(json.dumps({"user_prompt_text": "?", "expected_mcp_call": gone}) + "\n")
-    env = make_env(mcp_env.McpEnv, monkeypatch, respond=lambda r: "", dataset_path=str(path))
+    env = made(mcp_env.McpEnv, dataset_path=str(path))
     env.mcp_servers = []
     with pytest.raises(ConfigError, match=r"expect the tools \['gone'\]"):
         await env.setup()
-    await env.close()
 
 
 class WithSearch(interleaved.InterleavedInlineEnv):  # type: ignore[misc, name-defined]
@@ -190,14 +179,11 @@ SIX = "It is six.</think> \\boxed{6}"
     ],
 )
 async def test_tools_run_inside_the_thinking_and_their_results_are_not_trained(
-    monkeypatch: pytest.MonkeyPatch, turns: list[str], score: float, said: str
+    made: Any, turns: list[str], score: float, said: str
 ) -> None:
-    env = make_env(WithSearch, monkeypatch, respond=lambda request: turns[request.call])
+    env = made(WithSearch, lambda request: turns[request.call])
     row = interleaved.Problem("?", 6.0)
-    try:
-        rollout = (await env.roll_out(row, 1, split="train"))[0]
-    finally:
-        await env.close()
+    rollout = (await env.roll_out(row, 1, split="train"))[0]
     assert rollout.outcome == score
     assert said in rollout.completion
     [node] = rollout.nodes
@@ -206,10 +192,8 @@ async def test_tools_run_inside_the_thinking_and_their_results_are_not_trained(
 
 
 @pytest.mark.parametrize("answer", ["1/2", "x + 1", "nan"])
-def test_problems_without_a_number_as_their_answer_are_skipped(
-    monkeypatch: pytest.MonkeyPatch, answer: str
-) -> None:
-    env = make_env(interleaved.InterleavedInlineEnv, monkeypatch, respond=lambda request: "")
+def test_problems_without_a_number_as_their_answer_are_skipped(made: Any, answer: str) -> None:
+    env = made(interleaved.InterleavedInlineEnv)
     assert env.parse_row({"problem": "?", "answer": answer}) is None
     assert env.parse_row({"problem": "?", "answer": "1, 234"}).answer == 1234.0
 
@@ -228,17 +212,12 @@ DIALOGUE = [
 ]
 
 
-async def replayed(
-    env_cls: Any, monkeypatch: pytest.MonkeyPatch, turns: list[str], **settings: Any
-) -> Any:
+async def replayed(env_cls: Any, made: Any, turns: list[str], **settings: Any) -> Any:
     """Run one episode of `DIALOGUE` in which the model says `turns`."""
     settings = {"add_dynamic_few_shot": False, **settings}
-    env = make_env(env_cls, monkeypatch, respond=lambda r: turns[r.call], **settings)
+    env = made(env_cls, lambda r: turns[r.call], **settings)
     row = env.parse_row({"conversations": DIALOGUE})
-    try:
-        return (await env.roll_out(row, 1, split="train"))[0]
-    finally:
-        await env.close()
+    return (await env.roll_out(row, 1, split="train"))[0]
 
 
 @pytest.mark.parametrize(
@@ -260,16 +239,14 @@ async def replayed(
     ],
 )  # fmt: skip
 async def test_right_turns_earn_their_share(
-    monkeypatch: pytest.MonkeyPatch, turns: list[str], settings: dict[str, Any], score: float
+    made: Any, turns: list[str], settings: dict[str, Any], score: float
 ) -> None:
-    rollout = await replayed(multiturn.MultiTurnToolCallingEnv, monkeypatch, turns, **settings)
+    rollout = await replayed(multiturn.MultiTurnToolCallingEnv, made, turns, **settings)
     assert rollout.outcome == pytest.approx(score)
 
 
-async def test_recorded_results_and_texts_follow_a_right_call(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rollout = await replayed(multiturn.MultiTurnToolCallingEnv, monkeypatch, [PRICE, STOCK])
+async def test_recorded_results_and_texts_follow_a_right_call(made: Any) -> None:
+    rollout = await replayed(multiturn.MultiTurnToolCallingEnv, made, [PRICE, STOCK])
     assert [(m["role"], m["content"]) for m in rollout.messages[2:]] == [
         ("assistant", PRICE),
         ("tool", "90"),
@@ -295,11 +272,11 @@ async def test_recorded_results_and_texts_follow_a_right_call(
     ],
 )
 def test_a_scenario_selects_its_conversations(
-    monkeypatch: pytest.MonkeyPatch, category: str, conversations: Any, num_turns: int | None
+    made: Any, category: str, conversations: Any, num_turns: int | None
 ) -> None:
     settings = {"scenario_category": category}
     env_cls = multiturn.MultiTurnToolCallingEnv
-    env = make_env(env_cls, monkeypatch, respond=lambda request: "", **settings)
+    env = made(env_cls, **settings)
     row = env.parse_row({"conversations": conversations})
     assert (row and len(row.turns)) == num_turns
 
@@ -316,11 +293,11 @@ def test_a_scenario_selects_its_conversations(
     ],
 )
 async def test_a_question_that_no_tool_fits_gets_a_reply_without_a_call(
-    monkeypatch: pytest.MonkeyPatch, reply: str, score: float
+    made: Any, reply: str, score: float
 ) -> None:
     settings = {"scenario_category": "relevance"}
     env_cls = multiturn.MultiTurnToolCallingEnv
-    env = make_env(env_cls, monkeypatch, respond=lambda request: reply, **settings)
+    env = made(env_cls, lambda request: reply, **settings)
     row = env.parse_row({"conversations": [DIALOGUE[1], SAYS]})
     rollout = (await env.roll_out(row, 1, split="train"))[0]
     assert rollout.outcome == pytest.approx(score)
@@ -340,17 +317,15 @@ THINK = "<think>a</think>"
     ],
 )
 async def test_every_turn_earns_its_reward(
-    monkeypatch: pytest.MonkeyPatch, turns: list[str], rewards: list[float], score: float
+    made: Any, turns: list[str], rewards: list[float], score: float
 ) -> None:
     env_cls = turnlevel.MultiTurnToolUseTurnLevelAdvantageEnv
-    rollout = await replayed(env_cls, monkeypatch, turns)
+    rollout = await replayed(env_cls, made, turns)
     assert rollout.overrides["turn_rewards"] == pytest.approx(rewards)
     assert rollout.outcome == pytest.approx(score)
 
 
-async def test_the_tokens_of_a_turn_have_the_advantage_of_this_turn(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_the_tokens_of_a_turn_have_the_advantage_of_this_turn(made: Any) -> None:
     right = [THINK + PRICE, THINK + "90", THINK + STOCK, THINK + "18"]
 
     def respond(request: HarnessRequest) -> str:
@@ -359,7 +334,7 @@ async def test_the_tokens_of_a_turn_have_the_advantage_of_this_turn(
 
     env_cls = turnlevel.MultiTurnToolUseTurnLevelAdvantageEnv
     settings: dict[str, Any] = {"add_dynamic_few_shot": False, "group_size": 2}
-    env = make_env(env_cls, monkeypatch, respond=respond, **settings)
+    env = made(env_cls, respond, **settings)
     row = env.parse_row({"conversations": DIALOGUE})
     group, _ = await env.collect_trajectories(row)
     check_group(group, strictness=Strictness.MEANING)
@@ -397,21 +372,14 @@ TABLE = ["Name", "No. of pieces"], ["text", "real"], [["Ada", 3], ["Bo", "1,200"
         ("", -1.0),
     ],
 )
-async def test_a_query_is_judged_by_its_result(
-    monkeypatch: pytest.MonkeyPatch, query: str, score: float
-) -> None:
-    env = make_env(sql.SQLQueryEnv, monkeypatch, respond=lambda request: "")
+async def test_a_query_is_judged_by_its_result(made: Any, query: str, score: float) -> None:
+    env = made(sql.SQLQueryEnv)
     row = sql.Question("Who?", *TABLE, 'SELECT "Name" FROM data WHERE "No. of pieces" = 3')
-    try:
-        assert await env.score(row, f"<think>a</think> \\boxed{{{query}}}") == score
-        assert await env.score(row, f"\\boxed{{{query}}}") == -1.0
-        assert (
-            await env.score(row, f"<think>a</think> \\boxed{{{query}}} \\boxed{{{query}}}") == -1.0
-        )
-        nothing = row._replace(query='SELECT "Name" FROM data WHERE "No. of pieces" = 7')
-        assert await env.score(nothing, f"<think>a</think> \\boxed{{{query}}}") is None
-    finally:
-        await env.close()
+    assert await env.score(row, f"<think>a</think> \\boxed{{{query}}}") == score
+    assert await env.score(row, f"\\boxed{{{query}}}") == -1.0
+    assert await env.score(row, f"<think>a</think> \\boxed{{{query}}} \\boxed{{{query}}}") == -1.0
+    nothing = row._replace(query='SELECT "Name" FROM data WHERE "No. of pieces" = 7')
+    assert await env.score(nothing, f"<think>a</think> \\boxed{{{query}}}") is None
 
 
 def test_a_query_that_never_ends_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -423,7 +391,9 @@ def test_a_query_that_never_ends_is_stopped(monkeypatch: pytest.MonkeyPatch) -> 
     ]
 
 
-def test_wikisql_rows_have_their_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_wikisql_rows_have_their_tables(
+    made: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
     table = {"id": "t", "header": ["Name"], "types": ["text"], "rows": [["Ada"]]}
     query = {"sel": 0, "agg": 3, "conds": []}
     row = {"phase": 1, "table_id": "t", "question": "How many?", "sql": query}
@@ -436,7 +406,7 @@ def test_wikisql_rows_have_their_tables(monkeypatch: pytest.MonkeyPatch, tmp_pat
             entry.size = len(text)
             archive.addfile(entry, io.BytesIO(text))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    env = make_env(sql.SQLQueryEnv, monkeypatch, respond=lambda request: "")
+    env = made(sql.SQLQueryEnv)
     [question] = env.load_rows("eval")
     assert question.query == 'SELECT COUNT("Name") FROM data'
     assert sql.results_of(*question[1:4], [question.query]) == [["[1.0]"]]
@@ -471,11 +441,11 @@ def test_a_topic_without_sources_needs_no_citation(text: str, score: float) -> N
     assert research.research_score(TOPIC._replace(sources=[]), text, {"Firm"}) == score
 
 
-async def test_research_searches_reads_and_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_research_searches_reads_and_answers(made: Any) -> None:
     turns: list[str] = []
     settings = {"dataset_path": "sample"}
     env_cls = research.DeepResearchEnv
-    env = make_env(env_cls, monkeypatch, respond=lambda r: turns[r.call], **settings)
+    env = made(env_cls, lambda r: turns[r.call], **settings)
     await env.setup()
     row = env.train_rows[0]
     title = next(title for title in row.sources if title in row.question)
@@ -491,21 +461,17 @@ async def test_research_searches_reads_and_answers(monkeypatch: pytest.MonkeyPat
     assert page == row.pages[title]
     assert missing == "Error: there is no page '?'; search for it"
     assert rollout.outcome == pytest.approx(0.5 + 0.5 * 2 / 3)
-    await env.close()
 
 
-async def test_a_question_whose_recorded_result_is_null_has_no_score(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    env = make_env(sql.SQLQueryEnv, monkeypatch, respond=lambda request: "")
+async def test_a_question_whose_recorded_result_is_null_has_no_score(made: Any) -> None:
+    env = made(sql.SQLQueryEnv)
     nothing = 'SELECT max("No. of pieces") FROM data WHERE "No. of pieces" > 9999'
     row = sql.Question("How many?", *TABLE, nothing)
     assert await env.score(row, f"<think>a</think> \\boxed{{{nothing}}}") is None
-    await env.close()
 
 
-def test_space_around_an_expected_answer_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    env = make_env(mcp_env.McpEnv, monkeypatch, respond=lambda request: "")
+def test_space_around_an_expected_answer_does_not_count(made: Any) -> None:
+    env = made(mcp_env.McpEnv)
     call = {"tool_name": "stock", "arguments": {"fruit": "pear"}}
     row = {"user_prompt_text": "?", "expected_mcp_call": call, "answer": " 18\n"}
     assert env.parse_row(row) == TASK

@@ -19,9 +19,7 @@ from typing import Any, NamedTuple
 from atroposlib.envs.base import ScoredDataGroup
 from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig, Outcome
 from atroposlib.envs.lengths import prefer_shorter
-from atroposlib.envs.reward_fns.math_worker import is_equal
-from atroposlib.envs.reward_fns.reward_function import after_thinking
-from atroposlib.envs.rewards import RewardFailure
+from atroposlib.envs.math_env import is_correct
 from atroposlib.envs.rows import HubRows
 
 
@@ -73,21 +71,15 @@ class GSM8kEnv(DatasetEnv):
         return f"\\boxed{{{row.answer}}}"
 
     async def score(self, row: Problem, answer: str) -> Outcome:
-        """Return 1 for the correct number, -1 for another, a RewardFailure if it could not be judged."""
-        is_right = await self.in_worker(is_correct, row.answer, answer)
-        if isinstance(is_right, RewardFailure):
+        """Return 1 for the correct number, -1 for another; None or a RewardFailure if it could not be judged."""
+        is_right: Outcome = await self.in_worker(is_correct, row.answer, answer)
+        if not isinstance(is_right, bool):
             return is_right
         return 1.0 if is_right else -1.0
 
     def shape_group(self, row: Problem, group: ScoredDataGroup) -> ScoredDataGroup:
         """Prefer shorter answers if all are right."""
         return prefer_shorter(group, self.config.max_token_length)
-
-
-def is_correct(gold: str, text: str) -> bool:
-    """Whether the last boxed answer after the thinking equals the gold number; runs in a worker."""
-    solution = after_thinking(text)
-    return "\\boxed" in solution and is_equal(gold, solution)
 
 
 if __name__ == "__main__":

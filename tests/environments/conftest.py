@@ -17,7 +17,7 @@ Answers: TypeAlias = Respond | Sequence[str]
 
 @pytest.fixture
 async def made(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., Any]]:
-    """Make environments: (class, answers, **settings) -> environment."""
+    """Make environments, by default on their sample: (class, answers, **settings) -> environment."""
     envs = []
 
     def make(env_cls: Any, answers: Answers = "", **settings: Any) -> Any:
@@ -28,8 +28,11 @@ async def made(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., A
                 choices(request) if callable(choices) else choices[request.choice % len(choices)]
             )
 
-        settings = {"num_reward_workers": 1, **settings}
-        envs.append(make_env(env_cls, monkeypatch, respond=respond, **settings))
+        defaults = {"dataset_path": "sample", "num_reward_workers": 1}
+        known = {
+            name: defaults[name] for name in defaults if name in env_cls.env_config_cls.model_fields
+        }
+        envs.append(make_env(env_cls, monkeypatch, respond=respond, **{**known, **settings}))
         return envs[-1]
 
     yield make
@@ -39,10 +42,10 @@ async def made(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., A
 
 @pytest.fixture
 def started(made: Callable[..., Any]) -> Callable[..., Any]:
-    """Make and set up environments, by default on their sample."""
+    """Make and set up environments."""
 
     async def start(env_cls: Any, answers: Answers = "", **settings: Any) -> Any:
-        env = made(env_cls, answers, **{"dataset_path": "sample", **settings})
+        env = made(env_cls, answers, **settings)
         await env.setup()
         return env
 

@@ -8,15 +8,20 @@ import pytest
 
 from atroposlib.envs.eval_run import hash_of
 from atroposlib.errors import ConfigError
-from tests.environments.helpers_environments import load, make_env
+from tests.environments.helpers_environments import load
 
 FOLDER = "eval_environments"
 
 
-def made(name: str, cls: str, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Any:
-    env_cls = getattr(load(f"{FOLDER}.{name}_eval"), f"{cls}EvalEnv")
-    settings = {"dataset_path": "sample", "num_reward_workers": 1, **settings}
-    return make_env(env_cls, monkeypatch, respond=lambda request: "A", **settings)
+AIME = load(f"{FOLDER}.aime_eval").AIMEEvalEnv
+ARC = load(f"{FOLDER}.arc_eval").ARCEvalEnv
+BBH = load(f"{FOLDER}.bbh_eval").BBHEvalEnv
+DROP = load(f"{FOLDER}.drop_eval").DROPEvalEnv
+GPQA = load(f"{FOLDER}.gpqa_eval").GPQAEvalEnv
+HellaSwag = load(f"{FOLDER}.hellaswag_eval").HellaSwagEvalEnv
+MATH500 = load(f"{FOLDER}.math500_eval").MATH500EvalEnv
+MMLU = load(f"{FOLDER}.mmlu_eval").MMLUEvalEnv
+SimpleQA = load(f"{FOLDER}.simpleqa_eval").SimpleQAEvalEnv
 
 
 CHOICE = {"question": "Which?", "choices": ["red", "blue", "New York"], "answer": "B"}
@@ -47,9 +52,9 @@ CHOICE = {"question": "Which?", "choices": ["red", "blue", "New York"], "answer"
     ],
 )
 async def test_a_choice_is_read_if_exactly_one_is_stated(
-    monkeypatch: pytest.MonkeyPatch, text: str, score: float
+    made: Any, text: str, score: float
 ) -> None:
-    env = made("mmlu", "MMLU", monkeypatch)
+    env = made(MMLU)
     assert await env.score(CHOICE, text) == score
 
 
@@ -68,14 +73,11 @@ async def test_a_choice_is_read_if_exactly_one_is_stated(
     ],
 )
 async def test_the_last_box_after_the_thinking_is_the_answer(
-    monkeypatch: pytest.MonkeyPatch, gold: str, text: str, score: float
+    made: Any, gold: str, text: str, score: float
 ) -> None:
     pytest.importorskip("math_verify")
-    env = made("math500", "MATH500", monkeypatch)
-    try:
-        assert await env.score({"question": "?", "answer": gold}, text) == score
-    finally:
-        await env.close()
+    env = made(MATH500)
+    assert await env.score({"question": "?", "answer": gold}, text) == score
 
 
 @pytest.mark.parametrize(
@@ -96,15 +98,15 @@ async def test_the_last_box_after_the_thinking_is_the_answer(
     ],
 )
 async def test_drop_is_scored_by_the_best_f1(
-    monkeypatch: pytest.MonkeyPatch, golds: list[list[str]], answer: str, score: float
+    made: Any, golds: list[list[str]], answer: str, score: float
 ) -> None:
-    env = made("drop", "DROP", monkeypatch)
+    env = made(DROP)
     row = {"question": "?", "answer": "; ".join(golds[0]), "golds": golds}
     assert await env.score(row, f"<answer>{answer}</answer>") == pytest.approx(score)
 
 
 @pytest.mark.parametrize("by_columns", [False, True])
-async def test_drop_reads_all_annotators(monkeypatch: pytest.MonkeyPatch, by_columns: bool) -> None:
+async def test_drop_reads_all_annotators(made: Any, by_columns: bool) -> None:
     date = {"day": "7", "month": "May", "year": ""}
     none = {"day": "", "month": "", "year": ""}
     more: Any = [
@@ -119,7 +121,7 @@ async def test_drop_reads_all_annotators(monkeypatch: pytest.MonkeyPatch, by_col
         "answer": {"number": "3", "spans": [], "date": none},
         "validated_answers": more,
     }
-    env = made("drop", "DROP", monkeypatch)
+    env = made(DROP)
     assert env.parse_row(row)["golds"] == [["3"], ["a week"], ["7 May"]]
 
 
@@ -134,10 +136,8 @@ async def test_drop_reads_all_annotators(monkeypatch: pytest.MonkeyPatch, by_col
         ("", 0.1),
     ],
 )
-async def test_simpleqa_without_a_judge_compares_words(
-    monkeypatch: pytest.MonkeyPatch, text: str, score: float
-) -> None:
-    env = made("simpleqa", "SimpleQA", monkeypatch)
+async def test_simpleqa_without_a_judge_compares_words(made: Any, text: str, score: float) -> None:
+    env = made(SimpleQA)
     assert await env.score({"question": "Who?", "answer": "Obama"}, text) == score
 
 
@@ -152,16 +152,14 @@ async def test_simpleqa_without_a_judge_compares_words(
     ],
 )
 async def test_simpleqa_takes_the_judges_grade(
-    monkeypatch: pytest.MonkeyPatch, verdict: str, score: float | None
+    made: Any, verdict: str, score: float | None
 ) -> None:
-    env_cls = load(f"{FOLDER}.simpleqa_eval").SimpleQAEvalEnv
-    env = make_env(env_cls, monkeypatch, respond=lambda request: verdict, use_llm_judge=True)
+    env = made(SimpleQA, verdict, use_llm_judge=True)
     assert await env.score({"question": "Who?", "answer": "Obama"}, "Perhaps he") == score
 
 
-async def test_simpleqa_separates_wrong_answers_from_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    env = made("simpleqa", "SimpleQA", monkeypatch, num_eval_rows=4)
-    await env.setup()
+async def test_simpleqa_separates_wrong_answers_from_none(started: Any) -> None:
+    env = await started(SimpleQA, num_eval_rows=4)
     texts = [f"<answer>{row['answer']}</answer>" for row in env.eval_rows[:2]] + ["wrong", ""]
     samples = [
         {
@@ -192,16 +190,14 @@ async def test_simpleqa_separates_wrong_answers_from_none(monkeypatch: pytest.Mo
         ("valid", "invalid", 0.0),
     ],
 )
-async def test_bbh_ignores_only_the_form(
-    monkeypatch: pytest.MonkeyPatch, gold: str, answer: str, score: float
-) -> None:
-    env = made("bbh", "BBH", monkeypatch)
+async def test_bbh_ignores_only_the_form(made: Any, gold: str, answer: str, score: float) -> None:
+    env = made(BBH)
     row = {"question": "?", "answer": gold, "groups": {"subset": "navigate"}}
     assert await env.score(row, f"<answer>{answer}</answer>") == score
 
 
-async def test_bbh_counts_every_task_alike_in_its_mean(monkeypatch: pytest.MonkeyPatch) -> None:
-    env = made("bbh", "BBH", monkeypatch)
+async def test_bbh_counts_every_task_alike_in_its_mean(made: Any) -> None:
+    env = made(BBH)
     rows = [{"groups": {"subset": name}} for name in ("navigate", "navigate", "snarks")]
     samples = [{"row": row, "is_correct": i < 1, "item_index": i} for i, row in enumerate(rows)]
     metrics = env.group_metrics(samples)
@@ -209,27 +205,24 @@ async def test_bbh_counts_every_task_alike_in_its_mean(monkeypatch: pytest.Monke
     assert metrics["eval/macro_accuracy"] == 0.25
 
 
-async def test_gpqa_has_the_same_order_in_every_run_and_every_letter(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_gpqa_has_the_same_order_in_every_run_and_every_letter(started: Any) -> None:
     rows = []
     for _ in range(2):
-        env = made("gpqa", "GPQA", monkeypatch)
-        await env.setup()
+        env = await started(GPQA)
         rows.append(env.eval_rows)
     assert list(map(hash_of, rows[0])) == list(map(hash_of, rows[1]))
     assert {row["answer"] for row in rows[0]} == {*"ABCD"}
 
 
-def test_labels_that_are_digits_become_letters(monkeypatch: pytest.MonkeyPatch) -> None:
-    env = made("arc", "ARC", monkeypatch)
+def test_labels_that_are_digits_become_letters(made: Any) -> None:
+    env = made(ARC)
     choices = {"text": ["up", "down", "left"], "label": ["1", "2", "3"]}
     row = env.parse_row({"question": "?", "choices": choices, "answerKey": "3"})
     assert (row["answer"], row["choices"][2]) == ("C", "left")
 
 
-def test_an_ending_follows_a_sentence_in_its_own_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    env = made("hellaswag", "HellaSwag", monkeypatch)
+def test_an_ending_follows_a_sentence_in_its_own_case(made: Any) -> None:
+    env = made(HellaSwag)
     raw = {"activity_label": "Run", "ctx_a": "A man in NYC", "ctx_b": "he and IBM", "label": "0"}
     row = env.parse_row({**raw, "endings": ["[step] run."] * 4})
     assert row["question"].endswith("Run: A man in NYC He and IBM")
@@ -237,12 +230,9 @@ def test_an_ending_follows_a_sentence_in_its_own_case(monkeypatch: pytest.Monkey
     assert env.parse_row({**raw, "label": "", "endings": []}) is None
 
 
-async def test_examples_are_of_the_same_subject_and_not_the_question_itself(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_examples_are_of_the_same_subject_and_not_the_question_itself(started: Any) -> None:
     settings = {"num_few_shot": 3, "few_shot_path": "sample"}
-    env = made("mmlu", "MMLU", monkeypatch, **settings)
-    await env.setup()
+    env = await started(MMLU, **settings)
     for row in env.eval_rows:
         shown = env.examples_for(row)
         assert len(shown) == 3
@@ -250,13 +240,10 @@ async def test_examples_are_of_the_same_subject_and_not_the_question_itself(
         assert env.prompt(row).count(row["question"]) == 1
 
 
-async def test_a_part_of_the_rows_is_the_same_part_every_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_part_of_the_rows_is_the_same_part_every_time(started: Any) -> None:
     chosen = []
     for seed in (1, 1, 2):
-        env = made("arc", "ARC", monkeypatch, num_eval_rows=10, seed=seed)
-        await env.setup()
+        env = await started(ARC, num_eval_rows=10, seed=seed)
         chosen.append(env.eval_rows)
     assert len(chosen[0]) == 10
     assert chosen[0] == chosen[1] != chosen[2]
@@ -278,39 +265,27 @@ async def test_a_part_of_the_rows_is_the_same_part_every_time(
         ),
     ],
 )
-def test_system_prompts_are_joined(
-    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], system: str | None
-) -> None:
-    env = made("arc", "ARC", monkeypatch, **settings)
+def test_system_prompts_are_joined(made: Any, settings: dict[str, Any], system: str | None) -> None:
+    env = made(ARC, **settings)
     messages = env.conversation(CHOICE)
     said = [message["content"] for message in messages if message["role"] == "system"]
     assert said == ([] if system is None else [system])
 
 
-async def test_settings_that_select_nothing_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_settings_that_select_nothing_are_refused(started: Any) -> None:
     with pytest.raises(ConfigError, match="select none of 40 rows"):
-        await made("mmlu", "MMLU", monkeypatch, subjects=["astrology"]).setup()
+        await started(MMLU, subjects=["astrology"])
     with pytest.raises(ConfigError, match="there is no 2023, only 2024, 2025"):
-        await made("aime", "AIME", monkeypatch, dataset_path=None, years=["2023"]).setup()
+        await started(AIME, dataset_path=None, years=["2023"])
     with pytest.raises(ConfigError, match="there is no nim"):
-        await made("bbh", "BBH", monkeypatch, dataset_path=None, subsets=["nim"]).setup()
+        await started(BBH, dataset_path=None, subsets=["nim"])
     with pytest.raises(ConfigError, match="give --env.few_shot_path"):
-        await made("gpqa", "GPQA", monkeypatch, num_few_shot=1).setup()
+        await started(GPQA, num_few_shot=1)
 
 
-async def test_several_answers_per_row_give_avg_and_pass_at_k(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
-    env_cls = load(f"{FOLDER}.arc_eval").ARCEvalEnv
-    env = make_env(
-        env_cls,
-        monkeypatch,
-        respond=lambda request: f"<answer>{'AB'[request.choice % 2]}</answer>",
-        dataset_path="sample",
-        num_eval_samples=2,
-        data_dir_to_save_evals=str(tmp_path),
-    )
-    await env.setup()
+async def test_several_answers_per_row_give_avg_and_pass_at_k(started: Any, tmp_path: Any) -> None:
+    settings = {"num_eval_samples": 2, "data_dir_to_save_evals": str(tmp_path)}
+    env = await started(ARC, ["<answer>A</answer>", "<answer>B</answer>"], **settings)
     metrics = await env.evaluate()
     share = sum(row["answer"] in "AB" for row in env.eval_rows) / len(env.eval_rows)
     assert metrics["eval/pass@2"] == pytest.approx(share)

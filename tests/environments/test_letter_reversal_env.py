@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,39 +14,29 @@ from atroposlib.envs.env_config import workers_are_set
 from atroposlib.runtime.command import read_flags
 from atroposlib.scored_data import Strictness, check_group
 from atroposlib.utils.letter_reversal import Split, split_of
-from tests.environments.helpers_environments import load, make_env
+from tests.environments.helpers_environments import load
 
 letters = load("letter_reversal_server")
 
 
-def make(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
-    options.setdefault("respond", lambda request: "edcba")
-    return make_env(letters.LetterReversalEnv, monkeypatch, **options)
+@pytest.fixture
+def started(started: Any) -> Any:
+    return partial(started, letters.LetterReversalEnv)
 
 
-async def test_items_are_training_prompts_and_repeat_for_a_seed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_items_are_training_prompts_and_repeat_for_a_seed(started: Any) -> None:
     runs = []
     for _ in range(2):
-        env = make(monkeypatch, seed=5)
-        await env.setup()
+        env = await started(seed=5)
         runs.append([await env.get_next_item() for _ in range(50)])
     assert runs[0] == runs[1]
     assert {split_of(prompt) for prompt in runs[0]} == {Split.TRAIN}
 
 
-async def test_a_group_is_scored_checked_and_knows_its_policy_version(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_group_is_scored_checked_and_knows_its_policy_version(started: Any) -> None:
     prompt = "abcde>"
-    env = make(
-        monkeypatch,
-        respond=lambda request: ["edcba", "abcde", "", "edcbb"][request.choice],
-        group_size=4,
-        weight_version="7",
-    )
-    await env.setup()
+    answers = ["edcba", "abcde", "", "edcbb"]
+    env = await started(answers, group_size=4, weight_version="7")
     group, backlog = await env.collect_trajectories(prompt)
     assert backlog == []
     assert group["scores"] == [1.0, 0.0, 0.0, 0.0]
@@ -55,11 +47,10 @@ async def test_a_group_is_scored_checked_and_knows_its_policy_version(
 
 
 async def test_weights_that_are_not_announced_are_named_once_a_step(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    started: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(letters, "LONG_WAIT_S", -1.0)
-    env = make(monkeypatch)
-    await env.setup()
+    env = await started()
     env.curr_step, env.status_dict = 3, {"policy_version": 1}
     assert [await env.get_next_item() for _ in range(4)] == [None] * 4
     assert [record.getMessage() for record in caplog.records] == [
@@ -70,26 +61,21 @@ async def test_weights_that_are_not_announced_are_named_once_a_step(
     assert await env.get_next_item() is not None
 
 
-async def test_an_answer_cut_at_the_limit_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    env = make(monkeypatch, respond=lambda request: "edcba" + "a" * 20, group_size=2)
-    await env.setup()
+async def test_an_answer_cut_at_the_limit_is_wrong(started: Any) -> None:
+    env = await started("edcba" + "a" * 20, group_size=2)
     group, _ = await env.collect_trajectories("abcde>")
     assert group["scores"] == [0.0, 0.0]
     # Where the engine does not tell its version, what the trainer announced is used.
     assert group["policy_version"] == 0
 
 
-async def test_nothing_is_asked_between_a_batch_and_its_weights(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    env = make(monkeypatch)
-    await env.setup()
+async def test_nothing_is_asked_between_a_batch_and_its_weights(started: Any) -> None:
+    env = await started()
     env.curr_step, env.status_dict = 3, {"policy_version": 2}
     assert await env.get_next_item() is None
     env.status_dict = {"policy_version": 3}
     assert await env.get_next_item() is not None
-    lagging = make(monkeypatch, strictly_on_policy=False)
-    await lagging.setup()
+    lagging = await started(strictly_on_policy=False)
     lagging.curr_step, lagging.status_dict = 3, {"policy_version": 2}
     assert await lagging.get_next_item() is not None
 
@@ -106,13 +92,8 @@ def test_the_demo_waits_for_weights_and_limits_the_items_unless_asynchronous(
     assert (config.strictly_on_policy, workers_are_set(config)) == (not is_async, not is_async)
 
 
-async def test_evaluation_measures_heldout_prompts(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
-    import json
-
-    env = make(monkeypatch, respond=lambda request: "wrong", data_dir_to_save_evals=str(tmp_path))
-    await env.setup()
+async def test_evaluation_measures_heldout_prompts(started: Any, tmp_path: Any) -> None:
+    env = await started("wrong", data_dir_to_save_evals=str(tmp_path))
     await env.evaluate()
     results = json.loads((tmp_path / "metrics.json").read_text())["results"]["all"]
     assert results == {"eval/percent_correct": 0.0}

@@ -275,8 +275,7 @@ def test_a_scenario_selects_its_conversations(
     made: Any, category: str, conversations: Any, num_turns: int | None
 ) -> None:
     settings = {"scenario_category": category}
-    env_cls = multiturn.MultiTurnToolCallingEnv
-    env = made(env_cls, **settings)
+    env = made(multiturn.MultiTurnToolCallingEnv, **settings)
     row = env.parse_row({"conversations": conversations})
     assert (row and len(row.turns)) == num_turns
 
@@ -296,8 +295,7 @@ async def test_a_question_that_no_tool_fits_gets_a_reply_without_a_call(
     made: Any, reply: str, score: float
 ) -> None:
     settings = {"scenario_category": "relevance"}
-    env_cls = multiturn.MultiTurnToolCallingEnv
-    env = made(env_cls, lambda request: reply, **settings)
+    env = made(multiturn.MultiTurnToolCallingEnv, reply, **settings)
     row = env.parse_row({"conversations": [DIALOGUE[1], SAYS]})
     rollout = (await env.roll_out(row, 1, split="train"))[0]
     assert rollout.outcome == pytest.approx(score)
@@ -406,7 +404,7 @@ def test_wikisql_rows_have_their_tables(
             entry.size = len(text)
             archive.addfile(entry, io.BytesIO(text))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    env = made(sql.SQLQueryEnv)
+    env = made(sql.SQLQueryEnv, dataset_path=None)
     [question] = env.load_rows("eval")
     assert question.query == 'SELECT COUNT("Name") FROM data'
     assert sql.results_of(*question[1:4], [question.query]) == [["[1.0]"]]
@@ -441,12 +439,9 @@ def test_a_topic_without_sources_needs_no_citation(text: str, score: float) -> N
     assert research.research_score(TOPIC._replace(sources=[]), text, {"Firm"}) == score
 
 
-async def test_research_searches_reads_and_answers(made: Any) -> None:
+async def test_research_searches_reads_and_answers(started: Any) -> None:
     turns: list[str] = []
-    settings = {"dataset_path": "sample"}
-    env_cls = research.DeepResearchEnv
-    env = made(env_cls, lambda r: turns[r.call], **settings)
-    await env.setup()
+    env = await started(research.DeepResearchEnv, lambda r: turns[r.call])
     row = env.train_rows[0]
     title = next(title for title in row.sources if title in row.question)
     turns += [

@@ -190,7 +190,7 @@ class MathEnv(VerifiedMathEnv):
             self.counts["right_retries"] += scores.count(1.0)
             row.share_right = scores.count(1.0) / len(scores) if scores else None
             return [0.0 if cut else o for o, cut in zip(outcomes, is_cut, strict=True)]
-        if row.kind == "normal":
+        if row.kind == "normal" and not self.is_evaluating:
             whole = [
                 (r, o) for r, o, cut in zip(rollouts, outcomes, is_cut, strict=True) if not cut
             ]

@@ -109,12 +109,13 @@ class SQLQueryEnv(DatasetEnv):
         return rows[: self.config.num_eval_rows] if split == "eval" and rows else rows
 
     def parse_row(self, row: dict[str, Any]) -> Question | None:
-        """Return the question; one whose query compares in an unknown way is skipped."""
+        """Return the question; one whose query compares in an unknown way, or whose table has gaps, is skipped."""
         columns = unique(row["header"])
         query = row.get("query") or query_of(
             columns, **{k: row["sql"][k] for k in ("sel", "agg", "conds")}
         )
-        if query is None:
+        lengths = {len(columns), len(row["types"]), *map(len, row["rows"])}
+        if query is None or len(lengths) > 1:
             return None
         return Question(row["question"], columns, row["types"], row["rows"], query)
 

@@ -484,6 +484,11 @@ class DatasetEnv(BaseEnv):
         }
 
     @property
+    def is_evaluating(self) -> bool:
+        """Whether the current task samples and judges for an evaluation."""
+        return _split_judged.get() == "eval"
+
+    @property
     def counts(self) -> Counter[str]:
         """Events since the last log, by name, logged as `train/<name>`; in an evaluation its own, as `eval/<name>`."""
         return self._counts[_split_judged.get()]

@@ -69,6 +69,15 @@ async def test_equal_right_solutions_are_not_compared_and_all_wrong_ones_dropped
     assert await env.collect_trajectories(problem()) == (None, [])
 
 
+async def test_an_evaluation_leads_to_no_further_items(started: Any) -> None:
+    env = await started(
+        lambda request: RIGHT + " because it is so" * request.choice, num_eval_samples=2
+    )
+    env.eval_rows = [problem()]
+    assert (await env.evaluate())["eval/reward_failures"] == 0.0
+    assert env.eval_rows[0].backlog == []
+
+
 def test_long_solutions_that_differ_in_one_word_are_not_compared() -> None:
     long = " then it is 7, or so it is." * 40
     rollouts = [rollout(f"</think>{first}{long}") for first in ("If", "And")]

@@ -389,6 +389,15 @@ def test_a_query_that_never_ends_is_stopped(monkeypatch: pytest.MonkeyPatch) -> 
     ]
 
 
+def test_a_table_with_a_row_of_another_length_is_skipped(made: Any) -> None:
+    env = made(sql.SQLQueryEnv)
+    columns, types, rows = TABLE
+    row = {"question": "?", "header": columns, "types": types, "rows": rows, "query": "SELECT 1"}
+    assert env.parse_row(row) is not None
+    assert env.parse_row({**row, "rows": [*rows, ["Cy"]]}) is None
+    assert env.parse_row({**row, "types": ["text"]}) is None
+
+
 def test_wikisql_rows_have_their_tables(
     made: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:

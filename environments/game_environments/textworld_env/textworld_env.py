@@ -129,8 +129,10 @@ class TextWorldEnv(MultiTurnEnv):
             if isinstance(solution, RewardFailure):
                 raise EnvError(f"{game} could not be made: {solution}") from solution.error
             self.solutions[row] = solution
-            rollouts = await super().roll_out(game._replace(path=path), n, split=split)
-            self.solutions.pop(row, None)
+            try:
+                rollouts = await super().roll_out(game._replace(path=path), n, split=split)
+            finally:
+                self.solutions.pop(row, None)
         if split == "train":
             self.played[game.challenge] += [
                 Played(float(each.outcome), each.finish_reason, len(each.overrides["turn_rewards"]))

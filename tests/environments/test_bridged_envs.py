@@ -14,12 +14,10 @@ from atroposlib.environments.verifiers_env import VerifiersV1Env
 from atroposlib.environments.verifiers_server import VerifiersEnv
 from fastapi import FastAPI, WebSocket
 
-from atroposlib.envs.collecting import close
 from atroposlib.errors import ConfigError, EnvError
 from atroposlib.inference.harness import HarnessRequest
 from atroposlib.scored_data import Strictness, check_group
 from tests.api.helpers_api import serving
-from tests.environments.helpers_environments import make_env
 from tests.envs.helpers_envs import trained_texts
 
 THEIR_SIDE = """
@@ -47,15 +45,17 @@ async def bridge(**settings):
 """
 
 
-def bridged(
-    base: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, respond: Any, **settings: Any
-) -> Any:
+@pytest.fixture
+def bridged(started: Any, tmp_path: Path) -> Any:
+    """Start an environment whose other side is `THEIR_SIDE`."""
     path = tmp_path / "their_side.py"
     path.write_text(THEIR_SIDE)
-    env_cls = type(base.__name__, (base,), {"script": str(path), "__module__": base.__module__})
-    return make_env(
-        env_cls, monkeypatch, respond=respond, weight_version="1", group_size=4, **settings
-    )
+
+    def start(base: Any, respond: Any, **settings: Any) -> Any:
+        env_cls = type(base.__name__, (base,), {"script": str(path), "__module__": base.__module__})
+        return started(env_cls, respond, weight_version="1", group_size=4, **settings)
+
+    return start
 
 
 @pytest.mark.parametrize(
@@ -63,12 +63,10 @@ def bridged(
     [(VerifiersV1Env, {"taskset": "x"}, 0), (VerifiersEnv, {"vf_env_name": "x"}, 3)],
 )
 async def test_a_rollout_of_the_other_side_is_trained_with_its_reward(
-    base: Any, settings: Any, num_more: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    bridged: Any, base: Any, settings: Any, num_more: int
 ) -> None:
-    env = bridged(base, monkeypatch, tmp_path, lambda request: "23x"[request.call % 3], **settings)
-    await env.setup()
+    env = await bridged(base, lambda request: "23x"[request.call % 3], **settings)
     group, _ = await env.collect_trajectories({"index": 3})
-    await close(env)
     assert check_group(group, strictness=Strictness.MEANING).num_sequences == 4
     assert set(group["scores"]) == {0.0, 2.0}
     for text, score in zip(trained_texts(group), group["scores"], strict=True):
@@ -77,27 +75,25 @@ async def test_a_rollout_of_the_other_side_is_trained_with_its_reward(
 
 
 async def test_a_rollout_that_fails_on_the_other_side_has_no_score(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    bridged: Any,
 ) -> None:
     def respond(request: HarnessRequest) -> str:
         return "nothing" if request.call == 0 else str(request.call)
 
-    env = bridged(VerifiersV1Env, monkeypatch, tmp_path, respond, taskset="x")
-    await env.setup()
+    env = await bridged(VerifiersV1Env, respond, taskset="x")
     group, _ = await env.collect_trajectories({"index": 3})
-    await close(env)
     assert sorted(group["scores"]) == [0.0, 0.0, 2.0]
     assert env.counts["agent_failed"] == 1
 
 
-def test_missing_names_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_names_are_refused(made: Any) -> None:
     for env_cls, flag in (
         (VerifiersV1Env, "--env.taskset"),
         (VerifiersEnv, "--env.vf_env_name"),
         (OpenEnvEnv, "--env.app"),
     ):
         with pytest.raises(ConfigError, match=flag):
-            make_env(env_cls, monkeypatch, respond=lambda request: "")
+            made(env_cls)
 
 
 def make_counting_server() -> FastAPI:
@@ -168,12 +164,10 @@ def count_on(request: HarnessRequest) -> str:
 
 
 async def test_an_episode_of_openenv_has_the_sum_of_its_rewards_and_waits_for_a_session(
-    monkeypatch: pytest.MonkeyPatch, counting_url: str
+    started: Any, counting_url: str
 ) -> None:
-    env = make_env(OpenEnvEnv, monkeypatch, respond=count_on, url=counting_url, group_size=2)
-    await env.setup()
+    env = await started(OpenEnvEnv, count_on, url=counting_url, group_size=2)
     group, _ = await env.collect_trajectories(1)
-    await close(env)
     assert group["scores"] == [3.0, 3.0]
     assert env.counts["done_done"] == 2
     assert env.counts["waits_for_session"] > 0
@@ -192,38 +186,27 @@ async def test_an_episode_of_openenv_has_the_sum_of_its_rewards_and_waits_for_a_
     ],
 )
 async def test_a_wrong_action_of_openenv_is_told_to_the_model(
-    answer: str, fault: str, monkeypatch: pytest.MonkeyPatch, counting_url: str
+    answer: str, fault: str, started: Any, counting_url: str
 ) -> None:
     def respond(request: HarnessRequest) -> str:
         return count_on(request) if "Error: " in request.prompt else answer
 
-    env = make_env(OpenEnvEnv, monkeypatch, respond=respond, url=counting_url, group_size=1)
-    await env.setup()
+    env = await started(OpenEnvEnv, respond, url=counting_url, group_size=1)
     group, _ = await env.collect_trajectories(1)
-    await close(env)
     assert group["scores"] == [3.0]
     assert env.counts["invalid_action"] == 1
     assert fault in json.dumps(group["messages"][0])
 
 
 async def test_an_exception_of_an_openenv_environment_is_no_score(
-    monkeypatch: pytest.MonkeyPatch, counting_url: str
+    started: Any, counting_url: str
 ) -> None:
-    env = make_env(
-        OpenEnvEnv,
-        monkeypatch,
-        respond=lambda request: '<action>{"number": "raise"}</action>',
-        url=counting_url,
-        group_size=1,
-    )
-    await env.setup()
+    answer = '<action>{"number": "raise"}</action>'
+    env = await started(OpenEnvEnv, answer, url=counting_url, group_size=1)
     assert await env.collect_trajectories(1) == (None, [])
-    await close(env)
     assert env.num_reward_failures == 1
 
 
-async def test_an_absent_openenv_server_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    env = make_env(OpenEnvEnv, monkeypatch, respond=count_on, url="http://127.0.0.1:9")
+async def test_an_absent_openenv_server_is_an_error(started: Any) -> None:
     with pytest.raises(EnvError, match="127.0.0.1:9"):
-        await env.setup()
-    await close(env)
+        await started(OpenEnvEnv, count_on, url="http://127.0.0.1:9")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 import pytest
 
 from atroposlib.envs.dataset_env import Rollout
-from tests.environments.helpers_environments import load, make_env
+from tests.environments.helpers_environments import load
 
 schemas = load("pydantic_schema_following_environment.pydantic_schema_following_environment")
 
@@ -26,9 +27,9 @@ class Friend(BaseModel):
 TASK = schemas.SchemaTask(prompt="Write a Person.", code=CODE, model_name="Person")
 
 
-def made(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Any:
-    env_cls = schemas.PydanticSchemaFollowingEnv
-    return make_env(env_cls, monkeypatch, respond=lambda request: "", **settings)
+@pytest.fixture
+def made(made: Any) -> Any:
+    return partial(made, schemas.PydanticSchemaFollowingEnv)
 
 
 def rollouts(*answers: str) -> list[Rollout]:
@@ -38,10 +39,8 @@ def rollouts(*answers: str) -> list[Rollout]:
 
 
 @pytest.mark.parametrize("form", ["json", "yaml", "toml", "xml"])
-async def test_every_format_is_judged_by_the_model(
-    monkeypatch: pytest.MonkeyPatch, form: Any
-) -> None:
-    env = made(monkeypatch)
+async def test_every_format_is_judged_by_the_model(made: Any, form: Any) -> None:
+    env = made()
     task = TASK._replace(form=form, container="none")
     right = schemas.EXAMPLES[form]
     wrong = right.replace("2", "two")
@@ -81,10 +80,8 @@ def test_the_container_must_be_the_required_one(
     assert schemas.content_of(answer, TASK._replace(container=container)) == content
 
 
-async def test_an_answer_that_exhausts_the_sandbox_does_not_affect_the_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    env = made(monkeypatch)
+async def test_an_answer_that_exhausts_the_sandbox_does_not_affect_the_others(made: Any) -> None:
+    env = made()
     code = (
         "import os\nfrom pydantic import RootModel, AfterValidator\nfrom typing import Annotated\n"
     )
@@ -98,16 +95,14 @@ async def test_an_answer_that_exhausts_the_sandbox_does_not_affect_the_others(
     assert outcomes == [None, True, False]
 
 
-async def test_a_schema_that_does_not_run_gives_no_scores(monkeypatch: pytest.MonkeyPatch) -> None:
-    env = made(monkeypatch)
+async def test_a_schema_that_does_not_run_gives_no_scores(made: Any) -> None:
+    env = made()
     task = TASK._replace(code="import nothing_like_this", container="none")
     assert await env.scores(task, ["<think>a</think>{}", "no thinking"]) == [None, 0.0]
 
 
-async def test_a_row_to_correct_shows_the_model_and_the_wrong_data(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    env = made(monkeypatch)
+async def test_a_row_to_correct_shows_the_model_and_the_wrong_data(made: Any) -> None:
+    env = made()
     info = json.dumps({"pydantic_config": CODE, "model_name": "Person"})
     row = {"prompt": "p", "verification_info": info, "task_type": "editing"}
     assert env.parse_row(row) is None
@@ -116,11 +111,8 @@ async def test_a_row_to_correct_shows_the_model_and_the_wrong_data(
     assert '{"name": 7}' in task.prompt
 
 
-async def test_each_epoch_asks_for_another_form_within_the_allowed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    settings = {"dataset_path": "sample", "allowed_structured_formats": ["xml", "toml"]}
-    env = made(monkeypatch, **settings)
+async def test_each_epoch_asks_for_another_form_within_the_allowed(made: Any) -> None:
+    env = made(allowed_structured_formats=["xml", "toml"])
     await env.setup()
     tasks = [await env.get_next_item() for _ in range(80)]
     assert {task.form for task in tasks} == {"xml", "toml"}

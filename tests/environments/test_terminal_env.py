@@ -10,7 +10,7 @@ import pytest
 
 from atroposlib.envs.sandbox import ProcessSandbox, local_sandbox
 from atroposlib.errors import ConfigError
-from tests.environments.helpers_environments import load, make_env
+from tests.environments.helpers_environments import load
 
 terminal = load("terminal_env")
 
@@ -26,30 +26,24 @@ def call(command: str) -> str:
     return f"<tool_call>\n{content}\n</tool_call>"
 
 
-async def played(monkeypatch: pytest.MonkeyPatch, *answers: str, **settings: Any) -> Any:
+@pytest.fixture
+def played(started: Any) -> Any:
     """Return the score of one episode with these answers, and what the commands printed."""
-    turns = iter(answers)
-    env = make_env(
-        terminal.TerminalEnv,
-        monkeypatch,
-        respond=lambda request: next(turns),
-        group_size=1,
-        num_eval_rows=0,
-        **settings,
-    )
-    await env.setup()
-    group, _ = await env.collect_trajectories(env.parse_row(TASK))
-    await env.close()
-    messages = group["messages"][0]
-    return group["scores"][0], [m["content"] for m in messages if m["role"] == "tool"]
+
+    async def play(*answers: str, **settings: Any) -> Any:
+        settings = {"dataset_path": None, "group_size": 1, "num_eval_rows": 0, **settings}
+        env = await started(terminal.TerminalEnv, lambda r: answers[r.call], **settings)
+        group, _ = await env.collect_trajectories(env.parse_row(TASK))
+        messages = group["messages"][0]
+        return group["scores"][0], [m["content"] for m in messages if m["role"] == "tool"]
+
+    return play
 
 
 @has_namespaces
-async def test_files_last_from_command_to_command_and_are_compared_at_the_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_files_last_from_command_to_command_and_are_compared_at_the_end(played: Any) -> None:
     answers = [call("mkdir x; mv a x/c; cat none"), call("cd x && mv c ../b && ls .."), "Done."]
-    score, printed = await played(monkeypatch, *answers)
+    score, printed = await played(*answers)
     assert score == 1.0
     assert printed == [
         "exit status 1\ncat: none: No such file or directory",
@@ -70,15 +64,13 @@ async def test_files_last_from_command_to_command_and_are_compared_at_the_end(
     ],
 )
 async def test_the_files_decide_and_not_the_answer(
-    monkeypatch: pytest.MonkeyPatch, answers: list[str], score: float
+    played: Any, answers: list[str], score: float
 ) -> None:
-    assert (await played(monkeypatch, *answers))[0] == score
+    assert (await played(*answers))[0] == score
 
 
 @has_namespaces
-async def test_a_command_that_reaches_a_limit_leaves_the_files_as_they_were(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_command_that_reaches_a_limit_leaves_the_files_as_they_were(played: Any) -> None:
     answers = [
         call("mv a b; sleep 60"),
         call("mv a b; head -c 300000 /dev/zero > big"),
@@ -87,7 +79,7 @@ async def test_a_command_that_reaches_a_limit_leaves_the_files_as_they_were(
         call("while :; do sleep 9 & done"),
         "Done.",
     ]
-    score, printed = await played(monkeypatch, *answers, command_timeout_s=2.0)
+    score, printed = await played(*answers, command_timeout_s=2.0)
     assert score == 0.0
     assert printed[0] == "Error: the command was stopped (timeout). The files are unchanged."
     assert printed[1] == "Error: the files are too large. The files are unchanged."
@@ -95,12 +87,11 @@ async def test_a_command_that_reaches_a_limit_leaves_the_files_as_they_were(
 
 
 async def test_without_a_sandbox_that_starts_processes_setup_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch,
+    started: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    env = make_env(terminal.TerminalEnv, monkeypatch, respond=lambda request: "")
     monkeypatch.setattr(terminal, "local_sandbox", ProcessSandbox)
     with pytest.raises(ConfigError, match="apt install bubblewrap"):
-        await env.setup()
+        await started(terminal.TerminalEnv)
 
 
 def test_generated_tasks_are_not_solved_from_the_start() -> None:

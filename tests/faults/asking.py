@@ -11,7 +11,7 @@ from contextlib import closing, contextmanager
 
 from tests.faults.drivers import HubProcess
 
-MEDIAN_S, P95_S = 0.1, 0.5
+MEDIAN_S, P95_S = 0.25, 1.0
 """What `assert_prompt` allows: the machine may be busy with other work."""
 
 

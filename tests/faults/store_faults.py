@@ -16,7 +16,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from atroposlib.api.run.types import GroupHeader
@@ -243,21 +243,8 @@ class Judge:
         """Fail unless sending everything once more stores exactly what is not `known`."""
         again = []
         for offset, sent in enumerate(self.sent.values()):
-            first = sent.group
-            header = GroupHeader(
-                number=next_number + offset,
-                env_id=first.header.env_id,
-                num_sequences=first.header.num_sequences,
-            )
-            again.append(
-                NewGroup(
-                    header=header,
-                    group_id=first.group_id,
-                    digest=first.digest,
-                    payload=b"again",
-                    place=Place.QUEUED,
-                )
-            )
+            header = replace(sent.group.header, number=next_number + offset)
+            again.append(replace(sent.group, header=header, payload=b"again", place=Place.QUEUED))
         outcomes = await store.append(again)
         for number, outcome in zip(self.sent, outcomes, strict=True):
             expected = Appended.DUPLICATE if number in known else Appended.STORED
@@ -369,15 +356,8 @@ class Workload:
 
     async def _commit(self, change: Change) -> None:
         number = len(self._judge.changes)
-        change = Change(
-            moves=change.moves,
-            ends=change.ends,
-            batches=change.batches,
-            closed_batches=change.closed_batches,
-            document=str(number).encode(),
-            facts={f"fact {number % 3}": str(number).encode()},
-            is_durable=change.is_durable,
-        )
+        said = str(number).encode()
+        change = replace(change, document=said, facts={f"fact {number % 3}": said})
         self._judge.changes.append(change)
         await self._store.commit(change)
         if change.is_durable:

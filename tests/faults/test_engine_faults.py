@@ -239,7 +239,6 @@ async def test_an_engine_killed_in_the_middle_of_groups_fails_or_finishes_them_a
                 later = await collect_all(manager, 20, name="later ")
                 assert len(steady.served) - served < 20
     whole = [group for group in groups if group.error is None]
-    print(f"{len(whole)} of {len(groups)} groups whole")
     assert len(whole) >= len(groups) // 2  # those of the other engine felt nothing
     check_all(whole, num_turns=NUM_TURNS)
     check_all(later)

@@ -255,7 +255,6 @@ async def train_all(hub: HubProcess, sizes: Counter[int]) -> list[ScoredGroup]:
 async def test_run_goes_on_whatever_its_rewards_do_and_every_lost_score_is_counted(
     tmp_path: Path,
 ) -> None:
-    began = time.monotonic()
     with hub_process(tmp_path) as hub:
         async with ScriptedEngine(script()) as engine:
             hub.register(batch_size=12, max_token_len=64)
@@ -297,10 +296,4 @@ async def test_run_goes_on_whatever_its_rewards_do_and_every_lost_score_is_count
         ]
         is_masked = group.scores.tolist() == [2.0, 1.0, 2.0, 3.0]
         assert untrained == [is_masked] + [False] * (group.num_sequences - 1)
-    print(
-        f"{sum(each.num_rows for each in environments)} rows, {len(own)} groups trained,"
-        f" {sum(each.reasons.total() for each in environments)} scores lost"
-        f" ({dict(environments[0].reasons)} under drop), peak memory of the environments"
-        f" {max(peaks) / 2**20:.0f} MiB; {time.monotonic() - began:.0f} s"
-    )
     assert max(peaks) < 300 * 2**20

@@ -582,7 +582,6 @@ async def test_random_conversations_are_answered_and_survive_a_restart(
             for run in ("default", "other"):
                 assert_balanced((await call("GET", f"/runs/{run}/ledger")).json())
             ledgers.append((await call("GET", "/ledger")).json())
-    print(f"\n{call.num_calls} calls after the restart; {talk.num_said}; {ledgers[-1]}")
     assert talk.num_said["batch"] > 100
     assert talk.num_said["ack"] > 20
     assert talk.num_said["reset_data"] < talk.num_said["ack"]

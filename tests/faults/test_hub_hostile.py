@@ -734,7 +734,6 @@ async def test_hostile_input_gets_the_answer_of_the_table_and_harms_no_other_cli
         assert_balanced(ledger)
         assert ledger["queued"] == ledger["leased"] == ledger["dead"] == 0
         assert ledger["trained"] == num_drained + len(batch)
-    print(f"\n{len(CASES)} hostile requests; {num_drained} of their groups were valid and came out")
 
 
 async def drain(call: Callable[..., Any]) -> int:

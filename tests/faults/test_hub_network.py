@@ -130,7 +130,6 @@ async def test_network_that_is_cut_again_and_again_loses_nothing(hub: HubProcess
             )
             await load.finish()
         assert_balanced(hub.get("/ledger"))
-    print(f"{num_cuts} cuts: {load.account()}")
 
 
 # One connection broken at chosen bytes
@@ -167,10 +166,6 @@ async def test_send_cut_at_any_byte_is_stored_once(hub: HubProcess, direction: D
     assert_balanced(ledger)
     assert (ledger["queued"], ledger["produced"]) == (num_sent, num_sent)
     assert ledger["rejected"] == {}
-    print(
-        f"POST cut at {len(points)} bytes of its {direction.value}: {num_sent} groups stored once"
-        f" each, {num_duplicates} repeats recognised"
-    )
     # Only an answer that is on its way means that the group was stored.
     assert num_duplicates == (len(points) if direction is Direction.REPLY else 0)
 
@@ -247,7 +242,3 @@ async def test_lease_and_ack_cut_at_any_byte_train_each_batch_once(
     assert_balanced(ledger)
     assert (ledger["trained"], ledger["leased"], ledger["queued"]) == (num_posted, 0, 0)
     assert num_batches == 1 + len(lease_cuts) + len(ack_cuts)
-    print(
-        f"lease cut at {len(lease_cuts)} and ack at {len(ack_cuts)} bytes of the"
-        f" {direction.value}: {num_batches} batches trained once each, in order"
-    )

@@ -6,7 +6,6 @@ import asyncio
 import http.client
 import json
 import socket
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -85,7 +84,6 @@ async def test_plain_batch_cut_on_its_way_comes_again(tmp_path: Path) -> None:
         ledger = hub.get("/ledger")
         assert_balanced(ledger)
         assert (ledger["trained"], ledger["queued"]) == (len(keys), 0)
-    print(f"{len(cuts)} cuts of a plain batch: it came again each time, nothing lost")
 
 
 @pytest.mark.timeout(120)
@@ -160,7 +158,6 @@ async def test_plain_batch_that_arrived_does_not_come_again_after_kill_9(tmp_pat
     assert ledger["trained"] == num_kills
     # The hub counts a batch as trained before it sends the last byte: killed between the two, that batch is lost.
     assert num_kills - len(delivered) <= num_cut <= num_kills // 2
-    print(f"{num_kills} kills: {num_cut} batches cut, {num_kills - len(delivered)} of them lost")
 
 
 # A trainer that hangs
@@ -189,9 +186,7 @@ async def test_trainer_that_never_reads_its_batch_delays_no_other_client(tmp_pat
                 taken += [read_group(group) for group in batch.groups]
                 await asyncio.to_thread(trainer.ack, batch)
             hung.close()
-            began = time.monotonic()
             batch = await asyncio.to_thread(trainer.lease_batch, 10.0)
-            back_s = time.monotonic() - began
             assert batch is not None
             taken += [read_group(group) for group in batch.groups]
             await asyncio.to_thread(trainer.ack, batch)
@@ -199,6 +194,3 @@ async def test_trainer_that_never_reads_its_batch_delays_no_other_client(tmp_pat
         ledger = hub.get("/ledger")
         assert_balanced(ledger)
         assert ledger["trained"] == len(keys)
-    print(
-        f"a hung reader: others were served, and its batch came back {back_s:.2f} s after it left"
-    )

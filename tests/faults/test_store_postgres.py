@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import random
 import shutil
-import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -52,14 +51,11 @@ async def check_what_is_left(url: str, judge: Judge) -> None:
         await store.close()
 
 
-async def several(store: GroupStore, rng: random.Random, judge: Judge, *, until: Any) -> int:
-    """Run the workload until the task `until` ends; return the number of steps."""
+async def several(store: GroupStore, rng: random.Random, judge: Judge, *, until: Any) -> None:
+    """Run the workload until the task `until` ends."""
     workload = Workload(store, rng, judge)
-    num_steps = 0
     while not until.done():
         await workload.step()
-        num_steps += 1
-    return num_steps
 
 
 @pytest.mark.parametrize("direction", list(Direction))
@@ -69,7 +65,6 @@ async def test_connections_that_break_anywhere_lose_and_repeat_nothing(
     """Also between a commit and its answer."""
     rng = random.Random(direction.value)
     judge = Judge()
-    num_steps = 0
     async with Proxy(postgres.port) as proxy:
         url = postgres_url.replace(str(postgres.port), str(proxy.port))
         async with opened(url) as runs:
@@ -80,11 +75,9 @@ async def test_connections_that_break_anywhere_lose_and_repeat_nothing(
                 proxy.reset_after(direction, rng.randint(1, 4000))
                 while proxy.is_armed:
                     await workload.step()
-                    num_steps += 1
                 await workload.step()
             await store.close()
     await check_what_is_left(postgres_url, judge)
-    print(f"60 broken connections in {num_steps + 60} steps")
 
 
 async def set_aside_and_delete(runs: PostgresRuns) -> None:
@@ -138,11 +131,10 @@ async def test_a_killed_database_is_a_pause(cluster: Cluster) -> None:
                 await asyncio.to_thread(cluster.start)
 
         killing = asyncio.create_task(kill())
-        num_steps = await several(store, rng, judge, until=killing)
+        await several(store, rng, judge, until=killing)
         await killing
         await store.close()
     await check_what_is_left(cluster.url(), judge)
-    print(f"4 kills of the database in {num_steps} steps")
 
 
 async def test_the_list_of_runs_waits_for_a_database_that_restarts(cluster: Cluster) -> None:
@@ -173,9 +165,7 @@ async def test_a_new_owner_continues_where_the_one_before_was_cut_off(
                 await proxy.cut()
             else:
                 proxy.toxics = Toxics(is_blackhole=True)
-            began = time.monotonic()
             await check_what_is_left(postgres_url, judge.snapshot())
-            print(f"opened and checked {time.monotonic() - began:.1f} s later")
             await proxy.heal()
             with pytest.raises(TermLost):
                 await running

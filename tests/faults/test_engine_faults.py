@@ -36,6 +36,7 @@ from atroposlib.inference.servers.api_server import APIServer
 from atroposlib.inference.servers.sglang import SGLangServer
 from atroposlib.inference.servers.vllm import VLLMServer
 from atroposlib.inference.sessions.sequences import SequenceNode
+from tests.faults.drivers import eventually
 from tests.processes import answers, free_port, running, wait_for
 
 GROUP_SIZE = 4
@@ -229,7 +230,9 @@ async def test_an_engine_killed_in_the_middle_of_groups_fails_or_finishes_them_a
             with running("victim", argv, log_path=tmp_path / "victim.log") as victim:
                 wait_for(lambda: answers(f"{url}/health"), timeout_s=30, process=victim)
                 collecting = asyncio.create_task(collect_all(manager, 40, num_turns=NUM_TURNS))
-                await asyncio.sleep(0.4)
+                await eventually(
+                    lambda: len(steady.served) > GROUP_SIZE, timeout_s=30, what="groups are made"
+                )
                 victim.stop(signal.SIGKILL)
             await asyncio.sleep(0.5)
             with running("again", argv, log_path=tmp_path / "again.log"):

@@ -266,13 +266,8 @@ class StoreMachine(RuleBasedStateMachine):
         shutil.rmtree(self.home)
 
 
-def run_programs(kind: str, directory: Path, *, num_programs: int) -> int:
-    """Return how many operations were done."""
-    machine = type("Machine", (StoreMachine,), {"kind": kind, "directory": directory})
-    return run_machine(machine, num_programs=num_programs)
-
-
 def run_machine(machine: type[StoreMachine], *, num_programs: int) -> int:
+    """Return how many operations were done."""
     run_state_machine_as_test(
         machine,
         settings=settings(
@@ -288,16 +283,15 @@ def run_machine(machine: type[StoreMachine], *, num_programs: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("kind", "num_programs"), [("memory", 30), ("power", 110), ("process", 30)]
+    ("kind", "num_programs", "num_operations"),
+    [
+        *[("memory", 30, 1000), ("power", 110, 4000), ("process", 30, 1000)],
+        pytest.param("power", 4500, 200_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
+    ],
 )
-def test_a_store_agrees_with_a_dict(tmp_path: Path, kind: str, num_programs: int) -> None:
+def test_a_store_agrees_with_a_dict(
+    tmp_path: Path, kind: str, num_programs: int, num_operations: int
+) -> None:
     with ram_directory(tmp_path) as directory:
-        num_operations = run_programs(kind, directory, num_programs=num_programs)
-    assert num_operations >= (4000 if kind == "power" else 1000)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_the_disk_store_agrees_with_a_dict_over_200000_operations(tmp_path: Path) -> None:
-    with ram_directory(tmp_path) as directory:
-        assert run_programs("power", directory, num_programs=4500) >= 200_000
+        machine = type("Machine", (StoreMachine,), {"kind": kind, "directory": directory})
+        assert run_machine(machine, num_programs=num_programs) >= num_operations

@@ -316,29 +316,27 @@ async def _judge_one(target: Path, judge: Judge) -> int:
     return judge.num_redelivered
 
 
-@pytest.mark.parametrize("first_seed", [0, 100, 200, 300])
-async def test_nothing_answered_is_lost_in_1000_modelled_power_cuts(
-    tmp_path: Path, first_seed: int
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        *[range(first, first + 9) for first in (0, 100, 200, 300)],
+        pytest.param(range(1000, 1400), marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
+    ],
+    ids=str,
+)
+async def test_nothing_answered_is_lost_in_modelled_power_cuts(
+    tmp_path: Path, seeds: range
 ) -> None:
+    """1000 cuts each, and 40,000."""
     with ram_directory(tmp_path) as directory:
         num_redelivered, violations = await judge_power_cuts(
-            directory, seeds=range(first_seed, first_seed + 9), cuts_per_workload=100
+            directory, seeds=seeds, cuts_per_workload=100
         )
         _, more_violations = await judge_power_cuts(
-            directory, seeds=[first_seed], cuts_per_workload=100, drive=expiring
+            directory, seeds=seeds[:1], cuts_per_workload=100, drive=expiring
         )
     assert violations + more_violations == []
     assert num_redelivered > 100, "no cut fell between a write and its answer"
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-async def test_nothing_answered_is_lost_in_40000_modelled_power_cuts(tmp_path: Path) -> None:
-    with ram_directory(tmp_path) as directory:
-        _, violations = await judge_power_cuts(
-            directory, seeds=range(1000, 1400), cuts_per_workload=100
-        )
-    assert violations == []
 
 
 async def test_a_durable_change_that_alters_nothing_still_secures_those_before_it(

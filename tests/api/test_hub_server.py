@@ -460,6 +460,8 @@ async def test_explain_names_what_is_missing(hub: Hub) -> None:
 
 async def test_ready_hub_says_what_an_accepted_group_survives(hub: Hub) -> None:
     assert await hub.get("/readyz") == {"status": "ready", "durability": "memory"}
+    assert (await hub.http.delete("/runs/default")).is_success
+    assert await hub.get("/readyz") == {"status": "ready", "durability": "memory"}
 
 
 async def test_minimum_of_an_absent_environment_does_not_hold_the_batch(hub: Hub) -> None:

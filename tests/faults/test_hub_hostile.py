@@ -812,11 +812,3 @@ async def test_refusing_a_body_takes_little_time(name: str) -> None:
     assert answer.status == 422
     assert len(answer.body) < 1000
     assert spent_s < 0.5
-
-
-async def test_hub_is_ready_although_its_default_run_was_ended() -> None:
-    app = create_app()
-    call = Caller(app)
-    async with app.router.lifespan_context(app):
-        assert (await call("DELETE", "/runs/default")).json() == {"status": "success"}
-        assert (await call("GET", "/readyz")).json() == {"status": "ready", "durability": "memory"}

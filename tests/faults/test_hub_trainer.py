@@ -1,4 +1,4 @@
-"""Trainers that are killed, cut off cost no group (real processes, real sockets)."""
+"""Plain batches: one that is cut off comes again, one that has arrived never does (real processes, real sockets)."""
 
 from __future__ import annotations
 
@@ -24,32 +24,23 @@ from tests.faults.drivers import (
     hub_process,
     make_group,
     read_group,
-    size_of,
 )
 from tests.faults.proxy import Direction, Proxy
 
 pytestmark = pytest.mark.e2e
 
 
-async def post_groups(url: str, *, num_sequences: int, num_tokens: int = 64) -> list[GroupKey]:
-    """Post groups of mixed sizes that add up to `num_sequences`, one after another."""
-    keys: list[GroupKey] = []
-    left = num_sequences
+async def post_groups(url: str, num_groups: int, *, size: int, num_tokens: int) -> list[GroupKey]:
+    """Post groups of `size` sequences one after another."""
+    keys = [GroupKey(0, index) for index in range(num_groups)]
     async with HubClient(url) as hub:
-        while left:
-            key = GroupKey(0, len(keys))
-            size = min(left, size_of(key.index))
+        for key in keys:
             await hub.send([make_group(key, num_sequences=size, num_tokens=num_tokens)])
-            keys.append(key)
-            left -= size
     return keys
 
 
 def keys_of(batch: list[dict[str, Any]]) -> list[GroupKey]:
     return [read_group(check_group(each, strictness=Strictness.WIRE)) for each in batch]
-
-
-# A trainer of the original kind that is cut off
 
 
 @pytest.mark.timeout(120)
@@ -58,7 +49,7 @@ async def test_plain_batch_cut_on_its_way_comes_again(tmp_path: Path) -> None:
     identity = {"Accept-Encoding": "identity"}  # 10 MB: more than kernels take
     with hub_process(tmp_path) as hub:
         hub.register(max_token_len=20_000)
-        keys = await post_groups(hub.url, num_sequences=2 * BATCH_SIZE, num_tokens=20_000)
+        keys = await post_groups(hub.url, 4, size=BATCH_SIZE // 2, num_tokens=20_000)
         async with (
             Proxy(hub.port) as proxy,
             httpx.AsyncClient(timeout=10, headers=identity) as client,
@@ -91,10 +82,7 @@ async def test_plain_client_that_closes_with_the_last_byte_has_its_batch(tmp_pat
     num_batches = 100
     with hub_process(tmp_path) as hub:
         hub.register()
-        async with HubClient(hub.url) as producer:
-            for index in range(num_batches):
-                key = GroupKey(0, index)
-                await producer.send([make_group(key, num_sequences=BATCH_SIZE, num_tokens=8)])
+        keys = await post_groups(hub.url, num_batches, size=BATCH_SIZE, num_tokens=8)
         received = []
         for _ in range(num_batches):
             with socket.create_connection(("127.0.0.1", hub.port)) as connection:
@@ -112,7 +100,7 @@ async def test_plain_client_that_closes_with_the_last_byte_has_its_batch(tmp_pat
         )
         ledger = hub.get("/ledger")
     assert_balanced(ledger)
-    assert received == [GroupKey(0, index) for index in range(num_batches)]
+    assert received == keys
     assert (ledger["trained"], ledger["queued"]) == (num_batches, 0)
 
 
@@ -140,10 +128,7 @@ async def test_plain_batch_that_arrived_does_not_come_again_after_kill_9(tmp_pat
     num_cut = 0
     with hub_process(tmp_path) as hub:
         hub.register(max_token_len=20_000)
-        async with HubClient(hub.url) as producer:
-            for index in range(num_kills):
-                key = GroupKey(0, index)
-                await producer.send([make_group(key, num_sequences=BATCH_SIZE, num_tokens=2000)])
+        await post_groups(hub.url, num_kills, size=BATCH_SIZE, num_tokens=2000)
         for kill in range(num_kills):
             keys = await asyncio.to_thread(fetch_batch_and_kill, hub, num_unread=kill % 2)
             num_cut += not keys

@@ -257,6 +257,42 @@ async def test_a_kept_run_that_is_being_opened_is_closed_before_it_is_brought_ba
         assert await places(hub) == {"queued": 1}
 
 
+async def test_kept_runs_that_were_looked_at_leave_room_for_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("atroposlib.api.run.hub.MAX_RUNS", 3)
+    async with running_hub() as hub:
+        for name in ("first", "second"):
+            await begin(hub, name)
+            await post_group(hub, 1, name)
+        await hub.get("/runs/default.1/status")
+        for name in ("math", "code"):
+            await hub.post(f"/runs/{name}/register", registration())
+        assert hub.runs == ["code", "default", "math"]
+        full = await hub.http.get("/runs/default.1/status")
+        assert full.json()["detail"]["type"] == "too_many_runs"
+        refused = await hub.http.post("/runs/one-too-many/register", json=registration())
+        assert refused.json()["detail"]["type"] == "too_many_runs"
+
+
+async def test_epochs_of_a_deleted_run_continue_after_an_opening_that_failed() -> None:
+    class Broken(MemoryStore):
+        async def open(self) -> SavedRun:
+            raise StoreBroken("no disk")
+
+    stores = MemoryRuns()
+    runs = Runs(stores)
+    for name in ("first", "second"):
+        await runs.register("x", RegisterTrainer(**registration(experiment=name)))
+    await runs.forget("x")
+    stores._stores["x"] = Broken()
+    with pytest.raises(StoreBroken):
+        await runs.run("x")
+    stores._stores["x"] = MemoryStore()
+    assert (await runs.run("x")).state.leases.epoch == 2
+    await runs.close()
+
+
 async def test_a_store_that_breaks_at_the_stop_does_not_keep_others_from_closing() -> None:
     class Stores(MemoryRuns):
         closed: ClassVar[list[str]] = []

@@ -32,7 +32,7 @@ _MAX_GAP_S = 3.0
 
 
 class TooManyRuns(AtroposError):
-    """The hub has `MAX_RUNS` open runs."""
+    """The hub has `MAX_RUNS` open runs, none of which was set aside."""
 
 
 class AwakeClock:
@@ -177,6 +177,11 @@ class Hub:
         if name in self.runs:
             return self.runs[name]
         if len(self.runs) >= MAX_RUNS:
+            # A run that was set aside was opened to be looked at, and can be opened again.
+            for kept in await self._stores.kept():
+                if kept.name in self.runs:
+                    await self.release(kept.name)
+        if len(self.runs) >= MAX_RUNS:
             raise TooManyRuns(
                 f"{MAX_RUNS} runs are open; end one with DELETE /runs/NAME before starting {name!r}"
             )
@@ -185,9 +190,10 @@ class Hub:
             policy=self._policy,
             clock=self._clock,
             name=name,
-            first_epoch=self._last_epochs.pop(name, -1) + 1,
+            first_epoch=self._last_epochs.get(name, -1) + 1,
         )
         found = await run.open()
+        self._last_epochs.pop(name, None)
         if found:
             self.found.append(found)
             logger.info("%s", found)

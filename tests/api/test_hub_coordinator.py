@@ -7,7 +7,7 @@ import errno
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -507,27 +507,6 @@ async def test_restart_brings_back_trainer_environments_step_and_leases() -> Non
     assert [tags(await leased(coordinator)) for _ in range(2)] == [[3], [4, 5]]
 
 
-@pytest.mark.parametrize("error", [KeyError(0), StoreFull("no file to spare")])
-async def test_a_plain_batch_that_could_not_be_read_goes_back(error: Exception) -> None:
-    class Failing(MemoryStore):
-        error: Exception | None = None
-
-        async def read(self, numbers: Sequence[int]) -> list[bytes]:
-            if self.error is not None:
-                raise self.error
-            return await super().read(numbers)
-
-    store = Failing()
-    coordinator = await started(store=store)
-    await coordinator.accept([incoming(4, tag=1)])
-    store.error = error
-    with pytest.raises(type(error)):
-        await coordinator.deliver()
-    assert (coordinator.ledger().queued, coordinator.ledger().leased) == (1, 0)
-    store.error = None
-    assert tags(await coordinator.deliver()) == [1]
-
-
 async def test_a_change_writes_only_the_environment_that_it_is_about() -> None:
     class Recording(MemoryStore):
         last = Change()
@@ -643,22 +622,13 @@ async def test_the_number_of_queued_groups_is_bounded() -> None:
     await coordinator.accept([incoming(1)])
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda coordinator: coordinator.set_policy(50, epoch=0),
-        lambda coordinator: coordinator.checkpoint(9, epoch=0),
-        lambda coordinator: coordinator.deliver(LeaseRequest(epoch=0)),
-    ],
-    ids=["policy", "checkpoint", "batch"],
-)
-async def test_a_superseded_trainer_changes_nothing(call: Callable[[Coordinator], Any]) -> None:
+async def test_a_superseded_trainer_sets_no_policy_version() -> None:
     coordinator = await started(batch_size=2, policy=RunPolicy(max_staleness=1))
     await coordinator.set_policy(3)
     await coordinator.accept([incoming(2, version=3)])
     await resumed(coordinator, 0)
     with pytest.raises(Superseded):
-        await call(coordinator)
+        await coordinator.set_policy(50, epoch=0)
     await coordinator.tick()
     assert (coordinator.state.current_version, coordinator.ledger().queued) == (3, 1)
 
@@ -824,7 +794,7 @@ class RunMachine(RuleBasedStateMachine):
 
 
 TestRunMachine = RunMachine.TestCase
-TestRunMachine.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestRunMachine.settings = settings(max_examples=40, stateful_step_count=60, deadline=None)
 
 
 class OnceMachine(RunMachine):
@@ -872,11 +842,7 @@ async def test_full_run_lets_in_what_its_next_batch_waits_for(
 
 
 class FailingReads(MemoryStore):
-    """Reads fail, or hang, until told otherwise."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.failure: BaseException | None = OSError(24, "Too many open files")
+    failure: BaseException | None = None
 
     async def read(self, numbers: Sequence[int]) -> list[bytes]:
         if self.failure is not None:
@@ -885,7 +851,7 @@ class FailingReads(MemoryStore):
 
 
 @pytest.mark.parametrize(
-    "failure", [OSError(24, "Too many open files"), asyncio.CancelledError()], ids=["os", "cancel"]
+    "failure", [KeyError(0), StoreFull("no file to spare"), OSError(24), asyncio.CancelledError()]
 )
 async def test_plain_delivery_that_fails_before_it_begins_is_not_held_for_ever(
     failure: BaseException,

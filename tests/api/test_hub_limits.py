@@ -89,7 +89,7 @@ def test_inflate_caps_output_exactly(encoding: str) -> None:
 
 @pytest.mark.parametrize("make", [zstandard.compress, zstd_in_steps, gzip.compress])
 def test_inflate_gives_back_what_was_compressed(make: Callable[[bytes], bytes]) -> None:
-    data = os.urandom(3 * MIB) + b"0, 1, " * MIB
+    data = os.urandom(MIB // 4) + b"0, 1, " * MIB
     encoding = "gzip" if make is gzip.compress else "zstd"
     assert inflate(make(data), encoding=encoding, max_bytes=len(data)) == data
 
@@ -748,19 +748,18 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
 @pytest.mark.parametrize("path", ["/scored_data", "/scored_data_list", "/register"])
-async def test_hostile_body_is_a_4xx_and_the_hub_goes_on(name: str, path: str) -> None:
-    body, encoding, status = HOSTILE[name]
-    headers = {"Content-Type": "application/json"}
-    if encoding is not None:
-        headers["Content-Encoding"] = encoding
+async def test_hostile_body_is_a_4xx_and_the_hub_goes_on(path: str) -> None:
     async with running_hub() as hub:
-        response = await hub.http.post(path, content=body, headers=headers)
-        # FastAPI answers 400 to control bodies that its JSON parser cannot finish.
-        assert response.status_code in ({400, 422} if status == 422 else {status})
-        good = await hub.http.post("/scored_data", content=GROUP)
-        assert good.json() == {"status": "received"}
+        for name, (body, encoding, status) in HOSTILE.items():
+            headers = {"Content-Type": "application/json"}
+            if encoding is not None:
+                headers["Content-Encoding"] = encoding
+            response = await hub.http.post(path, content=body, headers=headers)
+            # FastAPI answers 400 to control bodies that its JSON parser cannot finish.
+            assert response.status_code in ({400, 422} if status == 422 else {status}), name
+            good = await hub.http.post("/scored_data", content=GROUP)
+            assert good.json() == {"status": "received"}, name
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "zstd"])

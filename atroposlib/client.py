@@ -522,7 +522,7 @@ class TrainerClient:
         if delivery.meta.get("lease_id") is None:
             self._log_missing("GET /batch?lease=1")
             return LeasedBatch(groups=delivery.groups)
-        lease = _validated(_Lease, delivery.meta)
+        lease = _parse(_Lease, delivery.meta)
         self._epoch = lease.epoch
         return LeasedBatch(groups=delivery.groups, **lease.model_dump())
 
@@ -718,7 +718,7 @@ def _receipt(reply: dict[str, Any]) -> SendReceipt:
         buffered=1 if status == "buffered" else reply.get("buffered", 0),
         buffer_size=reply.get("buffer_size", 0) or reply.get("last_buffer_size", 0),
         duplicates=1 if status == "duplicate" else reply.get("duplicates", 0),
-        env_status=None if env_status is None else _validated(EnvStatus, env_status),
+        env_status=None if env_status is None else _parse(EnvStatus, env_status),
     )
 
 
@@ -794,15 +794,10 @@ def _reason(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def _parse(model: type[M], body: bytes) -> M:
+def _parse(model: type[M], reply: Any) -> M:
+    """Validate a reply: a JSON body, or a part of one that was decoded."""
     try:
-        return model.model_validate_json(body)
+        is_text = isinstance(reply, bytes)
+        return model.model_validate_json(reply) if is_text else model.model_validate(reply)
     except ValidationError as e:
-        raise HubError(f"this is not a hub's {model.__name__}: {body[:200]!r}") from e
-
-
-def _validated(model: type[M], value: Any) -> M:
-    try:
-        return model.model_validate(value)
-    except ValidationError as e:
-        raise HubError(f"this is not a hub's {model.__name__}: {value!r:.200}") from e
+        raise HubError(f"this is not a hub's {model.__name__}: {reply!r:.200}") from e

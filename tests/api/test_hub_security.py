@@ -135,7 +135,7 @@ async def test_refusals_are_json_and_say_what_is_wanted() -> None:
     tokens = TokenSet([token("eve", Scope.READ, runs=["math"])])
     missing = await call("GET", "/ledger", tokens=tokens)
     assert missing.headers["www-authenticate"] == "Bearer"
-    assert missing.json() == {"detail": "this hub wants a token: Authorization: Bearer TOKEN"}
+    assert missing.json() == {"detail": "this hub requires a token: Authorization: Bearer TOKEN"}
     lacking = await call("GET", "/runs/math/batch", tokens=tokens, secret=secret_of("eve"))
     assert lacking.json() == {"detail": "token 'eve' lacks the scope consume"}
     elsewhere = await call("GET", "/ledger", tokens=tokens, secret=secret_of("eve"))

@@ -81,14 +81,6 @@ async def test_empty_hub_answers_every_question(hub: Hub) -> None:
     }
 
 
-async def test_registration_shows_the_run_and_gives_a_128_bit_id(hub: Hub) -> None:
-    reply = await hub.post("/register", registration(wandb_group="", unknown_field=1))
-    assert list(reply) == ["uuid"]
-    assert reply["uuid"].bit_length() > 100
-    assert await hub.get("/wandb_info") == {"group": "", "project": "p"}
-    assert await hub.get("/info") == {"batch_size": 4, "max_token_len": 128}
-
-
 async def test_registration_needs_all_eight_fields(hub: Hub) -> None:
     for missing in registration():
         body = registration()
@@ -207,42 +199,6 @@ async def test_group_is_handed_out_as_it_was_sent_with_fourteen_keys_in_order(hu
     for key in FOURTEEN_KEYS:
         assert received[key] == sent.get(key), key
     assert isinstance(received["scores"][0], float)
-
-
-async def test_odd_sizes_are_buffered_until_they_make_a_full_group(hub: Hub) -> None:
-    await hub.start(environment(group_size=4), batch_size=8)
-    assert await hub.post("/scored_data", group(2, 1, env_id=0)) == {
-        "status": "buffered",
-        "buffer_size": 2,
-    }
-    assert await hub.get("/status") == {"current_step": 0, "queue_size": 0}
-    assert (await hub.get("/latest_example"))["tokens"] == []
-    assert await hub.post("/scored_data", group(2, 2, env_id=0)) == {
-        "status": "buffered",
-        "buffer_size": 0,
-    }
-    assert await hub.post("/scored_data", group(4, 3, env_id=0)) == {"status": "received"}
-    batch = (await hub.get("/batch"))["batch"]
-    assert [(g["tokens"][0][0], len(g["tokens"])) for g in batch] == [(1, 2), (2, 2), (3, 4)]
-
-
-async def test_list_reports_what_was_buffered(hub: Hub) -> None:
-    await hub.start(environment(group_size=4), batch_size=8)
-    assert await hub.post("/scored_data_list", []) == {"status": "received", "groups_processed": 0}
-    mixed = [group(4, env_id=0), group(2, env_id=0)]
-    assert await hub.post("/scored_data_list", mixed) == {
-        "status": "received",
-        "groups_processed": 2,
-        "buffered": 1,
-        "last_buffer_size": 2,
-    }
-    full = [group(4, env_id=0), group(4, env_id=99), group(3, env_id=-1)]
-    assert await hub.post("/scored_data_list", full) == {
-        "status": "received",
-        "groups_processed": 3,
-    }
-    ledger = await hub.balanced_ledger()
-    assert (ledger["queued"], ledger["buffered"]) == (4, 1)
 
 
 async def test_group_larger_than_the_environments_size_is_queued_not_lost(hub: Hub) -> None:
@@ -472,14 +428,6 @@ async def test_ready_hub_says_what_an_accepted_group_survives(hub: Hub) -> None:
     assert await hub.get("/readyz") == {"status": "ready", "durability": "memory"}
 
 
-async def test_minimum_of_an_absent_environment_does_not_hold_the_batch(hub: Hub) -> None:
-    await hub.start(environment(min_batch_allocation=0.5), environment())
-    await hub.post("/scored_data_list", [group(2, env_id=1)] * 2)
-    assert await hub.get("/batch") == {"batch": None}
-    await hub.post("/disconnect-env", {"env_id": 0})
-    assert len((await hub.get("/batch"))["batch"]) == 2
-
-
 # Waiting for a batch
 
 
@@ -543,29 +491,6 @@ async def test_status_env_without_an_id_is_422(hub: Hub, content: bytes) -> None
     response = await hub.http.request("GET", "/status-env", content=content)
     assert response.status_code == 422
     assert response.json()["detail"]
-
-
-async def test_status_env_counts_others_minus_their_minimum(hub: Hub) -> None:
-    await hub.start(
-        environment(max_token_length=100, weight=3.0),
-        environment(max_token_length=100, weight=1.0, min_batch_allocation=0.25),
-        batch_size=8,
-    )
-    await hub.post("/scored_data_list", [group(2, env_id=0)] * 3 + [group(4, env_id=1)] * 2)
-    status = await hub.get("/status-env", params={"env_id": 0})
-    # own 6, others ceil(8 / 4) * 4 - int(8 * 0.25) = 6
-    assert status == {
-        "current_step": 0,
-        "queue_size": 6,
-        "unallocated_fraction": 0.75,
-        "self_queue_size": 3,
-        "max_group_size": 4,
-        "env_weight": 0.75,
-    }
-    await hub.post("/disconnect-env", {"env_id": 1})
-    status = await hub.get("/status-env", params={"env_id": 0})
-    assert (status["env_weight"], status["unallocated_fraction"]) == (1.0, 1.0)
-    assert status["queue_size"] == 7  # its data stay, its minimum is gone
 
 
 async def test_single_sequence_groups_of_others_are_counted(hub: Hub) -> None:

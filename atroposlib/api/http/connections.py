@@ -59,7 +59,7 @@ class Connections:
 
     def note_idle(self, connection: HubProtocol) -> None:
         if connection in self._open:
-            idle = self._known if connection.was_let_in else self._strangers
+            idle = self._known if connection.is_authorised else self._strangers
             idle[connection] = None
 
     def remove(self, connection: HubProtocol) -> None:
@@ -81,7 +81,7 @@ class HubProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self.is_crowded = False
         """Whether it was accepted beyond the limit."""
-        self.was_let_in = False
+        self.is_authorised = False
         """Whether one of its requests was authorised for a route that needs a scope."""
         self._all = connections or Connections(MAX_CONNECTIONS)
         self._deadline: asyncio.TimerHandle | None = None
@@ -142,7 +142,7 @@ class HubProtocol(HttpToolsProtocol):
         # With pipelining, `cycle` is the last request; the answered one had its whole body.
         is_body_missing = not self.pipeline and self.cycle.more_body
         super().on_response_complete()
-        self.was_let_in = self.was_let_in or "was_let_in" in self.scope
+        self.is_authorised = self.is_authorised or "is_authorised" in self.scope
         if self._is_between_requests():
             self._all.note_idle(self)
         if is_body_missing and not self.transport.is_closing():

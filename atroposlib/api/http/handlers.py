@@ -112,7 +112,7 @@ async def scored_data(request: Request) -> Response:
         reply = {"status": "received"}
     else:
         reply = {"status": "buffered", "buffer_size": receipt.buffer_size}
-    return _json_response(reply | _riding_status(run, request, [receipt]))
+    return _json_response(reply | _reply_status(run, request, [receipt]))
 
 
 async def scored_data_list(request: Request) -> Response:
@@ -125,7 +125,7 @@ async def scored_data_list(request: Request) -> Response:
     duplicates = sum(receipt.is_duplicate for receipt in receipts)
     if duplicates:
         reply["duplicates"] = duplicates
-    return _json_response(reply | _riding_status(run, request, receipts))
+    return _json_response(reply | _reply_status(run, request, receipts))
 
 
 async def _take_in(run: Coordinator, request: Request, *, many: bool) -> list[Receipt]:
@@ -176,7 +176,7 @@ async def _accept_patiently(
             await run.progress.wait(min(remaining_s, HOLD_CHECK_S))
 
 
-def _riding_status(
+def _reply_status(
     run: Coordinator, request: Request, receipts: Sequence[Receipt]
 ) -> dict[str, Any]:
     """Return the `env_status` of the reply, which saves native clients a request; empty for original ones."""

@@ -175,9 +175,9 @@ class Access:
     """ASGI middleware: finds the run and row of a request, strips the run from the path, and checks the rights.
 
     It sets `scope["run"]`, `scope["hub_route"]` (None: no row), with a known token `scope["token_name"]` and
-    `scope["covers"]`, and if a route that needs a scope is permitted `scope["was_let_in"]`. `tokens` None: everything
-    is permitted, except destructive routes from other machines, foreign `Host` headers, and requests from web pages of
-    other sites.
+    `scope["covers"]`, and if a route that needs a scope is permitted `scope["is_authorised"]`. `tokens` None:
+    everything is permitted, except destructive routes from other machines, foreign `Host` headers, and requests from
+    web pages of other sites.
     """
 
     def __init__(self, app: ASGIApp, routes: RouteTable, tokens: TokenSet | None) -> None:
@@ -208,7 +208,7 @@ class Access:
             if scope.get("extensions", {}).get(CROWDED_EXTENSION) and not is_vital:
                 refusal = _refuse(503, "all connections are in use; try again")
         if refusal is None and route is not None and route.scopes:
-            scope["was_let_in"] = True
+            scope["is_authorised"] = True
         await (refusal or self._app)(scope, receive, send)
 
     def _refusal(self, scope: AsgiScope, run: str, route: Route | None) -> JSONResponse | None:
@@ -218,7 +218,7 @@ class Access:
             return _refusal_without_tokens(scope, route)
         secrets_sent = _header(scope, b"authorization")
         if not secrets_sent:
-            return _refuse(401, "this hub wants a token: Authorization: Bearer TOKEN")
+            return _refuse(401, "this hub requires a token: Authorization: Bearer TOKEN")
         scheme, _, secret = secrets_sent[0].partition(b" ")
         token = self._tokens.find(secret.strip())
         if token is None or scheme.lower() != b"bearer" or len(secrets_sent) > 1:
@@ -232,7 +232,9 @@ class Access:
         if not token.covers(run):
             return _refuse(403, f"token {token.name!r} is not for the run {run!r}")
         if route is not None and route.is_hub_wide and token.runs is not None:
-            return _refuse(403, f"{route.template} shows every run: it wants a token for all runs")
+            return _refuse(
+                403, f"{route.template} shows every run and requires a token for all of them"
+            )
         return None
 
 

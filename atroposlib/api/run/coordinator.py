@@ -434,7 +434,7 @@ class Coordinator:
         environment = self.state.environments.get(env_id, env_uid=env_uid)
         if experiment is not None and experiment != self.state.experiment:
             raise EnvironmentNotFound("another experiment has begun; register again")
-        self.state.hear_of(environment, now=self._clock())
+        self.state.note_call(environment, now=self._clock())
         return accounts.env_status(self.state, environment, now=self._clock())
 
     def note_items(self, env_id: int, num_in_flight: int, *, oldest_s: float | None) -> None:

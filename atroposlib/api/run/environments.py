@@ -168,7 +168,7 @@ class Environments:
         environment.is_connected = False
         self._changed()
 
-    def hear_of(self, environment: Environment, *, now: float) -> bool:
+    def note_call(self, environment: Environment, *, now: float) -> bool:
         """Record a call; return whether the environment had been silent."""
         environment.last_seen = now
         was_silent = environment.is_silent

@@ -376,7 +376,7 @@ class RunState:
         env_id = group.header.env_id
         environment = self.environments.find(env_id)
         if environment is not None:
-            self.hear_of(environment, now=now)
+            self.note_call(environment, now=now)
         if outcome is not Appended.STORED:
             is_duplicate = outcome is Appended.DUPLICATE
             self.num_duplicates += is_duplicate
@@ -423,8 +423,8 @@ class RunState:
         left, environment.buffered = environment.buffered, []
         self.enqueue(left)
 
-    def hear_of(self, environment: Environment, *, now: float) -> None:
-        if self.environments.hear_of(environment, now=now):
+    def note_call(self, environment: Environment, *, now: float) -> None:
+        if self.environments.note_call(environment, now=now):
             self.log.info("environment %d (%r) reconnected", environment.env_id, environment.name)
 
     # Time

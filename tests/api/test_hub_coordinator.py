@@ -35,7 +35,14 @@ from atroposlib.api.schemas import (
     RegisterTrainer,
     RegistrationReply,
 )
-from atroposlib.api.stores.base import Appended, Change, CorruptGroups, NewGroup, StoreFull
+from atroposlib.api.stores.base import (
+    Appended,
+    Change,
+    CorruptGroups,
+    NewGroup,
+    StoreFull,
+    UnreadableRun,
+)
 from atroposlib.api.stores.disk import DiskStore
 from atroposlib.api.stores.memory import MemoryStore
 from atroposlib.errors import GroupError
@@ -548,6 +555,16 @@ async def test_a_name_longer_than_128_characters_is_refused() -> None:
     RegisterEnv(**environment(desired_name="x" * 128))
     with pytest.raises(ValueError, match="at most 128 characters"):
         RegisterEnv(**environment(desired_name="x" * 129))
+
+
+async def test_a_group_in_a_batch_that_is_not_stored_makes_the_run_unreadable() -> None:
+    store = MemoryStore()
+    coordinator = await started(2, store=store)
+    await coordinator.accept([incoming(2)])
+    batch = await leased(coordinator)
+    del store._batches[batch.batch_id]
+    with pytest.raises(UnreadableRun, match="'default' cannot be read"):
+        await restarted(coordinator, store)
 
 
 async def test_refusals_are_counted_over_a_clean_stop() -> None:

@@ -18,15 +18,13 @@ from atroposlib.api.stores.base import Place, SavedRun, UnreadableRun
 
 def restore(run: RunState, saved: SavedRun, *, now: float) -> None:
     """Restore the state; changes made on the way stay pending for the store. Raises `UnreadableRun`."""
-    if saved.document is not None:
-        try:
+    try:
+        if saved.document is not None:
             facts = {name: msgspec.json.decode(fact) for name, fact in saved.facts.items()}
             _restore_document(run, msgspec.json.decode(saved.document), facts, now=now)
-        except (KeyError, TypeError, ValueError, msgspec.DecodeError) as e:
-            raise UnreadableRun(
-                f"the stored state of run {run.name!r} cannot be read: {e!r}"
-            ) from e
-    _restore_groups(run, saved, now=now)
+        _restore_groups(run, saved, now=now)
+    except (KeyError, TypeError, ValueError, msgspec.DecodeError) as e:
+        raise UnreadableRun(f"the stored state of run {run.name!r} cannot be read: {e!r}") from e
 
 
 def _restore_document(

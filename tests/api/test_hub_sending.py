@@ -15,17 +15,22 @@ from atroposlib.api.http.limits import ABORT_EXTENSION, HubLimits
 from atroposlib.api.http.payloads import even_pieces
 from atroposlib.api.http.sending import PIECE_BYTES
 from atroposlib.api.run.types import GroupHeader
+from atroposlib.scored_data import Strictness, check_group
 from tests.api.helpers_api import Hub, group, registration, running_hub
 
 LONG = 200_000
 """Tokens of a sequence; as JSON, a group of two has about 2 MB."""
 
 
-def large_group(**changes: Any) -> dict[str, Any]:
-    return group(2, **changes) | {
-        "tokens": [list(range(LONG))] * 2,
-        "masks": [list(range(LONG))] * 2,
-    }
+LARGE = group(2, tokens=[list(range(LONG))] * 2, masks=[list(range(LONG))] * 2)
+LARGE_PACKED = wire.join_packed([wire.pack_group(check_group(LARGE, strictness=Strictness.WIRE))])
+
+
+async def post_large(hub: Hub) -> None:
+    """Post `LARGE` packed: as JSON, a process would be started to decode it."""
+    headers = {"Content-Type": wire.CONTENT_TYPE_PACKED}
+    response = await hub.http.post("/scored_data", content=LARGE_PACKED, headers=headers)
+    response.raise_for_status()
 
 
 def scope_of(hub: Hub, path: str, query: bytes = b"", **extensions: Any) -> dict[str, Any]:
@@ -103,7 +108,7 @@ async def test_plain_batch_is_trained_before_its_last_byte_is_sent() -> None:
 async def test_batch_of_a_run_that_ended_meanwhile_never_gets_its_last_byte(end: str) -> None:
     async with running_hub() as hub:
         await hub.start()
-        await hub.post("/scored_data", large_group())
+        await post_large(hub)
         await hub.post("/scored_data", group(2))
         reader = Reader(hub, "/batch", num_pieces=99)
         ends: list[asyncio.Task[Any]] = []
@@ -137,7 +142,7 @@ async def test_who_does_not_read_is_cut_off(
     monkeypatch.setattr("atroposlib.api.http.sending.STALL_S", 0.05)
     async with running_hub() as hub:
         await hub.start(batch_size=2)
-        await hub.post("/scored_data", large_group())
+        await post_large(hub)
         reader = Reader(hub, path, query, num_pieces=1 if path != "/dead" else 0)
         async with asyncio.timeout(30):
             await reader.task
@@ -152,7 +157,7 @@ async def test_who_does_not_read_is_cut_off(
 async def test_examples_that_are_not_read_are_not_made() -> None:
     limits = HubLimits(max_lookup_bytes=8 * PIECE_BYTES)
     async with running_hub(limits) as hub:
-        await hub.post("/scored_data", large_group())
+        await post_large(hub)
         readers = [Reader(hub, "/latest_example", num_pieces=1) for _ in range(25)]
         for _ in range(500):
             await asyncio.sleep(0)
@@ -164,13 +169,13 @@ async def test_examples_that_are_not_read_are_not_made() -> None:
         await asyncio.gather(*(reader.task for reader in readers), return_exceptions=True)
         assert hub.app.state.services.lookups.free_bytes == limits.max_lookup_bytes
         whole = await hub.get("/latest_example")
-        assert whole["tokens"] == large_group()["tokens"]
+        assert whole["tokens"] == LARGE["tokens"]
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        large_group(inference_logprobs=[[-0.123456789] * LONG] * 2),
+        LARGE | {"inference_logprobs": [[-0.123456789] * LONG] * 2},
         {"messages": [[{"role": "user", "content": "x" * 3_000_000}]] * 2},
         group(2000) | {name: [[1] * 70] * 2000 for name in ("tokens", "masks")},
     ],
@@ -202,7 +207,7 @@ async def test_batches_that_are_not_read_hold_no_more_than_the_budget() -> None:
     async with running_hub(limits) as hub:
         await hub.start(batch_size=2)
         for _ in range(6):
-            await hub.post("/scored_data", large_group())
+            await post_large(hub)
         readers = [Reader(hub, "/batch", b"lease=1", num_pieces=0) for _ in range(6)]
         async with asyncio.timeout(10):
             while hub.coordinator.ledger().leased == 0:

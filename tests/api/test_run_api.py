@@ -230,8 +230,8 @@ def test_waiting_trainer_does_not_hold_up_the_stop(tmp_path: Path) -> None:
             assert waiting.result(timeout=20) is None
         assert hub.end(None) == 0
     assert hub.output == ""
-    assert "Traceback" not in hub.errors
-    assert "exceeded" not in hub.errors
+    for word in ("Traceback", "exceeded", "warning"):
+        assert word not in hub.errors
 
 
 def test_held_client_is_answered_when_the_hub_stops(tmp_path: Path) -> None:

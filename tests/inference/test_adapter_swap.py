@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from atroposlib.errors import EngineRejected
-from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.servers.openai import OpenAIServer
 from tests.inference.helpers_peer import Peer, Reply
 
@@ -15,9 +14,8 @@ GONE = Reply({"error": {"message": "The model `policy` does not exist.", "code":
 
 async def test_a_model_that_answered_before_may_be_missing_for_a_moment() -> None:
     async with Peer(ANSWER, GONE, GONE, GONE, GONE, ANSWER) as peer:
-        server = OpenAIServer(
-            APIServerConfig(base_url=peer.url, model_name="policy", health_check=False)
-        )
+        server = OpenAIServer(peer.config(model_name="policy"))
+        server.max_backoff_s = 0.0
         for _ in range(2):
             completion = await server.completion(prompt="is it?")
             assert completion.choices[0].text == "yes"
@@ -27,9 +25,8 @@ async def test_a_model_that_answered_before_may_be_missing_for_a_moment() -> Non
 
 async def test_a_model_that_never_answered_is_refused_at_once() -> None:
     async with Peer(GONE, ANSWER) as peer:
-        server = OpenAIServer(
-            APIServerConfig(base_url=peer.url, model_name="policy", health_check=False)
-        )
+        server = OpenAIServer(peer.config(model_name="policy"))
+        server.max_backoff_s = 0.0
         with pytest.raises(EngineRejected, match="does not exist"):
             await server.completion(prompt="is it?")
         assert len(peer.asked) == 1

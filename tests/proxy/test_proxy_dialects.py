@@ -382,7 +382,7 @@ HOSTILE = [
     '<tool_call>{"name": "weather", "arguments": {"city": NaN}}</tool_call>',
     '<tool_call>{"name": "weather", "arg',
     '{"a":' * 5000,
-    "x" * 200_000,
+    "x" * 20_000,
 ]
 """What models write: nothing, control characters, the protocol's own words, calls that are none."""
 

@@ -107,7 +107,7 @@ def test_no_body_breaks_a_route(route: str) -> None:
     proxy = Proxy(weather_agent)
     uuid = loop.run_until_complete(proxy.open(max_tokens=50))
 
-    @settings(max_examples=60, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=25, deadline=None, derandomize=True, database=None)
     @given(body=BODIES)
     def check(body: dict[str, Any]) -> None:
         answer = loop.run_until_complete(

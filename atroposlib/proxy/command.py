@@ -125,12 +125,8 @@ async def _serve(
     config: ProxyConfig, tokenizer: Any, token: str | None, listener: socket.socket
 ) -> int:
     manager = config.manager()
-    limits = SessionLimits(
-        max_sessions=config.max_sessions,
-        max_nodes=config.max_nodes,
-        idle_s=config.idle_s,
-        life_s=config.life_s,
-    )
+    names = {"max_sessions", "max_nodes", "idle_s", "life_s"}
+    limits = SessionLimits(**config.model_dump(include=names))
     app = create_app(manager, tokenizer, config.model_name, token=token, limits=limits)
     server = LocalServer(app, shutdown_s=2)
     loop = asyncio.get_running_loop()

@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import Field
 
+from atroposlib.inference.tools.tool_messages import parsed_json
 from atroposlib.proxy import sse
 from atroposlib.proxy.errors import invalid
 from atroposlib.proxy.turn import (
@@ -136,10 +137,7 @@ def write(answer: AgentAnswer) -> dict[str, Any]:
 
 def _input_of(arguments: str) -> dict[str, Any]:
     """Return a call's arguments as an object, which Anthropic's SDK requires."""
-    try:
-        read = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        read = None
+    read = parsed_json(arguments or "{}")
     return read if isinstance(read, dict) else {"arguments": arguments}
 
 

@@ -262,7 +262,9 @@ class ScriptedEngine:
             "/health/": lambda body: {"status": "ok"},
             "/version": lambda body: {"version": "scripted"},
             "/v1/models": self._models,
-            "/openapi.json": self._openapi,
+            "/openapi.json": lambda body: {
+                "paths": dict.fromkeys([*self._gets, *self._posts, *self._generation_paths], {})
+            },
             "/is_paused": lambda body: {"is_paused": self._generator.is_paused},
             "/weight_info": self._version,
             "/weight_version": self._version,
@@ -274,13 +276,15 @@ class ScriptedEngine:
         posts = {
             "/tokenize": self._tokenize,
             "/pause": self._pause,
-            "/resume": self._resume,
+            "/resume": lambda body: self._resumed({"status": "resumed"}),
             "/collective_rpc": self._collective_rpc,
             "/update_weight_version": self._update_weight_version,
             "/reset_prefix_cache": lambda body: {"success": True},
             "/flush_cache": lambda body: b"Cache flushed.\n",
             "/pause_generation": self._pause_generation,
-            "/continue_generation": self._continue_generation,
+            "/continue_generation": lambda body: self._resumed(
+                {"message": "Generation continued successfully.", "status": "ok"}
+            ),
             "/update_weights_from_disk": self._update_weights_from_disk,
             "/script": self._take_script,
         }
@@ -300,9 +304,6 @@ class ScriptedEngine:
             "max_model_len": self.max_model_len,
         }
         return {"object": "list", "data": [card]}
-
-    def _openapi(self, body: dict[str, Any]) -> dict[str, Any]:
-        return {"paths": dict.fromkeys([*self._gets, *self._posts, *self._generation_paths], {})}
 
     def _model_info(self, body: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -344,9 +345,9 @@ class ScriptedEngine:
         await self._generator.pause(mode)
         return {"status": "paused"}
 
-    def _resume(self, body: dict[str, Any]) -> Any:
+    def _resumed(self, answer: dict[str, Any]) -> dict[str, Any]:
         self._generator.resume()
-        return {"status": "resumed"}
+        return answer
 
     def _collective_rpc(self, body: dict[str, Any]) -> Any:
         method = body.get("method")
@@ -368,10 +369,6 @@ class ScriptedEngine:
         # Of SGLang's modes, retract and in_place both resume later.
         await self._generator.pause("abort" if body.get("mode", "abort") == "abort" else "keep")
         return {"message": "Generation paused successfully.", "status": "ok"}
-
-    def _continue_generation(self, body: dict[str, Any]) -> Any:
-        self._generator.resume()
-        return {"message": "Generation continued successfully.", "status": "ok"}
 
     def _update_weights_from_disk(self, body: dict[str, Any]) -> Any:
         if body.get("model_path") is None:

@@ -35,32 +35,17 @@ class SamplingNotes:
         """Of the completions so far; 1 if a request gave none."""
         self.turns: list[Turn] = []
         """Completions of known versions."""
-        self._oldest: int | None = None
-        self._is_known = True
+        self._versions: set[str] = set()
 
     def add(self, answers: Sequence[Spans | None]) -> None:
-        """Note the spans of several completions; None or a version that is not a number makes `oldest` None."""
+        """Note the spans of several completions; None: their versions are unknown."""
         for spans in answers:
-            versions = [version for version, _ in spans or ()]
-            if spans is None or not all(version.isdecimal() for version in versions):
-                self._is_known = False
-                return
-            known = [] if self._oldest is None else [self._oldest]
-            self._oldest = min([*map(int, versions), *known], default=None)
+            self._versions.update(["unknown"] if spans is None else [span[0] for span in spans])
 
     @property
     def oldest(self) -> int | None:
-        """The oldest version; None if one is unknown or nothing was sampled.
-
-        >>> notes = SamplingNotes()
-        >>> notes.add([[("12", 5)], [("9", 1), ("10", 4)]])
-        >>> notes.oldest
-        9
-        >>> notes.add([None])
-        >>> notes.oldest is None
-        True
-        """
-        return self._oldest if self._is_known else None
+        """The oldest version; None if one is unknown or nothing was sampled."""
+        return oldest_version(self._versions)
 
     def versions_in(self, sequences: Iterable[Sequence[int]]) -> list[list[dict[str, Any]]] | None:
         """Return the spans of each sequence (`place_spans`); None unless several versions sampled the item.
@@ -94,6 +79,22 @@ class SamplingNotes:
 def _is_at(turn: Turn, tokens: Sequence[int]) -> bool:
     end = turn.start + len(turn.tokens)
     return end <= len(tokens) and list(tokens[turn.start : end]) == list(turn.tokens)
+
+
+def oldest_version(versions: Iterable[str]) -> int | None:
+    """Return the smallest version; None if one is unknown or there are none.
+
+    Engines give their initial weights a name ("default"); those may be older than any number.
+
+    >>> oldest_version(["12", "9"])
+    9
+    >>> oldest_version(["12", "default"]) is None
+    True
+    """
+    known = set(versions)
+    if not known or not all(version.isdecimal() for version in known):
+        return None
+    return min(map(int, known))
 
 
 def place_spans(spans: Spans, *, start: int) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from atroposlib.errors import ConfigError
-from atroposlib.inference.tools.tool_messages import as_dict
+from atroposlib.inference.tools.tool_messages import as_dict, parsed_json
 
 logger = logging.getLogger(__name__)
 
@@ -110,13 +110,6 @@ def _call_identity(call: Mapping[str, Any]) -> tuple[str, str]:
 def call_ids(message: Message) -> tuple[str, ...]:
     """Return the ids of a message's tool calls."""
     return tuple(str(call.get("id")) for call in message.get("tool_calls") or ())
-
-
-def _parsed(arguments: str) -> Any:
-    try:
-        return json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
 
 
 @dataclass(slots=True)
@@ -565,7 +558,7 @@ def _with_parsed(call: Mapping[str, Any]) -> dict[str, Any]:
     """Parse JSON arguments: templates expect an object."""
     function = call["function"]
     if isinstance(function.get("arguments"), str):
-        function = {**function, "arguments": _parsed(function["arguments"])}
+        function = {**function, "arguments": parsed_json(function["arguments"])}
     return {**call, "function": function}
 
 

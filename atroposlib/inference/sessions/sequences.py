@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from atroposlib.errors import EngineProtocolError
 from atroposlib.inference.servers.api_server import WeightSpan
-from atroposlib.inference.servers.sampling_notes import place_spans
+from atroposlib.inference.servers.sampling_notes import oldest_version, place_spans
 from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
 
 
@@ -324,7 +324,7 @@ class SequenceStore:
             logprobs=logprobs,
             metadata={
                 "finish_reason": sampled.finish_reason,
-                "policy_version": oldest_version(spans),
+                "policy_version": oldest_version(s["weight_version"] for s in spans or ()),
                 "weight_versions": spans,
             },
         )
@@ -445,19 +445,3 @@ def _spans_before(spans: list[dict[str, Any]] | None, *, end: int) -> list[dict[
         for span in spans
         if span["start"] < end
     ]
-
-
-def oldest_version(spans: Sequence[dict[str, Any]] | None) -> int | None:
-    """Return the smallest policy version of the spans; None if one is unknown or there are no spans.
-
-    Engines give their initial weights a name ("default"); those may be older than any number.
-
-    >>> oldest_version([{"weight_version": "12"}, {"weight_version": "9"}])
-    9
-    >>> oldest_version([{"weight_version": "12"}, {"weight_version": "default"}]) is None
-    True
-    """
-    versions = [span["weight_version"] for span in spans or ()]
-    if not versions or not all(version.isdecimal() for version in versions):
-        return None
-    return min(int(version) for version in versions)

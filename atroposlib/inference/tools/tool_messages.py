@@ -7,6 +7,7 @@ authors of environments use the former, agents written for the `openai` package 
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -74,3 +75,11 @@ def as_dict(message: Any) -> dict[str, Any]:
     if isinstance(message, BaseModel):
         return message.model_dump(exclude_none=True)
     return dict(message)
+
+
+def parsed_json(arguments: str) -> Any:
+    """Return the JSON value of a call's arguments; the text if they are not JSON."""
+    try:
+        return json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments

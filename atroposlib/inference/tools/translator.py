@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from atroposlib.inference.tools.parsers import STYLES, Call, Parsed, Style, style_named
 from atroposlib.inference.tools.parsers.style import THINKING_ENDS
-from atroposlib.inference.tools.tool_messages import as_dict
+from atroposlib.inference.tools.tool_messages import as_dict, parsed_json
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletionMessageToolCall
@@ -196,11 +196,7 @@ def _call_from(tool_call: Any) -> Call:
 
 def _is_same(read: Call, given: Call) -> bool:
     """Whether two calls are equal; agents may format the same JSON differently."""
-    if read.name != given.name:
-        return False
-    if read.arguments == given.arguments:
-        return True
-    try:
-        return bool(json.loads(read.arguments) == json.loads(given.arguments))
-    except (ValueError, RecursionError):
-        return False
+    return read.name == given.name and (
+        read.arguments == given.arguments
+        or parsed_json(read.arguments) == parsed_json(given.arguments)
+    )

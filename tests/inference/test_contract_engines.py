@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from helpers_inference import Sample, sample
 
 from atroposlib.errors import EngineProtocolError
 from atroposlib.inference.config import APIServerConfig
@@ -14,10 +15,7 @@ from atroposlib.inference.scripted_engine import (
     Fault,
     Script,
     ScriptedEngine,
-    made_up_logprobs,
-    made_up_tokens,
 )
-from atroposlib.inference.scripted_engine.generation import PRINTABLE
 from atroposlib.inference.servers.api_server import APIServer
 from atroposlib.inference.servers.openai import OpenAIServer
 from atroposlib.inference.servers.sglang import SGLangServer
@@ -42,9 +40,8 @@ def open_server(name: str, engine: ScriptedEngine) -> Any:
     return server
 
 
-def expected(choice: int, *spans: tuple[str, int]) -> tuple[list[int], list[float]]:
-    tokens = made_up_tokens(PROMPT, seed=5, choice=choice, spans=spans, alphabet=PRINTABLE)
-    return tokens, made_up_logprobs(PROMPT, tokens, spans=spans)
+def expected(choice: int, *spans: tuple[str, int]) -> Sample:
+    return sample(PROMPT, choice, seed=5, spans=spans)
 
 
 @WITH_TOKENS

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from atroposlib.errors import ConfigError
 from atroposlib.inference.harness import made_up_logprobs
 from atroposlib.inference.sessions.managed_server import ManagedServer
 from tests.inference.helpers_templates import (
@@ -378,10 +377,3 @@ async def test_a_template_without_a_place_for_tools_is_logged_once(
         await ask(managed, [user("x")])
         await ask(managed, [user("y")])
     assert caplog.text.count("no place for tools") == 1
-
-
-async def test_an_unknown_parser_is_a_configuration_error() -> None:
-    engine, managed = session(tool_parser="hermess")
-    engine.tell(CALL)
-    with pytest.raises(ConfigError, match="hermes"):
-        await ask(managed, [user("x")])

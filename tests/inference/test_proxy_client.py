@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from tests.inference.helpers_peer import Peer, Reply
 from tests.proxy.helpers_proxy import (
     ENGINE_URL,
     WEATHER,
+    Endless,
     Proxy,
     call_text,
     trained_text,
@@ -205,24 +207,13 @@ async def test_failures_are_the_errors_of_an_engine() -> None:
 
 
 async def test_closing_the_connection_cancels_the_engines_work() -> None:
-    import asyncio
-
     async with Proxy() as proxy, serve_locally(proxy.app) as url:
         managed = await create_proxy_session(url)
-        asked, cancelled = asyncio.Event(), asyncio.Event()
-
-        async def endless(**kwargs: Any) -> Any:
-            asked.set()
-            try:
-                await asyncio.Event().wait()
-            finally:
-                cancelled.set()
-
-        proxy.engine._tokens_and_logprobs_completion_wrapper = endless  # type: ignore[method-assign]
+        endless = Endless(proxy.engine)
         call = asyncio.create_task(managed.chat_completion(messages=HELLO))
-        await asked.wait()
+        await endless.asked.wait()
         call.cancel()
         await asyncio.gather(call, return_exceptions=True)
         async with asyncio.timeout(10):
-            await cancelled.wait()
+            await endless.cancelled.wait()
         await managed.cleanup()

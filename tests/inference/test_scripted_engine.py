@@ -21,6 +21,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from helpers_inference import Sample, sample
 
 from atroposlib.errors import ConfigError
 from atroposlib.inference.scripted_engine import (
@@ -30,10 +31,8 @@ from atroposlib.inference.scripted_engine import (
     Script,
     ScriptedEngine,
     made_up_logprobs,
-    made_up_tokens,
 )
 from atroposlib.inference.scripted_engine.__main__ import main
-from atroposlib.inference.scripted_engine.generation import PRINTABLE
 
 ROOT = Path(__file__).resolve().parents[3]
 PROMPT = [10, 11, 12]
@@ -79,10 +78,8 @@ async def running(script: Script | None = None, **options: Any) -> AsyncIterator
 
 def expected(
     *spans: tuple[str, int], choice: int = 0, seed: int = 0, prompt: list[int] | None = None
-) -> tuple[list[int], list[float]]:
-    prompt = PROMPT if prompt is None else prompt
-    tokens = made_up_tokens(prompt, seed=seed, choice=choice, spans=spans, alphabet=PRINTABLE)
-    return tokens, made_up_logprobs(prompt, tokens, spans=spans)
+) -> Sample:
+    return sample(PROMPT if prompt is None else prompt, choice, seed=seed, spans=spans)
 
 
 # Answers.

@@ -263,11 +263,6 @@ def test_an_id_that_the_model_wrote_is_the_calls_id_unless_it_is_taken() -> None
     assert len(second["id"]) == 9
 
 
-def test_unknown_parsers_are_refused(translator: ToolCallTranslator) -> None:
-    with pytest.raises(ConfigError, match="did you mean 'llama3_json'"):
-        ToolCallTranslator(Tokenizer(), "llama3_jsn")
-
-
 class BorrowedParser:
     """A parser as vLLM has them: "CALL name" is a call."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from typing import Any
@@ -107,6 +108,21 @@ class Proxy:
         assert answer.status_code == 200, answer.text
         nodes: list[dict[str, Any]] = answer.json()["nodes"]
         return nodes
+
+
+class Endless:
+    """Replaces the attempts of a proxy's engine by one that never ends; `asked` and `cancelled` tell where it is."""
+
+    def __init__(self, engine: ServerHarness) -> None:
+        self.asked, self.cancelled = asyncio.Event(), asyncio.Event()
+        engine._tokens_and_logprobs_completion_wrapper = self._wait  # type: ignore[method-assign]
+
+    async def _wait(self, **kwargs: Any) -> Any:
+        self.asked.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.cancelled.set()
 
 
 def trained_text(node: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ from helpers_proxy import (
     ENGINE_URL,
     WEATHER,
     WEATHER_TALK,
+    Endless,
     Proxy,
     call_text,
     events_of,
@@ -593,21 +594,12 @@ async def test_sessions_at_the_same_time_keep_apart() -> None:
 async def test_deleting_a_session_cancels_what_the_engine_is_doing_for_it() -> None:
     async with Proxy() as proxy:
         uuid = await proxy.open()
-        asked, cancelled = asyncio.Event(), asyncio.Event()
-
-        async def endless(**kwargs: Any) -> Any:
-            asked.set()
-            try:
-                await asyncio.Event().wait()
-            finally:
-                cancelled.set()
-
-        proxy.engine._tokens_and_logprobs_completion_wrapper = endless  # type: ignore[method-assign]
+        endless = Endless(proxy.engine)
         call = asyncio.create_task(proxy.client.post(chat_url(uuid), json=HELLO))
-        await asked.wait()
+        await endless.asked.wait()
         assert (await proxy.client.delete(f"/{uuid}")).status_code == 200
         assert (await call).status_code == 404
-        assert cancelled.is_set()
+        assert endless.cancelled.is_set()
 
 
 async def test_session_deleted_while_a_body_arrives_asks_the_engine_nothing() -> None:

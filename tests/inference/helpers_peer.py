@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from atroposlib.inference.config import APIServerConfig
+from atroposlib.inference.servers.api_server import APIServer
+
+S = TypeVar("S", bound=APIServer)
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class Peer:
         self.gets = gets or {}
         self.asked: list[Asked] = []
         self.gotten: list[str] = []
+        self._opened: list[APIServer] = []
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", self._answer)
         self.server = TestServer(app)
@@ -50,7 +54,14 @@ class Peer:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
+        for server in self._opened:
+            await server.close()
         await self.server.close()
+
+    def opened(self, server: S) -> S:
+        """Return a client of this peer and close it with the peer."""
+        self._opened.append(server)
+        return server
 
     @property
     def url(self) -> str:

@@ -14,20 +14,18 @@ GONE = Reply({"error": {"message": "The model `policy` does not exist.", "code":
 
 async def test_a_model_that_answered_before_may_be_missing_for_a_moment() -> None:
     async with Peer(ANSWER, GONE, GONE, GONE, GONE, ANSWER) as peer:
-        server = OpenAIServer(peer.config(model_name="policy"))
+        server = peer.opened(OpenAIServer(peer.config(model_name="policy")))
         server.max_backoff_s = 0.0
         for _ in range(2):
             completion = await server.completion(prompt="is it?")
             assert completion.choices[0].text == "yes"
         assert len(peer.asked) == 6
-        await server.close()
 
 
 async def test_a_model_that_never_answered_is_refused_at_once() -> None:
     async with Peer(GONE, ANSWER) as peer:
-        server = OpenAIServer(peer.config(model_name="policy"))
+        server = peer.opened(OpenAIServer(peer.config(model_name="policy")))
         server.max_backoff_s = 0.0
         with pytest.raises(EngineRejected, match="does not exist"):
             await server.completion(prompt="is it?")
         assert len(peer.asked) == 1
-        await server.close()

@@ -167,7 +167,8 @@ WITH_TOKENS = pytest.mark.parametrize("name", [name for name in KINDS if KINDS[n
 def open_server(name: str, peer: Peer, **changes: Any) -> Any:
     # TRL's servers have their root in base_url, the others may have /v1 behind it.
     url = peer.url if name == "trl" else f"{peer.url}/v1"
-    server = KINDS[name].make(peer.config(**{"base_url": url, "server_type": name, **changes}))
+    config = peer.config(**{"base_url": url, "server_type": name, **changes})
+    server = peer.opened(KINDS[name].make(config))
     if name != "openai":
         server.tokenizer = Characters()  # type: ignore[attr-defined]
     return server
@@ -184,9 +185,9 @@ def posted(peer: Peer) -> list[tuple[str, Any]]:
 async def test_a_chat_request_has_this_body(name: str) -> None:
     kind = KINDS[name]
     async with Peer(kind.chat(2)) as peer:
-        server = open_server(name, peer)
-        answer = await server.chat_completion(messages=HELLO, n=2, temperature=0.5, max_tokens=9)
-        await server.close()
+        answer = await open_server(name, peer).chat_completion(
+            messages=HELLO, n=2, temperature=0.5, max_tokens=9
+        )
     assert posted(peer) == [kind.chat_request]
     assert [choice.index for choice in answer.choices] == [0, 1]
     assert answer.choices[0].message.role == "assistant"
@@ -198,9 +199,9 @@ async def test_a_chat_request_has_this_body(name: str) -> None:
 async def test_a_text_request_has_this_body(name: str) -> None:
     kind = KINDS[name]
     async with Peer(kind.text(2)) as peer:
-        server = open_server(name, peer)
-        answer = await server.completion(prompt="hi", n=2, temperature=0.5, max_tokens=9)
-        await server.close()
+        answer = await open_server(name, peer).completion(
+            prompt="hi", n=2, temperature=0.5, max_tokens=9
+        )
     assert posted(peer) == [kind.text_request]
     assert [choice.index for choice in answer.choices] == [0, 1]
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("a", "stop")
@@ -212,11 +213,9 @@ async def test_a_token_request_has_this_body(name: str, prompt: dict[str, Any]) 
     kind = KINDS[name]
     assert kind.tokens is not None
     async with Peer(kind.tokens(2)) as peer:
-        server = open_server(name, peer)
-        answer = await server.tokens_and_logprobs_completion(
+        answer = await open_server(name, peer).tokens_and_logprobs_completion(
             **prompt, n=2, temperature=0.5, max_tokens=9
         )
-        await server.close()
     assert posted(peer) == [kind.token_request]
     assert isinstance(answer, TokenCompletions)
     prompt_tokens, tokens, logprobs, reasons = answer
@@ -232,8 +231,7 @@ async def test_a_token_request_has_this_body(name: str, prompt: dict[str, Any]) 
 @EVERY
 async def test_keywords_for_the_client_are_not_sent(name: str) -> None:
     async with Peer(KINDS[name].chat(1)) as peer:
-        server = open_server(name, peer, api_key="secret")
-        await server.chat_completion(
+        await open_server(name, peer, api_key="secret").chat_completion(
             messages=HELLO,
             timeout=3,
             split="eval",
@@ -242,7 +240,6 @@ async def test_keywords_for_the_client_are_not_sent(name: str) -> None:
             extra_headers={"X-Me": "1"},
             extra_query={"q": "2"},
         )
-        await server.close()
     asked = peer.asked[0]
     kept = {"messages", "model"} if name != "trl" else {"prompts", *TRL_BODY}
     assert set(asked.body) == kept
@@ -272,7 +269,6 @@ async def test_vllm_generate_is_asked_as_the_original_asks_it(first: Reply) -> N
             answer = await server.tokens_and_logprobs_completion(
                 input_ids=[1, 2, 3], n=2, max_tokens=16
             )
-        await server.close()
     body = {"prompt": {"prompt_token_ids": [1, 2, 3]}, "logprobs": 0, "n": 2, "max_tokens": 16}
     assert posted(peer)[1:] == [("/generate", body)] * 2
     assert tuple(answer) == ([1, 2, 3], [A, B], [[-0.1, -0.2], [-0.3]], ["stop", "length"])
@@ -292,9 +288,7 @@ async def test_a_vllm_server_without_token_ids_and_without_generate_is_named() -
 @pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
 async def test_base_url_may_end_in_v1_or_not(name: str, suffix: str) -> None:
     async with Peer(KINDS[name].chat(1)) as peer:
-        server = open_server(name, peer, base_url=peer.url + suffix)
-        await server.chat_completion(messages=HELLO)
-        await server.close()
+        await open_server(name, peer, base_url=peer.url + suffix).chat_completion(messages=HELLO)
     assert peer.paths == [KINDS[name].chat_request[0]]
 
 
@@ -313,7 +307,6 @@ async def test_health_is_asked_once_and_without_generating(name: str) -> None:
         server = open_server(name, peer, health_check=True)
         for _ in range(2):
             await server.chat_completion(messages=HELLO)
-        await server.close()
     assert peer.gotten.count(path) == 1
     assert len(peer.asked) == 2
 
@@ -325,7 +318,6 @@ async def test_the_health_status_shows_whether_a_server_is_up(name: str, status:
     async with Peer({}, gets={path: Reply(b"loading", status)}) as peer:
         server = open_server(name, peer)
         fault = await server._find_fault()
-        await server.close()
         down = f"GET {peer.url}{path} answered {status}: loading"
     # An API may lack the list of models, and a TRL server with the original's routes its health route.
     is_up = status == 200 or (status < 500 and name in ("openai", "trl"))
@@ -412,10 +404,10 @@ async def test_another_number_of_token_completions_is_an_error(name: str, n: int
     kind = KINDS[name]
     assert kind.tokens is not None
     async with Peer(kind.tokens(2)) as peer:
-        server = open_server(name, peer)
         with pytest.raises(EngineProtocolError, match="answered 2 .*expected"):
-            await server.tokens_and_logprobs_completion(input_ids=[1, 104, 105], n=n)
-        await server.close()
+            await open_server(name, peer).tokens_and_logprobs_completion(
+                input_ids=[1, 104, 105], n=n
+            )
 
 
 def spoil(name: str, value: Any) -> Any:
@@ -438,20 +430,20 @@ def spoil(name: str, value: Any) -> Any:
 @pytest.mark.parametrize("value", [[None], ["-0.3"], [], [-0.3, -0.4], None, "x"])
 async def test_logprobs_that_do_not_fit_their_tokens_are_refused(name: str, value: Any) -> None:
     async with Peer(spoil(name, value)) as peer:
-        server = open_server(name, peer)
         with pytest.raises(EngineProtocolError):
-            await server.tokens_and_logprobs_completion(input_ids=[1, 104, 105], n=2)
-        await server.close()
+            await open_server(name, peer).tokens_and_logprobs_completion(
+                input_ids=[1, 104, 105], n=2
+            )
 
 
 @WITH_TOKENS
 async def test_a_null_logprob_is_named_with_its_position(name: str) -> None:
     async with Peer(spoil(name, [None])) as peer:
-        server = open_server(name, peer)
         # The completion is the second, the token its first.
         with pytest.raises(EngineProtocolError, match=r"got `null` - at `\$.*\[1\].*\[0\]"):
-            await server.tokens_and_logprobs_completion(input_ids=[1, 104, 105], n=2)
-        await server.close()
+            await open_server(name, peer).tokens_and_logprobs_completion(
+                input_ids=[1, 104, 105], n=2
+            )
 
 
 # What third parties rely on.
@@ -483,7 +475,6 @@ async def test_the_private_attempts_can_be_replaced_on_the_class(
         assert await server.chat_completion(messages=HELLO, split="train") == "chat"
         assert await server.completion(prompt="x") == "text"
         tokens = await server.tokens_and_logprobs_completion(input_ids=[1], split="eval")
-        await server.close()
     assert tuple(tokens) == plain
     assert tokens.weight_versions == [None]
     assert seen == [
@@ -541,4 +532,3 @@ async def test_cancelling_a_call_ends_it(name: str) -> None:
             await call
         assert server.num_assigned == {"train": 0, "eval": 0}
         peer.release.set()
-        await server.close()

@@ -60,15 +60,11 @@ def refusal(message: str, *, status: int = 400, param: str = "max_tokens") -> Re
 
 
 def make(peer: Peer, reasoning: ReasoningConfig | None = None, **changes: Any) -> OpenAIServer:
-    return OpenAIServer(peer.config(**changes), reasoning)
+    return peer.opened(OpenAIServer(peer.config(**changes), reasoning))
 
 
 async def ask(peer: Peer, reasoning: ReasoningConfig | None = None, **kwargs: Any) -> Any:
-    server = make(peer, reasoning)
-    try:
-        return await server.chat_completion(messages=HELLO, **kwargs)
-    finally:
-        await server.close()
+    return await make(peer, reasoning).chat_completion(messages=HELLO, **kwargs)
 
 
 # Chat, text, tools, logprobs.
@@ -77,8 +73,7 @@ async def ask(peer: Peer, reasoning: ReasoningConfig | None = None, **kwargs: An
 async def test_a_chat_is_sent_with_its_keywords_and_the_servers_model() -> None:
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     async with Peer(chat("hi")) as peer:
-        server = make(peer, api_key="secret")
-        await server.chat_completion(
+        await make(peer, api_key="secret").chat_completion(
             messages=HELLO,
             model="another",
             tools=tools,
@@ -87,7 +82,6 @@ async def test_a_chat_is_sent_with_its_keywords_and_the_servers_model() -> None:
             seed=3,
             extra_query={"v": "1"},
         )
-        await server.close()
     asked = peer.asked[0]
     assert (asked.path, asked.query) == ("/chat/completions", {"v": "1"})
     assert asked.body == {
@@ -160,9 +154,7 @@ async def test_content_in_parts_becomes_text_and_thinking_is_kept_apart(
 async def test_a_reply_can_be_appended_to_the_messages_as_it_is() -> None:
     async with Peer(chat("hi")) as peer:
         first = await ask(peer)
-        server = make(peer)
-        await server.chat_completion(messages=[*HELLO, first.choices[0].message])
-        await server.close()
+        await make(peer).chat_completion(messages=[*HELLO, first.choices[0].message])
     assert peer.bodies[1]["messages"][1] == {"role": "assistant", "content": "hi"}
 
 
@@ -172,9 +164,7 @@ async def test_a_text_reply_is_an_openai_object_with_every_field() -> None:
     body = text("abc")
     body["choices"][0]["logprobs"] = {"tokens": ["abc"], "token_logprobs": [-0.25]}
     async with Peer(body) as peer:
-        server = make(peer)
-        answer = await server.completion(prompt="x", max_tokens=3, logprobs=0)
-        await server.close()
+        answer = await make(peer).completion(prompt="x", max_tokens=3, logprobs=0)
     assert isinstance(answer, Completion)
     assert peer.paths == ["/completions"]
     assert peer.bodies[0] == {"model": "m", "prompt": "x", "max_tokens": 3, "logprobs": 0}
@@ -191,7 +181,6 @@ async def test_a_list_of_prompts_gives_n_choices_for_each() -> None:
         assert [choice.text for choice in answer.choices] == ["a", "b", "c", "d"]
         with pytest.raises(EngineProtocolError, match=r"4 choices, expected 3 \(n = 1\)"):
             await server.completion(prompt=["x", "y", "z"])
-        await server.close()
     assert len(peer.asked) == 2
 
 
@@ -234,9 +223,7 @@ async def test_a_single_request_that_gets_several_choices_is_an_error_as_well() 
 @pytest.mark.parametrize("flagged", [False, True])
 async def test_n_requests_are_merged_in_order_and_their_tokens_added_up(flagged: bool) -> None:
     async with Peer(chat("a"), chat("b"), chat("c")) as peer:
-        server = make(peer, n_kwarg_is_ignored=flagged)
-        answer = await server.chat_completion(messages=HELLO, n=3)
-        await server.close()
+        answer = await make(peer, n_kwarg_is_ignored=flagged).chat_completion(messages=HELLO, n=3)
     assert [(c.index, c.message.content) for c in answer.choices][0] == (0, "a")
     assert sorted(c.message.content for c in answer.choices) == ["a", "b", "c"]
     assert [c.index for c in answer.choices] == [0, 1, 2]
@@ -251,7 +238,6 @@ async def test_an_api_that_refuses_n_is_asked_n_times() -> None:
         for _ in range(2):
             answer = await server.chat_completion(messages=HELLO, n=2)
             assert [c.index for c in answer.choices] == [0, 1]
-        await server.close()
     assert [body["n"] for body in peer.bodies] == [2, 1, 1, 1, 1]
 
 
@@ -303,7 +289,6 @@ async def test_the_accepted_name_of_the_token_limit_is_learned_once(
             assert answer.choices[0].message.content == "a"
         await server.chat_completion(messages=HELLO, **{other: 8})
         await server.chat_completion(messages=HELLO)
-        await server.close()
     limits = [
         {key: value for key, value in body.items() if "tokens" in key} for body in peer.bodies
     ]
@@ -332,7 +317,6 @@ async def test_a_name_that_is_refused_as_well_is_not_kept() -> None:
         for _ in range(2):
             with pytest.raises(EngineRejected, match="unsupported: 'max_completion_tokens'"):
                 await server.chat_completion(messages=HELLO, max_tokens=9)
-        await server.close()
     assert ["max_tokens" in body for body in peer.bodies] == [True, False, True, False]
 
 
@@ -348,7 +332,6 @@ async def test_reasoning_is_sent_with_chats_only_and_overrides_extra_body() -> N
         peer.replies = [Reply(text("a"))]
         await server.completion(prompt="x", skip_reasoning=True)
         await server.completion(prompt="x")
-        await server.close()
     base = {"model": "m", "messages": HELLO, "max_tokens": 9}
     assert peer.bodies == [
         {**base, "reasoning": {"enabled": True, "effort": "low"}, "provider": {"order": ["x"]}},
@@ -388,9 +371,7 @@ async def test_the_url_variable_of_the_openai_package_is_read_also_for_reasoning
 ) -> None:
     async with Peer(chat("a")) as peer:
         monkeypatch.setenv("OPENAI_BASE_URL", peer.url)
-        server = make(peer, ReasoningConfig(True), base_url="")
-        await server.chat_completion(messages=HELLO)
-        await server.close()
+        await make(peer, ReasoningConfig(True), base_url="").chat_completion(messages=HELLO)
     assert peer.bodies[0]["reasoning"] == {"enabled": True}
 
 
@@ -429,10 +410,8 @@ def test_the_key_variable_is_only_for_openai(
 async def test_an_error_inside_a_200_is_the_error_it_names(code: int, error: type) -> None:
     body = {"error": {"code": code, "message": "provider returned error"}}
     async with Peer(body) as peer:
-        server = make(peer)
         with pytest.raises(error, match=f"200 with error {code}: .*provider returned error"):
-            await server._chat_completion_wrapper(model="m", messages=HELLO)
-        await server.close()
+            await make(peer)._chat_completion_wrapper(model="m", messages=HELLO)
 
 
 @pytest.mark.parametrize(
@@ -455,10 +434,8 @@ async def test_a_chat_reply_without_what_it_must_hold_is_refused(reply: Any, mes
 
 async def test_a_text_reply_without_text_is_refused() -> None:
     async with Peer({"choices": [{"message": {"content": "a"}}]}) as peer:
-        server = make(peer)
         with pytest.raises(EngineProtocolError, match=r"choices\[0\] has no text"):
-            await server.completion(prompt="x")
-        await server.close()
+            await make(peer).completion(prompt="x")
 
 
 # Health.
@@ -470,7 +447,6 @@ async def test_nothing_is_asked_about_health_without_a_url_or_with_the_check_off
             server = make(peer, **changes)
             server._peer.root = peer.url
             await server.chat_completion(messages=HELLO)
-            await server.close()
     assert "/models" not in peer.gotten
 
 

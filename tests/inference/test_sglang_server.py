@@ -34,13 +34,15 @@ def result(*pairs: tuple[float | None, int], reason: Any = "stop", **meta: Any) 
     }
 
 
-async def sample(peer: Peer, **kwargs: Any) -> Any:
-    server = SGLangServer(peer.config(server_type="sglang"))
+def make(peer: Peer, **changes: Any) -> SGLangServer:
+    server = peer.opened(SGLangServer(peer.config(server_type="sglang", **changes)))
     server.tokenizer = Characters()
-    try:
-        return await server.tokens_and_logprobs_completion(**{"input_ids": [1, 2, 3], **kwargs})
-    finally:
-        await server.close()
+    return server
+
+
+async def sample(peer: Peer, **kwargs: Any) -> Any:
+    asked = {"input_ids": [1, 2, 3], **kwargs}
+    return await make(peer).tokens_and_logprobs_completion(**asked)
 
 
 # The request.
@@ -133,11 +135,10 @@ async def test_one_version_is_claimed_only_if_the_request_began_under_it(
 @pytest.mark.parametrize("flagged", [False, True])
 async def test_a_server_that_ignores_n_is_asked_n_times(flagged: bool) -> None:
     async with Peer(result((-0.1, 97))) as peer:
-        server = SGLangServer(peer.config(server_type="sglang", n_kwarg_is_ignored=flagged))
+        server = make(peer, n_kwarg_is_ignored=flagged)
         for _ in range(2):
             answer = await server.tokens_and_logprobs_completion(input_ids=[1], n=3)
             assert answer.output_tokens == [[97]] * 3
-        await server.close()
     sent = [body["sampling_params"]["n"] for body in peer.bodies]
     assert sent == ([1, 1, 1] if flagged else [3, 1, 1]) + [1, 1, 1]
 
@@ -224,11 +225,7 @@ def scored(top: list[Any] | None = None) -> dict[str, Any]:
 
 
 async def get_logprobs(peer: Peer, **kwargs: Any) -> Any:
-    server = SGLangServer(peer.config(server_type="sglang"))
-    try:
-        return await server.get_logprobs(input_ids=[5, 6, 7], **kwargs)
-    finally:
-        await server.close()
+    return await make(peer).get_logprobs(**{"input_ids": [5, 6, 7], **kwargs})
 
 
 async def test_prompt_logprobs_are_the_k_most_likely_tokens_of_each_position() -> None:
@@ -282,12 +279,10 @@ async def test_prompt_logprobs_of_another_shape_are_refused(top: Any, message: s
 
 async def test_prompt_logprobs_of_another_prompt_are_refused() -> None:
     async with Peer(scored([None, [], []])) as peer:
-        server = SGLangServer(peer.config(server_type="sglang"))
         with pytest.raises(EngineProtocolError, match="for 3 tokens that are not the 2 sent"):
-            await server.get_logprobs(input_ids=[5, 6])
+            await get_logprobs(peer, input_ids=[5, 6])
         with pytest.raises(ValueError, match="top_k = -1, expected 0 or more"):
-            await server.get_logprobs(input_ids=[5, 6], top_k=-1)
-        await server.close()
+            await get_logprobs(peer, top_k=-1)
 
 
 # Chat, health, construction.

@@ -30,17 +30,13 @@ def ids(text: str) -> list[int]:
 
 
 def make(peer: Peer, **changes: Any) -> TrlVllmServer:
-    server = TrlVllmServer(peer.config(server_type="trl", **changes))
+    server = peer.opened(TrlVllmServer(peer.config(server_type="trl", **changes)))
     server.tokenizer = Characters()
     return server
 
 
 async def call(peer: Peer, method: str, **kwargs: Any) -> Any:
-    server = make(peer)
-    try:
-        return await getattr(server, method)(**kwargs)
-    finally:
-        await server.close()
+    return await getattr(make(peer), method)(**kwargs)
 
 
 # Text.
@@ -123,7 +119,6 @@ async def test_other_sampling_parameters_go_where_newer_servers_read_them(
                 await server.completion(
                     prompt="x", seed=4, frequency_penalty=0.1, guided_decoding_regex="a+", colour=1
                 )
-        await server.close()
     assert peer.bodies[1] == {
         "prompts": ["x"],
         **DEFAULTS,
@@ -165,7 +160,6 @@ async def test_servers_that_take_only_text_are_sent_the_text_of_the_ids_and_chec
         peer.replies = [Reply(with_logprobs(prompt_ids=[[1, 1, 104]]))]
         with pytest.raises(EngineProtocolError, match="after 3 prompt tokens that are not the 2"):
             await server.tokens_and_logprobs_completion(input_ids=[1, 104], n=2)
-        await server.close()
 
 
 async def test_servers_without_logprobs_say_so_and_are_asked_once() -> None:
@@ -176,7 +170,6 @@ async def test_servers_without_logprobs_say_so_and_are_asked_once() -> None:
                 await server.tokens_and_logprobs_completion(prompt="h")
         with pytest.raises(NotImplementedError, match="cannot return prompt logprobs"):
             await server.get_logprobs(input_ids=[1])
-        await server.close()
     assert len(peer.asked) == 2
 
 
@@ -219,7 +212,6 @@ async def test_a_token_request_that_fails_as_text_as_well_is_refused() -> None:
             await server.tokens_and_logprobs_completion(input_ids=[1])
         peer.replies = [Reply(with_logprobs(prompt_ids=[[1]]))]
         await server.tokens_and_logprobs_completion(input_ids=[1], n=2)
-        await server.close()
     assert peer.bodies[-1]["prompts"] == [[1]]  # not taken for a server of text only
 
 

@@ -35,67 +35,70 @@ from atroposlib.scored_data import IGNORE_INDEX
 HELLO = {"messages": [{"role": "user", "content": "hi"}]}
 
 
+@pytest.fixture
+async def proxy() -> AsyncIterator[Proxy]:
+    async with Proxy() as proxy:
+        yield proxy
+
+
 def chat_url(uuid: str) -> str:
     return f"/{uuid}/v1/chat/completions"
 
 
-async def test_health_models_and_servers_describe_the_proxy() -> None:
-    async with Proxy() as proxy:
-        await proxy.open()
-        assert (await proxy.client.get("/health")).json() == {
-            "status": "ok",
-            "model": "tiny",
-            "sessions": 1,
-            "servers": 1,
-            "healthy_servers": 1,
+async def test_health_models_and_servers_describe_the_proxy(proxy: Proxy) -> None:
+    await proxy.open()
+    assert (await proxy.client.get("/health")).json() == {
+        "status": "ok",
+        "model": "tiny",
+        "sessions": 1,
+        "servers": 1,
+        "healthy_servers": 1,
+    }
+    models = (await proxy.client.get("/v1/models")).json()
+    assert models["object"] == "list"
+    assert [(m["id"], m["owned_by"]) for m in models["data"]] == [("tiny", "atropos")]
+    for path in ("/v1/models/gpt-4o", "/some-uuid/v1/models/org/name"):
+        assert (await proxy.client.get(path)).json() == models["data"][0]
+    assert (await proxy.client.get("/servers")).json()["servers"] == [
+        {
+            "index": 0,
+            "base_url": ENGINE_URL,
+            "healthy": True,
+            "model_name": "tiny",
+            "server_type": "vllm",
         }
-        models = (await proxy.client.get("/v1/models")).json()
-        assert models["object"] == "list"
-        assert [(m["id"], m["owned_by"]) for m in models["data"]] == [("tiny", "atropos")]
-        for path in ("/v1/models/gpt-4o", "/some-uuid/v1/models/org/name"):
-            assert (await proxy.client.get(path)).json() == models["data"][0]
-        assert (await proxy.client.get("/servers")).json()["servers"] == [
-            {
-                "index": 0,
-                "base_url": ENGINE_URL,
-                "healthy": True,
-                "model_name": "tiny",
-                "server_type": "vllm",
-            }
-        ]
+    ]
 
 
-async def test_session_is_created_listed_and_deleted() -> None:
-    async with Proxy() as proxy:
-        created = await proxy.post("/sessions/create", {})
-        originals = {"uuid", "model_name", "tool_parser", "base_url", "created_at"}
-        assert set(created) == {*originals, "agent_base_url"}
-        assert (created["model_name"], created["tool_parser"]) == ("tiny", "hermes")
-        assert created["base_url"] == ENGINE_URL
-        uuid = created["uuid"]
-        await proxy.post(created["agent_base_url"] + "/chat/completions", HELLO)
-        (entry,) = (await proxy.client.get("/sessions")).json()["sessions"]
-        assert entry["uuid"] == uuid
-        assert entry["num_nodes"] == 1
-        assert abs(entry["last_accessed"] - entry["created_at"]) < 5
-        deleted = await proxy.client.delete(f"/{uuid}")
-        assert deleted.json() == {"status": "deleted", "uuid": uuid}
-        for answer in (
-            await proxy.client.get(f"/{uuid}/nodes"),
-            await proxy.client.delete(f"/{uuid}"),
-            await proxy.client.post(chat_url(uuid), json=HELLO),
-        ):
-            assert answer.status_code == 404
-            assert set(answer.json()["error"]) >= {"message", "type", "code"}
-        assert (await proxy.client.get("/sessions")).json() == {"sessions": []}
+async def test_session_is_created_listed_and_deleted(proxy: Proxy) -> None:
+    created = await proxy.post("/sessions/create", {})
+    originals = {"uuid", "model_name", "tool_parser", "base_url", "created_at"}
+    assert set(created) == {*originals, "agent_base_url"}
+    assert (created["model_name"], created["tool_parser"]) == ("tiny", "hermes")
+    assert created["base_url"] == ENGINE_URL
+    uuid = created["uuid"]
+    await proxy.post(created["agent_base_url"] + "/chat/completions", HELLO)
+    (entry,) = (await proxy.client.get("/sessions")).json()["sessions"]
+    assert entry["uuid"] == uuid
+    assert entry["num_nodes"] == 1
+    assert abs(entry["last_accessed"] - entry["created_at"]) < 5
+    deleted = await proxy.client.delete(f"/{uuid}")
+    assert deleted.json() == {"status": "deleted", "uuid": uuid}
+    for answer in (
+        await proxy.client.get(f"/{uuid}/nodes"),
+        await proxy.client.delete(f"/{uuid}"),
+        await proxy.client.post(chat_url(uuid), json=HELLO),
+    ):
+        assert answer.status_code == 404
+        assert set(answer.json()["error"]) >= {"message", "type", "code"}
+    assert (await proxy.client.get("/sessions")).json() == {"sessions": []}
 
 
-async def test_unknown_engine_is_404_and_a_known_one_is_used() -> None:
-    async with Proxy() as proxy:
-        assert await proxy.open(base_url=ENGINE_URL + "/")
-        refused = await proxy.client.post("/sessions/create", json={"base_url": "http://nowhere"})
-        assert refused.status_code == 404
-        assert ENGINE_URL in refused.json()["error"]["message"]
+async def test_unknown_engine_is_404_and_a_known_one_is_used(proxy: Proxy) -> None:
+    assert await proxy.open(base_url=ENGINE_URL + "/")
+    refused = await proxy.client.post("/sessions/create", json={"base_url": "http://nowhere"})
+    assert refused.status_code == 404
+    assert ENGINE_URL in refused.json()["error"]["message"]
 
 
 async def test_chat_answers_in_openais_shape_with_usage() -> None:
@@ -123,47 +126,45 @@ async def test_chat_answers_in_openais_shape_with_usage() -> None:
         assert [trained_text(node) for node in await proxy.nodes(uuid)] == ["a<eos>", "b<eos>"]
 
 
-async def test_what_the_agent_asks_for_reaches_the_engine_and_the_rest_is_ignored() -> None:
-    async with Proxy() as proxy:
-        uuid = await proxy.open()
-        asked = {
-            "top_p": 0.5,
-            "seed": 3,
-            "stop": ["x"],
-            "max_completion_tokens": 4,
-            "frequency_penalty": 0.1,
-        }
-        empty = {"logit_bias": {}, "stop_token_ids": [], "tools": [], "n": None}
-        ignored = {
-            **empty,
-            "user": "me",
-            "store": True,
-            "service_tier": "auto",
-            "reasoning_effort": "low",
-        }
-        formats = {"response_format": {"type": "text"}, "parallel_tool_calls": False}
-        await proxy.post(chat_url(uuid), {**HELLO, **asked, **ignored, **formats})
-        (sent,) = proxy.engine.requests
-        expected = {**asked, "max_tokens": 4, "temperature": 1.0, "n": 1, "model": "tiny"}
-        del expected["max_completion_tokens"]
-        assert set(sent) - set(expected) == {"input_ids", "prompt"}
-        assert {name: sent[name] for name in expected} == expected
-        await proxy.post(chat_url(uuid), HELLO)
-        assert proxy.engine.requests[1]["max_tokens"] == 1024
+async def test_what_the_agent_asks_for_reaches_the_engine_and_the_rest_is_ignored(
+    proxy: Proxy,
+) -> None:
+    uuid = await proxy.open()
+    asked = {
+        "top_p": 0.5,
+        "seed": 3,
+        "stop": ["x"],
+        "max_completion_tokens": 4,
+        "frequency_penalty": 0.1,
+    }
+    empty = {"logit_bias": {}, "stop_token_ids": [], "tools": [], "n": None}
+    ignored = {
+        **empty,
+        "user": "me",
+        "store": True,
+        "service_tier": "auto",
+        "reasoning_effort": "low",
+    }
+    formats = {"response_format": {"type": "text"}, "parallel_tool_calls": False}
+    await proxy.post(chat_url(uuid), {**HELLO, **asked, **ignored, **formats})
+    (sent,) = proxy.engine.requests
+    expected = {**asked, "max_tokens": 4, "temperature": 1.0, "n": 1, "model": "tiny"}
+    del expected["max_completion_tokens"]
+    assert set(sent) - set(expected) == {"input_ids", "prompt"}
+    assert {name: sent[name] for name in expected} == expected
+    await proxy.post(chat_url(uuid), HELLO)
+    assert proxy.engine.requests[1]["max_tokens"] == 1024
 
 
-async def test_content_parts_and_developer_messages_are_read_as_text() -> None:
-    async with Proxy() as proxy:
-        uuid = await proxy.open()
-        parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-        messages = [
-            {"role": "developer", "content": "be kind"},
-            {"role": "user", "content": parts},
-        ]
-        await proxy.post(chat_url(uuid), {"messages": messages})
-        assert proxy.engine.requests[0]["prompt"] == (
-            "<system>be kind<eos><user>ab<eos><assistant>"
-        )
+async def test_content_parts_and_developer_messages_are_read_as_text(proxy: Proxy) -> None:
+    uuid = await proxy.open()
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [
+        {"role": "developer", "content": "be kind"},
+        {"role": "user", "content": parts},
+    ]
+    await proxy.post(chat_url(uuid), {"messages": messages})
+    assert proxy.engine.requests[0]["prompt"] == ("<system>be kind<eos><user>ab<eos><assistant>")
 
 
 @pytest.mark.parametrize(
@@ -190,49 +191,45 @@ async def test_content_parts_and_developer_messages_are_read_as_text() -> None:
     ],
 )
 async def test_requests_that_cannot_be_answered_are_400_and_name_the_field(
-    body: dict[str, Any], param: str
+    proxy: Proxy, body: dict[str, Any], param: str
 ) -> None:
-    async with Proxy() as proxy:
-        uuid = await proxy.open()
-        answer = await proxy.client.post(chat_url(uuid), json=body)
-        assert answer.status_code == 400
-        error = answer.json()["error"]
-        assert error["type"] == "invalid_request_error"
-        assert error["param"] == param
-        assert proxy.engine.requests == []
-        assert await proxy.nodes(uuid) == []
+    uuid = await proxy.open()
+    answer = await proxy.client.post(chat_url(uuid), json=body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param
+    assert proxy.engine.requests == []
+    assert await proxy.nodes(uuid) == []
 
 
 @pytest.mark.parametrize("content", [b"", b"nonsense", b"[1]", b'{"messages": [', b"\xff\xfe"])
-async def test_bodies_that_are_no_json_object_are_400(content: bytes) -> None:
-    async with Proxy() as proxy:
-        uuid = await proxy.open()
-        answer = await proxy.client.post(chat_url(uuid), content=content)
-        assert answer.status_code == 400
-        assert answer.json()["error"]["message"]
+async def test_bodies_that_are_no_json_object_are_400(proxy: Proxy, content: bytes) -> None:
+    uuid = await proxy.open()
+    answer = await proxy.client.post(chat_url(uuid), content=content)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"]
 
 
-async def test_response_format_is_refused_where_the_engine_cannot_do_it() -> None:
-    async with Proxy() as proxy:
-        uuid = await proxy.open()
-        asked = {**HELLO, "response_format": {"type": "json_object"}}
-        await proxy.post(chat_url(uuid), asked)  # vLLM's routes take it
-        assert proxy.engine.requests[0]["response_format"] == {"type": "json_object"}
-        proxy.engine.config = proxy.engine.config.model_copy(update={"server_type": "sglang"})
-        refused = await proxy.client.post(chat_url(uuid), json=asked)
-        assert refused.status_code == 400
-        assert refused.json()["error"]["param"] == "response_format"
+async def test_response_format_is_refused_where_the_engine_cannot_do_it(proxy: Proxy) -> None:
+    uuid = await proxy.open()
+    asked = {**HELLO, "response_format": {"type": "json_object"}}
+    await proxy.post(chat_url(uuid), asked)  # vLLM's routes take it
+    assert proxy.engine.requests[0]["response_format"] == {"type": "json_object"}
+    proxy.engine.config = proxy.engine.config.model_copy(update={"server_type": "sglang"})
+    refused = await proxy.client.post(chat_url(uuid), json=asked)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "response_format"
 
 
-async def test_logprobs_are_those_of_the_node() -> None:
-    async with Proxy() as proxy:
-        uuid = await proxy.open()
-        answer = await proxy.post(chat_url(uuid), {**HELLO, "logprobs": True})
-        (node,) = await proxy.nodes(uuid)
-        shown = answer["choices"][0]["logprobs"]["content"]
-        assert [entry["token"] for entry in shown] == [*"hello", "<eos>"]
-        assert [entry["logprob"] for entry in shown] == node["logprobs"][-6:]
-        assert shown[0]["bytes"] == [ord("h")]
+async def test_logprobs_are_those_of_the_node(proxy: Proxy) -> None:
+    uuid = await proxy.open()
+    answer = await proxy.post(chat_url(uuid), {**HELLO, "logprobs": True})
+    (node,) = await proxy.nodes(uuid)
+    shown = answer["choices"][0]["logprobs"]["content"]
+    assert [entry["token"] for entry in shown] == [*"hello", "<eos>"]
+    assert [entry["logprob"] for entry in shown] == node["logprobs"][-6:]
+    assert shown[0]["bytes"] == [ord("h")]
 
 
 async def test_tools_over_several_turns_train_exactly_what_was_sampled() -> None:
@@ -300,27 +297,26 @@ async def test_an_event_is_one_line_whatever_the_model_wrote() -> None:
         assert chunk["choices"][0]["delta"]["content"] == said
 
 
-async def test_render_shows_the_prompt_and_makes_no_node() -> None:
-    async with Proxy() as proxy:
-        uuid = await proxy.open()
-        url = f"/{uuid}/v1/chat/completions/render"
-        fresh = await proxy.post(url, HELLO)
-        assert fresh["prompt_text"] == "<user>hi<eos><assistant>"
-        assert fresh["token_ids"] == proxy.tokenizer.encode(fresh["prompt_text"], False)
-        assert fresh["num_tokens"] == len(fresh["token_ids"])
-        assert await proxy.nodes(uuid) == []
-        await proxy.post(chat_url(uuid), HELLO)
-        (node,) = await proxy.nodes(uuid)
-        more = [
-            *HELLO["messages"],
-            {"role": "assistant", "content": "hello"},
-            {"role": "user", "content": "so"},
-        ]
-        rendered = await proxy.post(url, {"messages": more})
-        assert rendered["token_ids"][: len(node["tokens"])] == node["tokens"]
-        await proxy.post(chat_url(uuid), {"messages": more})
-        assert proxy.engine.requests[-1]["input_ids"] == rendered["token_ids"]
-        assert proxy.engine.requests[-1]["prompt"] == rendered["prompt_text"]
+async def test_render_shows_the_prompt_and_makes_no_node(proxy: Proxy) -> None:
+    uuid = await proxy.open()
+    url = f"/{uuid}/v1/chat/completions/render"
+    fresh = await proxy.post(url, HELLO)
+    assert fresh["prompt_text"] == "<user>hi<eos><assistant>"
+    assert fresh["token_ids"] == proxy.tokenizer.encode(fresh["prompt_text"], False)
+    assert fresh["num_tokens"] == len(fresh["token_ids"])
+    assert await proxy.nodes(uuid) == []
+    await proxy.post(chat_url(uuid), HELLO)
+    (node,) = await proxy.nodes(uuid)
+    more = [
+        *HELLO["messages"],
+        {"role": "assistant", "content": "hello"},
+        {"role": "user", "content": "so"},
+    ]
+    rendered = await proxy.post(url, {"messages": more})
+    assert rendered["token_ids"][: len(node["tokens"])] == node["tokens"]
+    await proxy.post(chat_url(uuid), {"messages": more})
+    assert proxy.engine.requests[-1]["input_ids"] == rendered["token_ids"]
+    assert proxy.engine.requests[-1]["prompt"] == rendered["prompt_text"]
 
 
 async def test_text_completions_continue_their_sequence() -> None:
@@ -384,14 +380,13 @@ async def test_control_needs_the_token_and_the_session_its_uuid() -> None:
     "headers",
     [{"Origin": "https://example.org"}, {"Sec-Fetch-Site": "same-site"}, {"Host": "evil.example"}],
 )
-async def test_web_pages_get_no_answer(headers: dict[str, str]) -> None:
-    async with Proxy() as proxy:
-        url = "http://127.0.0.1:9100/sessions/create"
-        answer = await proxy.client.post(url, json={}, headers=headers)
-        assert answer.status_code == 403
-        assert not any(name.startswith("access-control") for name in answer.headers)
-        assert proxy.sessions.open_sessions() == []
-        assert (await proxy.client.post(url, json={})).status_code == 200
+async def test_web_pages_get_no_answer(proxy: Proxy, headers: dict[str, str]) -> None:
+    url = "http://127.0.0.1:9100/sessions/create"
+    answer = await proxy.client.post(url, json={}, headers=headers)
+    assert answer.status_code == 403
+    assert not any(name.startswith("access-control") for name in answer.headers)
+    assert proxy.sessions.open_sessions() == []
+    assert (await proxy.client.post(url, json={})).status_code == 200
 
 
 async def test_a_private_proxy_has_an_agents_own_session_and_nothing_else() -> None:
@@ -414,52 +409,54 @@ async def test_a_private_proxy_has_an_agents_own_session_and_nothing_else() -> N
         assert len(session.nodes()) == 1
 
 
-async def test_sequences_of_a_session_with_an_owner_are_not_the_agents_to_drop() -> None:
-    async with Proxy() as proxy:
-        key = "0123456789abcdef"
-        uuid = await proxy.open(owner_key=key)
-        await proxy.post(chat_url(uuid), HELLO)
-        owner = {"X-Atropos-Owner-Key": key}
-        wrong = {"X-Atropos-Owner-Key": "key of another owner"}
-        for method, path in [
-            ("GET", f"/{uuid}/nodes"),
-            ("DELETE", f"/{uuid}/nodes"),
-            ("DELETE", f"/{uuid}"),
-        ]:
-            for headers in ({}, wrong):
-                answer = await proxy.client.request(method, path, headers=headers)
-                assert answer.status_code == 403
-                assert answer.json()["error"]["code"] == "not_the_owner"
-            answer = await proxy.client.request(method, path, headers=owner)
-            assert answer.status_code == 200
+async def test_sequences_of_a_session_with_an_owner_are_not_the_agents_to_drop(
+    proxy: Proxy,
+) -> None:
+    key = "0123456789abcdef"
+    uuid = await proxy.open(owner_key=key)
+    await proxy.post(chat_url(uuid), HELLO)
+    owner = {"X-Atropos-Owner-Key": key}
+    wrong = {"X-Atropos-Owner-Key": "key of another owner"}
+    for method, path in [
+        ("GET", f"/{uuid}/nodes"),
+        ("DELETE", f"/{uuid}/nodes"),
+        ("DELETE", f"/{uuid}"),
+    ]:
+        for headers in ({}, wrong):
+            answer = await proxy.client.request(method, path, headers=headers)
+            assert answer.status_code == 403
+            assert answer.json()["error"]["code"] == "not_the_owner"
+        answer = await proxy.client.request(method, path, headers=owner)
+        assert answer.status_code == 200
 
 
-async def test_sampling_that_would_make_logprobs_wrong_is_dropped_and_reported() -> None:
-    async with Proxy() as proxy:
-        uuid = await proxy.open(keeps_distribution=True, sampling={"temperature": 0.7})
-        lies = {
-            "top_k": 5,
-            "top_p": 0.5,
-            "min_p": 0.1,
-            "min_tokens": 3,
-            "seed": 1,
-            "temperature": 0.0,
-            "frequency_penalty": 1.0,
-            "presence_penalty": 1.0,
-            "repetition_penalty": 1.1,
-            "logit_bias": {"5": 100.0},
-            "response_format": {"type": "json_object"},
-        }
-        for stream in (False, True):
-            body = {**HELLO, **lies, "max_tokens": 9, "stop": ["x"], "stream": stream}
-            answer = await proxy.client.post(chat_url(uuid), json=body)
-            assert answer.status_code == 200, answer.text
-            assert set(answer.headers["X-Atropos-Dropped"].split(", ")) == set(lies)
-            sent = proxy.engine.requests[-1]
-            assert (sent["temperature"], sent["max_tokens"], sent["stop"]) == (0.7, 9, ["x"])
-            assert not (lies.keys() - {"temperature"}) & sent.keys()
-        honest = await proxy.client.post(chat_url(uuid), json={**HELLO, "max_tokens": 4})
-        assert "X-Atropos-Dropped" not in honest.headers
+async def test_sampling_that_would_make_logprobs_wrong_is_dropped_and_reported(
+    proxy: Proxy,
+) -> None:
+    uuid = await proxy.open(keeps_distribution=True, sampling={"temperature": 0.7})
+    lies = {
+        "top_k": 5,
+        "top_p": 0.5,
+        "min_p": 0.1,
+        "min_tokens": 3,
+        "seed": 1,
+        "temperature": 0.0,
+        "frequency_penalty": 1.0,
+        "presence_penalty": 1.0,
+        "repetition_penalty": 1.1,
+        "logit_bias": {"5": 100.0},
+        "response_format": {"type": "json_object"},
+    }
+    for stream in (False, True):
+        body = {**HELLO, **lies, "max_tokens": 9, "stop": ["x"], "stream": stream}
+        answer = await proxy.client.post(chat_url(uuid), json=body)
+        assert answer.status_code == 200, answer.text
+        assert set(answer.headers["X-Atropos-Dropped"].split(", ")) == set(lies)
+        sent = proxy.engine.requests[-1]
+        assert (sent["temperature"], sent["max_tokens"], sent["stop"]) == (0.7, 9, ["x"])
+        assert not (lies.keys() - {"temperature"}) & sent.keys()
+    honest = await proxy.client.post(chat_url(uuid), json={**HELLO, "max_tokens": 4})
+    assert "X-Atropos-Dropped" not in honest.headers
 
 
 @pytest.mark.parametrize("dialect", ["chat/completions", "messages", "responses"])
@@ -477,19 +474,18 @@ async def test_half_a_character_in_a_call_reaches_the_agent_once_and_replaced(di
         assert len(await proxy.nodes(uuid)) == 1
 
 
-async def test_an_answer_that_cannot_be_written_is_not_kept() -> None:
-    async with Proxy() as proxy:
-        session = await proxy.sessions.open()
-        ask = chat.read(chat.AgentChatBody(messages=HELLO["messages"]))
+async def test_an_answer_that_cannot_be_written_is_not_kept(proxy: Proxy) -> None:
+    session = await proxy.sessions.open()
+    ask = chat.read(chat.AgentChatBody(messages=HELLO["messages"]))
 
-        def unwritable(answer: Any) -> bytes:
-            raise UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates not allowed")
+    def unwritable(answer: Any) -> bytes:
+        raise UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates not allowed")
 
-        with pytest.raises(UnicodeEncodeError):
-            await session.run(session.ask(ask, unwritable))
-        assert (session.nodes(), session.last_messages) == ([], [])
-        await session.run(session.ask(ask, chat.write))
-        assert len(session.nodes()) == 1
+    with pytest.raises(UnicodeEncodeError):
+        await session.run(session.ask(ask, unwritable))
+    assert (session.nodes(), session.last_messages) == ([], [])
+    await session.run(session.ask(ask, chat.write))
+    assert len(session.nodes()) == 1
 
 
 async def test_bodies_that_nest_too_deeply_are_400() -> None:
@@ -591,37 +587,35 @@ async def test_sessions_at_the_same_time_keep_apart() -> None:
             assert trained_text(node) == f"{name}<eos>" * 3
 
 
-async def test_deleting_a_session_cancels_what_the_engine_is_doing_for_it() -> None:
-    async with Proxy() as proxy:
-        uuid = await proxy.open()
-        endless = Endless(proxy.engine)
-        call = asyncio.create_task(proxy.client.post(chat_url(uuid), json=HELLO))
-        await endless.asked.wait()
-        assert (await proxy.client.delete(f"/{uuid}")).status_code == 200
-        assert (await call).status_code == 404
-        assert endless.cancelled.is_set()
+async def test_deleting_a_session_cancels_what_the_engine_is_doing_for_it(proxy: Proxy) -> None:
+    uuid = await proxy.open()
+    endless = Endless(proxy.engine)
+    call = asyncio.create_task(proxy.client.post(chat_url(uuid), json=HELLO))
+    await endless.asked.wait()
+    assert (await proxy.client.delete(f"/{uuid}")).status_code == 200
+    assert (await call).status_code == 404
+    assert endless.cancelled.is_set()
 
 
-async def test_session_deleted_while_a_body_arrives_asks_the_engine_nothing() -> None:
-    async with Proxy() as proxy:
-        uuid = await proxy.open()
-        arrives, deleted = asyncio.Event(), asyncio.Event()
+async def test_session_deleted_while_a_body_arrives_asks_the_engine_nothing(proxy: Proxy) -> None:
+    uuid = await proxy.open()
+    arrives, deleted = asyncio.Event(), asyncio.Event()
 
-        async def body() -> AsyncIterator[bytes]:
-            content = json.dumps(HELLO).encode()
-            yield content[:9]
-            arrives.set()
-            await deleted.wait()
-            yield content[9:]
+    async def body() -> AsyncIterator[bytes]:
+        content = json.dumps(HELLO).encode()
+        yield content[:9]
+        arrives.set()
+        await deleted.wait()
+        yield content[9:]
 
-        call = asyncio.ensure_future(proxy.client.post(chat_url(uuid), content=body()))
-        await arrives.wait()
-        await proxy.client.delete(f"/{uuid}")
-        deleted.set()
-        answer = await call
-        assert answer.status_code == 404
-        assert answer.json()["error"]["code"] == "session_not_found"
-        assert proxy.engine.requests == []
+    call = asyncio.ensure_future(proxy.client.post(chat_url(uuid), content=body()))
+    await arrives.wait()
+    await proxy.client.delete(f"/{uuid}")
+    deleted.set()
+    answer = await call
+    assert answer.status_code == 404
+    assert answer.json()["error"]["code"] == "session_not_found"
+    assert proxy.engine.requests == []
 
 
 async def test_limits_of_sessions_sequences_and_bodies_are_kept() -> None:
@@ -665,29 +659,27 @@ async def test_sessions_opened_at_the_same_time_keep_the_limit() -> None:
     ],
 )
 async def test_failures_of_the_engine_have_a_status_and_a_reason(
-    error: Exception, status: int, code: str
+    proxy: Proxy, error: Exception, status: int, code: str
 ) -> None:
-    async with Proxy() as proxy:
-        uuid = await proxy.open()
-        proxy.engine.fail(error, times=3)
-        answer = await proxy.client.post(chat_url(uuid), json=HELLO)
-        assert answer.status_code == status
-        assert answer.json()["error"]["code"] == code
-        assert str(error) in answer.json()["error"]["message"]
-        assert await proxy.nodes(uuid) == []
+    uuid = await proxy.open()
+    proxy.engine.fail(error, times=3)
+    answer = await proxy.client.post(chat_url(uuid), json=HELLO)
+    assert answer.status_code == status
+    assert answer.json()["error"]["code"] == code
+    assert str(error) in answer.json()["error"]["message"]
+    assert await proxy.nodes(uuid) == []
 
 
-async def test_engine_that_says_later_is_passed_on_with_its_time() -> None:
-    async with Proxy() as proxy:
-        uuid = await proxy.open()
+async def test_engine_that_says_later_is_passed_on_with_its_time(proxy: Proxy) -> None:
+    uuid = await proxy.open()
 
-        async def later(**kwargs: Any) -> Any:
-            raise EngineUnavailable("too many requests", status=429, retry_after_s=2.5)
+    async def later(**kwargs: Any) -> Any:
+        raise EngineUnavailable("too many requests", status=429, retry_after_s=2.5)
 
-        proxy.engine.tokens_and_logprobs_completion = later  # type: ignore[method-assign]
-        answer = await proxy.client.post(chat_url(uuid), json=HELLO)
-        assert answer.status_code == 429
-        assert answer.headers["Retry-After"] == "3"
+    proxy.engine.tokens_and_logprobs_completion = later  # type: ignore[method-assign]
+    answer = await proxy.client.post(chat_url(uuid), json=HELLO)
+    assert answer.status_code == 429
+    assert answer.headers["Retry-After"] == "3"
 
 
 async def test_context_of_a_session_is_kept_and_a_longer_prompt_is_too_long() -> None:
@@ -703,13 +695,12 @@ async def test_context_of_a_session_is_kept_and_a_longer_prompt_is_too_long() ->
         assert "maximum context length is 40 tokens" in refused.json()["error"]["message"]
 
 
-async def test_sampling_of_the_session_replaces_the_agents() -> None:
-    async with Proxy() as proxy:
-        uuid = await proxy.open(sampling={"temperature": 0.7, "top_p": 1.0}, split="eval")
-        await proxy.post(chat_url(uuid), {**HELLO, "temperature": 0, "top_p": 0.1, "seed": 5})
-        (sent,) = proxy.engine.requests
-        assert (sent["temperature"], sent["top_p"], sent["seed"]) == (0.7, 1.0, 5)
-        assert len(proxy.engine.eval_request_timings) == 1
+async def test_sampling_of_the_session_replaces_the_agents(proxy: Proxy) -> None:
+    uuid = await proxy.open(sampling={"temperature": 0.7, "top_p": 1.0}, split="eval")
+    await proxy.post(chat_url(uuid), {**HELLO, "temperature": 0, "top_p": 0.1, "seed": 5})
+    (sent,) = proxy.engine.requests
+    assert (sent["temperature"], sent["top_p"], sent["seed"]) == (0.7, 1.0, 5)
+    assert len(proxy.engine.eval_request_timings) == 1
 
 
 @pytest.mark.parametrize(
@@ -725,56 +716,51 @@ async def test_sampling_of_the_session_replaces_the_agents() -> None:
     ],
 )
 async def test_sessions_that_cannot_be_are_refused_when_they_are_opened(
-    body: dict[str, Any],
+    proxy: Proxy, body: dict[str, Any]
 ) -> None:
-    async with Proxy() as proxy:
-        refused = await proxy.client.post("/sessions/create", json=body)
-        assert refused.status_code == 400
-        assert next(iter(body)).split("_")[0] in refused.json()["error"]["message"]
-        assert proxy.sessions.open_sessions() == []
+    refused = await proxy.client.post("/sessions/create", json=body)
+    assert refused.status_code == 400
+    assert next(iter(body)).split("_")[0] in refused.json()["error"]["message"]
+    assert proxy.sessions.open_sessions() == []
 
 
-async def test_setup_replaces_the_engines_for_new_sessions() -> None:
-    async with Proxy() as proxy:
-        before = await proxy.open()
-        body = {"model_name": "other", "servers": [{"base_url": "http://127.0.0.1:8/v1"}]}
-        answer = await proxy.post("/setup", body)
-        assert answer == {"status": "ok", "servers": 1, "model_name": "other"}
-        (server,) = (await proxy.client.get("/servers")).json()["servers"]
-        assert (server["base_url"], server["server_type"]) == ("http://127.0.0.1:8/v1", "vllm")
-        assert (await proxy.post("/sessions/create", {}))["model_name"] == "other"
-        await proxy.post(chat_url(before), HELLO)
-        assert len(proxy.engine.requests) == 1
-        assert (await proxy.client.post("/setup", json={"model_name": "x"})).status_code == 400
+async def test_setup_replaces_the_engines_for_new_sessions(proxy: Proxy) -> None:
+    before = await proxy.open()
+    body = {"model_name": "other", "servers": [{"base_url": "http://127.0.0.1:8/v1"}]}
+    answer = await proxy.post("/setup", body)
+    assert answer == {"status": "ok", "servers": 1, "model_name": "other"}
+    (server,) = (await proxy.client.get("/servers")).json()["servers"]
+    assert (server["base_url"], server["server_type"]) == ("http://127.0.0.1:8/v1", "vllm")
+    assert (await proxy.post("/sessions/create", {}))["model_name"] == "other"
+    await proxy.post(chat_url(before), HELLO)
+    assert len(proxy.engine.requests) == 1
+    assert (await proxy.client.post("/setup", json={"model_name": "x"})).status_code == 400
 
 
-async def test_sampling_of_the_session_that_is_null_is_not_given() -> None:
-    async with Proxy() as proxy:
-        uuid = await proxy.open(sampling={"max_tokens": None}, max_context_tokens=40)
-        await proxy.post(chat_url(uuid), {**HELLO, "max_tokens": 3})
-        assert proxy.engine.requests[0]["max_tokens"] == 3
+async def test_sampling_of_the_session_that_is_null_is_not_given(proxy: Proxy) -> None:
+    uuid = await proxy.open(sampling={"max_tokens": None}, max_context_tokens=40)
+    await proxy.post(chat_url(uuid), {**HELLO, "max_tokens": 3})
+    assert proxy.engine.requests[0]["max_tokens"] == 3
 
 
-async def test_tree_sessions_keep_every_turn_as_a_node() -> None:
-    async with Proxy() as proxy:
-        uuid = await proxy.open(track_tree=True)
-        await proxy.post(chat_url(uuid), HELLO)
-        more = [
-            *HELLO["messages"],
-            {"role": "assistant", "content": "hello"},
-            {"role": "user", "content": "so"},
-        ]
-        await proxy.post(chat_url(uuid), {"messages": more})
-        assert len(await proxy.nodes(uuid)) == 2
+async def test_tree_sessions_keep_every_turn_as_a_node(proxy: Proxy) -> None:
+    uuid = await proxy.open(track_tree=True)
+    await proxy.post(chat_url(uuid), HELLO)
+    more = [
+        *HELLO["messages"],
+        {"role": "assistant", "content": "hello"},
+        {"role": "user", "content": "so"},
+    ]
+    await proxy.post(chat_url(uuid), {"messages": more})
+    assert len(await proxy.nodes(uuid)) == 2
 
 
-async def test_unknown_routes_are_json_too() -> None:
-    async with Proxy() as proxy:
-        answer = await proxy.client.get("/v1/embeddings/x/y")
-        assert answer.status_code == 404
-        assert answer.json()["error"]["code"] == "unknown_route"
-        answer = await proxy.client.get("/sessions/create")
-        assert answer.status_code == 405
+async def test_unknown_routes_are_json_too(proxy: Proxy) -> None:
+    answer = await proxy.client.get("/v1/embeddings/x/y")
+    assert answer.status_code == 404
+    assert answer.json()["error"]["code"] == "unknown_route"
+    answer = await proxy.client.get("/sessions/create")
+    assert answer.status_code == 405
 
 
 def test_proxy_does_not_stand_on_a_proxy() -> None:

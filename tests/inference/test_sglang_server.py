@@ -264,7 +264,7 @@ async def test_prompt_logprobs_with_k_0_are_those_of_the_prompts_own_tokens() ->
     [
         ([None, [[-0.5, 6, None]]], "top logprobs at 2 positions, expected 3"),
         (None, "top logprobs at 0 positions, expected 3"),
-        ([None, None, [[-0.5, 6, None]]], "0 logprobs at position 1 of the prompt, expected 1"),
+        ([None, None, [[-0.5, 6, None]]], "position 1 has 0 logprobs, expected 1"),
         (
             [None, [[None, 6, None]], [[-0.5, 6, None]]],
             r"got `null` - at `\$.meta_info.input_top_logprobs\[1\]\[0\]\[0\]`",

@@ -273,7 +273,7 @@ def test_prompt_logprobs_are_the_k_most_likely_and_zero_is_the_prompts_own_token
         (POSITIONS[:2], 1, "must have 3 positions, got 2 positions"),
         ([None, None, POSITIONS[2]], 1, r"prompt_logprobs\[1\] is empty"),
         ([None, {"1": -0.5}, POSITIONS[2]], 0, "no logprob of the prompt's token 6"),
-        (POSITIONS, 3, r"prompt_logprobs\[2\] has 2 tokens, asked for 3"),
+        (POSITIONS, 3, r"prompt_logprobs\[2\] has 2 logprobs, expected 3"),
     ],
 )
 def test_prompt_logprobs_that_are_not_all_there_are_refused(

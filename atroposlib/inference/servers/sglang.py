@@ -20,26 +20,18 @@ from atroposlib.inference.servers.openai_routes import (
     read_request,
 )
 from atroposlib.inference.servers.token_ids import (
+    NEUTRAL_SAMPLING,
     SampledCompletion,
     TokenServer,
     check_count,
     checked_completion,
     gather,
     gather_top,
+    most_likely,
 )
 
 EVERY_TOKEN = -1
 """SGLang's `top_k` for the whole vocabulary; it refuses vLLM's 0."""
-
-NEUTRAL_SAMPLING: dict[str, float] = {
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": EVERY_TOKEN,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-}
-"""Sent unless the caller overrides it. The server's own defaults may come from the model: samples would then come from
-another distribution than the one whose logprobs are reported."""
 
 DEFAULT_MAX_TOKENS = 128
 """SGLang's limit if the request has none."""
@@ -293,10 +285,5 @@ def prompt_logprobs_of(
     for i, position in enumerate(positions):
         # The first token of a prompt has no logprob.
         pairs = [(p.token, p.logprob) for p in position or () if i and p.logprob is not None]
-        if i and len(pairs) < max(num_top, 1):
-            raise EngineProtocolError(
-                f"{where}: {len(pairs)} logprobs at position {i} of the prompt,"
-                f" expected {max(num_top, 1)}"
-            )
-        found.append(sorted(pairs, key=lambda pair: -pair[1])[: max(num_top, 1)])
+        found.append(most_likely(pairs, num_top, where=f"{where}: position {i}") if i else [])
     return gather_top(prompt_tokens, found)

@@ -32,6 +32,17 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+NEUTRAL_SAMPLING: dict[str, float] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+}
+"""Sent unless the caller overrides it; with vLLM's value for all tokens, 0. Engines' defaults come from the model's
+generation_config.json (Qwen's cuts to the top 20 tokens, for example): samples would come from another distribution
+than the reported logprobs."""
+
 TOKENIZE_ROUTE = "/tokenize"
 """Of vLLM and newer SGLang servers."""
 
@@ -221,6 +232,16 @@ def gather(prompt_tokens: list[int], sampled: Sequence[SampledCompletion]) -> To
         [each.finish_reason for each in sampled],
         weight_versions=[each.weight_versions for each in sampled],
     )
+
+
+def most_likely(
+    pairs: Sequence[tuple[int, float]], num_top: int, *, where: str
+) -> list[tuple[int, float]]:
+    """Return the `num_top` (at least one) most likely (token id, logprob) pairs of a position of a prompt."""
+    num_wanted = max(num_top, 1)
+    if len(pairs) < num_wanted:
+        raise EngineProtocolError(f"{where} has {len(pairs)} logprobs, expected {num_wanted}")
+    return sorted(pairs, key=lambda pair: -pair[1])[:num_wanted]
 
 
 def gather_top(

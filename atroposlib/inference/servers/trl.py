@@ -26,20 +26,17 @@ from atroposlib.inference.servers.openai_routes import (
     read_request,
 )
 from atroposlib.inference.servers.reasoning import ReasoningConfig
-from atroposlib.inference.servers.token_ids import TokenServer, check_count, check_sampled
+from atroposlib.inference.servers.token_ids import (
+    NEUTRAL_SAMPLING,
+    TokenServer,
+    check_count,
+    check_sampled,
+)
 from atroposlib.inference.tools.tool_messages import as_dict
 
 logger = logging.getLogger(__name__)
 
-DEFAULTS: dict[str, float] = {
-    "n": 1,
-    "repetition_penalty": 1.0,
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": -1,
-    "min_p": 0.0,
-    "max_tokens": 1024,
-}
+DEFAULTS = {"n": 1, **NEUTRAL_SAMPLING, "top_k": -1, "max_tokens": 1024}
 """Always sent; the original's values. The server's own default for `max_tokens` is 16."""
 
 REQUEST_FIELDS = frozenset(

@@ -30,10 +30,14 @@ from atroposlib.inference.servers.openai_routes import (
     read_request,
 )
 from atroposlib.inference.servers.reasoning import ReasoningConfig
-from atroposlib.inference.servers.token_ids import TokenServer, check_count, gather
+from atroposlib.inference.servers.token_ids import (
+    NEUTRAL_SAMPLING,
+    TokenServer,
+    check_count,
+    gather,
+)
 from atroposlib.inference.servers.vllm_bodies import (
     DEFAULT_MAX_TOKENS,
-    NEUTRAL_SAMPLING,
     NoTokenIds,
     PromptCompletions,
     completions_per_request,

@@ -17,20 +17,12 @@ import msgspec
 from atroposlib.errors import EngineProtocolError
 from atroposlib.inference.servers.api_server import WeightSpan
 from atroposlib.inference.servers.token_ids import (
+    NEUTRAL_SAMPLING,
     SampledCompletion,
     checked_completion,
     gather_top,
+    most_likely,
 )
-
-NEUTRAL_SAMPLING: dict[str, float] = {
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-}
-"""Sent unless the caller overrides it. vLLM's defaults come from the model's generation_config.json (Qwen's cuts to the
-top 20 tokens, for example): samples would come from another distribution than the reported logprobs."""
 
 DEFAULT_MAX_TOKENS = 16
 """Limit of `/v1/completions` without `max_tokens`; `/inference/v1/generate` would continue to the model's limit."""
@@ -310,7 +302,5 @@ def _most_likely(
         if own not in entries:
             raise EngineProtocolError(f"{where} has no logprob of the prompt's token {own}")
         return [(own, entries[own])]
-    if len(entries) < num_top:
-        raise EngineProtocolError(f"{where} has {len(entries)} tokens, asked for {num_top}")
     # vLLM adds the prompt's own token to the k most likely ones.
-    return sorted(entries.items(), key=lambda entry: -entry[1])[:num_top]
+    return most_likely(list(entries.items()), num_top, where=where)

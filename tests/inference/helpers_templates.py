@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from atroposlib.inference.harness import ServerHarness
 from atroposlib.inference.scripted_answers import ScriptedAnswer, answer_from_hash
+from atroposlib.inference.sessions.managed_server import ManagedServer
 
 CORPUS = [
     "the answer is the sum of the other answers, and then there is nothing else to think about",
@@ -333,3 +334,9 @@ class ToldEngine(ServerHarness):
         for text in texts:
             ids = self.tokenizer.encode(text + end, add_special_tokens=False)
             self.answers.append((ids, "stop" if end else "length"))
+
+
+def told_session(tokenizer: Any, **options: Any) -> tuple[ToldEngine, ManagedServer]:
+    """Return an engine and a session at it."""
+    engine = ToldEngine(tokenizer)
+    return engine, ManagedServer(engine, **options)

@@ -31,15 +31,15 @@ from atroposlib.inference.sessions.sequences import (
     train_once,
 )
 from atroposlib.inference.sessions.text_sessions import DummyManagedServer
-from tests.inference.helpers_templates import CHATML, ToldEngine, make_tokenizer, user
+from tests.inference.helpers_templates import CHATML, ToldEngine, make_tokenizer, told_session, user
 
 TOKENIZER = make_tokenizer(CHATML, eos="<|im_end|>")
 
 
 def session(*answers: str, **options: Any) -> tuple[ToldEngine, ManagedServer]:
-    engine = ToldEngine(TOKENIZER)
+    engine, managed = told_session(TOKENIZER, **options)
     engine.tell(*answers)
-    return engine, ManagedServer(engine, **options)
+    return engine, managed
 
 
 def trained_text(node: SequenceNode) -> str:

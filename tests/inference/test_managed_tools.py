@@ -22,6 +22,7 @@ from tests.inference.helpers_templates import (
     TOOLS,
     ToldEngine,
     make_tokenizer,
+    told_session,
     user,
 )
 
@@ -43,14 +44,9 @@ CALL = '<tool_call>\n{"name":"add",  "arguments": {"b":2,"a" : 1}}\n</tool_call>
 def session(
     template: str = TOOLS, *, tool_parser: str | None = "hermes"
 ) -> tuple[ToldEngine, ManagedServer]:
-    engine = ToldEngine(
-        make_tokenizer(
-            template,
-            eos="<|im_end|>" if "im_end" in template else "<|endoftext|>",
-            bos="<|begin_of_text|>",
-        )
-    )
-    return engine, ManagedServer(engine, tool_parser=tool_parser)
+    eos = "<|im_end|>" if "im_end" in template else "<|endoftext|>"
+    tokenizer = make_tokenizer(template, eos=eos, bos="<|begin_of_text|>")
+    return told_session(tokenizer, tool_parser=tool_parser)
 
 
 def result_of(call: Any, text: str) -> dict[str, str]:

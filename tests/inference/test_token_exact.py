@@ -23,6 +23,7 @@ from tests.inference.helpers_templates import (
     Template,
     ToldEngine,
     make_tokenizer,
+    told_session,
     user,
 )
 
@@ -87,8 +88,7 @@ async def test_conversations_are_one_sequence_of_sampled_ids_and_new_text(
     template: Template, first: str, turns: list[Any], has_system: bool, through_json: bool
 ) -> None:
     tokenizer = template.tokenizer
-    engine = ToldEngine(tokenizer)
-    managed = ManagedServer(engine)
+    engine, managed = told_session(tokenizer)
     messages: list[Any] = [user(first)]
     if has_system and template.has_system:
         messages.insert(0, {"role": "system", "content": "be brief"})
@@ -119,8 +119,7 @@ async def test_conversations_are_one_sequence_of_sampled_ids_and_new_text(
 
 async def test_thoughts_that_a_template_would_cut_are_sent_again_as_they_were_sampled() -> None:
     template = BY_NAME["cuts_thoughts"]
-    engine = ToldEngine(template.tokenizer)
-    managed = ManagedServer(engine)
+    engine, managed = told_session(template.tokenizer)
     engine.tell("I add them up.</think>It is 2.", "</think>And 3.")
     first = await managed.chat_completion(messages=[user("1 + 1")])
     await managed.chat_completion(messages=[user("1 + 1"), first.choices[0].message, user("1 + 2")])
@@ -134,8 +133,7 @@ async def test_a_template_that_moves_the_system_prompt_forks_and_both_sequences_
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     tokenizer = make_tokenizer(SYSTEM_IN_LAST, bos="<|begin_of_text|>")
-    engine = ToldEngine(tokenizer)
-    managed = ManagedServer(engine)
+    engine, managed = told_session(tokenizer)
     messages: list[Any] = [{"role": "system", "content": "be brief"}, user("one")]
     with caplog.at_level(logging.WARNING):
         for text in ("two", "three", "four"):
@@ -154,8 +152,7 @@ async def test_a_template_that_moves_the_system_prompt_forks_and_both_sequences_
 
 async def test_without_a_system_prompt_the_same_template_keeps_one_sequence() -> None:
     tokenizer = make_tokenizer(SYSTEM_IN_LAST, bos="<|begin_of_text|>")
-    engine = ToldEngine(tokenizer)
-    managed = ManagedServer(engine)
+    engine, managed = told_session(tokenizer)
     engine.tell("a", "b", end="<|endoftext|>")
     first = await managed.chat_completion(messages=[user("one")])
     await managed.chat_completion(messages=[user("one"), first.choices[0].message, user("two")])
@@ -166,8 +163,7 @@ async def test_without_a_system_prompt_the_same_template_keeps_one_sequence() ->
 
 
 async def test_other_tools_in_a_later_turn_fork() -> None:
-    engine = ToldEngine(BY_NAME["tools_and_default_system"].tokenizer)
-    managed = ManagedServer(engine)
+    engine, managed = told_session(BY_NAME["tools_and_default_system"].tokenizer)
     engine.tell("a", "b")
     first = await managed.chat_completion(messages=[user("one")])
     history = [user("one"), first.choices[0].message, user("two")]
@@ -188,8 +184,7 @@ async def test_a_template_that_refuses_a_message_says_why() -> None:
 
 async def test_template_variables_reach_the_template_and_not_the_engine() -> None:
     jinja = CHATML + "{% if add_generation_prompt and not enable_thinking %}no{% endif %}"
-    engine = ToldEngine(make_tokenizer(jinja, eos="<|im_end|>"))
-    managed = ManagedServer(engine)
+    engine, managed = told_session(make_tokenizer(jinja, eos="<|im_end|>"))
     engine.tell("a", "b")
     await managed.chat_completion(
         messages=[user("x")], extra_body={"chat_template_kwargs": {"enable_thinking": False}}
@@ -203,8 +198,7 @@ async def test_template_variables_reach_the_template_and_not_the_engine() -> Non
 
 
 async def test_thoughts_of_given_messages_survive_templates_that_cut_them() -> None:
-    engine = ToldEngine(BY_NAME["cuts_thoughts"].tokenizer)
-    managed = ManagedServer(engine)
+    engine, managed = told_session(BY_NAME["cuts_thoughts"].tokenizer)
     engine.tell("a")
     given_turn = {"role": "assistant", "content": " <think>why</think> because "}
     await managed.chat_completion(messages=[user("x"), given_turn, user("y")])
@@ -216,8 +210,7 @@ async def test_thoughts_of_given_messages_survive_templates_that_cut_them() -> N
 
 
 async def test_a_thought_that_the_caller_opens_is_not_opened_twice() -> None:
-    engine = ToldEngine(BY_NAME["moves_thoughts"].tokenizer)
-    managed = ManagedServer(engine)
+    engine, managed = told_session(BY_NAME["moves_thoughts"].tokenizer)
     engine.tell("so</think>it is")
     opened = {"role": "assistant", "content": "<think>I am "}
     await managed.chat_completion(messages=[user("x"), opened])
@@ -226,8 +219,7 @@ async def test_a_thought_that_the_caller_opens_is_not_opened_twice() -> None:
 
 
 async def test_text_after_a_sampled_answer_keeps_its_ids_and_drops_its_end() -> None:
-    engine = ToldEngine(BY_NAME["chatml"].tokenizer)
-    managed = ManagedServer(engine)
+    engine, managed = told_session(BY_NAME["chatml"].tokenizer)
     encode = engine.tokenizer.encode
     # "an" + "swer": not how the tokenizer would write it
     ids = [*encode("an"), *encode("swer"), *encode("<|im_end|>")]
@@ -257,8 +249,7 @@ async def test_text_after_a_sampled_answer_keeps_its_ids_and_drops_its_end() -> 
 
 
 async def test_an_opened_answer_does_not_continue_after_tokens_without_text() -> None:
-    engine = ToldEngine(BY_NAME["chatml"].tokenizer)
-    managed = ManagedServer(engine)
+    engine, managed = told_session(BY_NAME["chatml"].tokenizer)
     hidden = engine.tokenizer.convert_tokens_to_ids("<|start_header_id|>")
     engine.answers.append(([hidden, hidden], "length"))
     engine.tell("b", "c")
@@ -285,8 +276,7 @@ async def test_a_special_token_that_is_added_later_ends_turns() -> None:
 
 
 async def test_continuing_a_finished_answer_samples_before_its_end() -> None:
-    engine = ToldEngine(BY_NAME["chatml"].tokenizer)
-    managed = ManagedServer(engine)
+    engine, managed = told_session(BY_NAME["chatml"].tokenizer)
     engine.tell("yes", " indeed")
     first = await managed.chat_completion(messages=[user("x")])
     await managed.chat_completion(messages=[user("x"), first.choices[0].message])
@@ -295,8 +285,7 @@ async def test_continuing_a_finished_answer_samples_before_its_end() -> None:
 
 
 async def test_a_text_prompt_that_ends_with_an_answer_continues_before_its_end() -> None:
-    engine = ToldEngine(BY_NAME["chatml"].tokenizer)
-    managed = ManagedServer(engine)
+    engine, managed = told_session(BY_NAME["chatml"].tokenizer)
     engine.tell("yes", " indeed", "")
     await managed.completion(prompt="is it?")
     await managed.completion(prompt="is it?yes")
@@ -318,8 +307,7 @@ async def test_sentencepiece_models_get_no_space_before_text_that_follows_a_cut_
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token="</s>", chat_template=jinja
     )
-    engine = ToldEngine(tokenizer)
-    managed = ManagedServer(engine)
+    engine, managed = told_session(tokenizer)
     engine.answers = [([vocab["b"]], "length"), ([vocab["b"]], "length")]
     first = await managed.chat_completion(messages=[user("a")])
     assert engine.sent[0] == [vocab["\u2581a"], vocab["u"]]
@@ -331,8 +319,7 @@ async def test_sentencepiece_models_get_no_space_before_text_that_follows_a_cut_
 
 
 async def test_text_parts_are_joined_and_are_the_same_turn_as_their_text() -> None:
-    engine = ToldEngine(BY_NAME["chatml"].tokenizer)
-    managed = ManagedServer(engine)
+    engine, managed = told_session(BY_NAME["chatml"].tokenizer)
     engine.tell("a", "b")
     parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
     first = await managed.chat_completion(messages=[{"role": "user", "content": parts}])
@@ -359,8 +346,7 @@ async def test_no_messages_and_messages_without_role_are_refused() -> None:
 
 
 async def test_special_tokens_inside_an_answer_are_not_shown_and_are_sent_again() -> None:
-    engine = ToldEngine(BY_NAME["chatml"].tokenizer)
-    managed = ManagedServer(engine)
+    engine, managed = told_session(BY_NAME["chatml"].tokenizer)
     special = engine.tokenizer.convert_tokens_to_ids("<|start_header_id|>")
     ids = [*engine.tokenizer.encode("one"), special, *engine.tokenizer.encode("two<|im_end|>")]
     engine.answers.append((ids, "stop"))
@@ -374,8 +360,7 @@ async def test_special_tokens_inside_an_answer_are_not_shown_and_are_sent_again(
 
 
 async def test_a_branch_without_the_end_of_an_answer_is_not_the_answer() -> None:
-    engine = ToldEngine(BY_NAME["chatml"].tokenizer)
-    managed = ManagedServer(engine)
+    engine, managed = told_session(BY_NAME["chatml"].tokenizer)
     engine.tell("yes", " indeed", "then", "other")
     first = await managed.chat_completion(messages=[user("x")])
     answer = first.choices[0].message

@@ -14,7 +14,7 @@ import logging
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -34,6 +34,7 @@ from atroposlib.inference.tools.parsers import style_named
 from atroposlib.proxy.chat import DISTRIBUTION_KEPT, EngineSampling
 from atroposlib.proxy.errors import ProxyError, error_for, invalid, too_long
 from atroposlib.proxy.turn import AgentAnswer, AgentRequest, Choice, TokenLogprob, tool_call
+from atroposlib.utils.off_loop import off_loop
 
 logger = logging.getLogger(__name__)
 
@@ -315,7 +316,11 @@ class Session:
         token = _ANSWERS.set(answers)
         try:
             async with send(**kwargs) as completion:
-                answer = self._read(completion, answers, ask, dropped)
+                answer = self._read(completion, dropped)
+                if ask.wants_logprobs and answers:
+                    # Decoding a long answer token by token would delay other agents.
+                    choices = await off_loop(self._with_logprobs, answer.choices, answers[0])
+                    answer = replace(answer, choices=choices)
                 return answer, write(answer)
         finally:
             _ANSWERS.reset(token)
@@ -336,25 +341,19 @@ class Session:
     def _read(
         self,
         completion: Any,
-        answers: Sequence[TokenCompletions],
-        ask: AgentRequest,
         dropped: tuple[str, ...],
     ) -> AgentAnswer:
         choices = []
-        for i, choice in enumerate(completion.choices):
+        for choice in completion.choices:
             message = getattr(choice, "message", None)
             content = choice.text if message is None else message.content
             calls = [] if message is None else getattr(message, "tool_calls", None) or []
             stop = getattr(choice, "stop_reason", None)
-            logprobs = None
-            if ask.wants_logprobs and answers:
-                logprobs = self._logprobs(answers[0], i)
             choices.append(
                 Choice(
                     content=content,
                     tool_calls=[_plain_call(call) for call in calls],
                     finish_reason=_finish_reason(choice.finish_reason),
-                    logprobs=logprobs,
                     stop=stop if isinstance(stop, str) else None,
                 )
             )
@@ -369,10 +368,16 @@ class Session:
             dropped=dropped,
         )
 
-    def _logprobs(self, answer: TokenCompletions, index: int) -> list[TokenLogprob]:
+    def _with_logprobs(self, choices: list[Choice], answer: TokenCompletions) -> list[Choice]:
         decode = self.managed.tokenizer.decode
-        pairs = zip(answer.output_tokens[index], answer.output_logprobs[index], strict=True)
-        return [TokenLogprob(decode([token]), logprob) for token, logprob in pairs]
+        found = []
+        for choice, tokens, logprobs in zip(
+            choices, answer.output_tokens, answer.output_logprobs, strict=True
+        ):
+            pairs = zip(tokens, logprobs, strict=True)
+            listed = [TokenLogprob(decode([token]), logprob) for token, logprob in pairs]
+            found.append(replace(choice, logprobs=listed))
+        return found
 
 
 class Sessions:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -230,6 +231,22 @@ async def test_logprobs_are_those_of_the_node(proxy: Proxy) -> None:
     assert [entry["token"] for entry in shown] == [*"hello", "<eos>"]
     assert [entry["logprob"] for entry in shown] == node["logprobs"][-6:]
     assert shown[0]["bytes"] == [ord("h")]
+
+
+async def test_tokens_are_decoded_one_by_one_off_the_event_loop(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    singles: set[bool] = set()
+
+    def decode(tokens: Any, **options: Any) -> str:
+        if len(tokens) == 1 and tokens[0] != ByteTokenizer.eos_token_id:
+            singles.add(threading.current_thread() is threading.main_thread())
+        return ByteTokenizer().decode(tokens, **options)
+
+    uuid = await proxy.open()
+    monkeypatch.setattr(proxy.tokenizer, "decode", decode)
+    await proxy.post(chat_url(uuid), {**HELLO, "logprobs": True})
+    assert singles == {False}
 
 
 async def test_tools_over_several_turns_train_exactly_what_was_sampled() -> None:

@@ -242,7 +242,7 @@ class ManagedServer:
         return state_of(self.nodes, track_tree=self.track_tree)
 
     def reset(self) -> None:
-        """Clear all sequences; lists obtained earlier stay valid."""
+        """Clear all sequences and drop turns in flight; lists obtained earlier stay valid."""
         self._store.clear()
 
     # Prompts.
@@ -252,14 +252,8 @@ class ManagedServer:
     ) -> PendingTurn:
         identities = tuple(identity(message) for message in messages)
         if has_images(messages):
-            return PendingTurn(
-                order=self._store.next_order(),
-                tokens=[],
-                full_text="",
-                visible_text="",
-                place=ChatPlace(messages=identities, tracked={}, pieces=()),
-                chat=_chat_with_images(messages, options),
-            )
+            place = ChatPlace(messages=identities, tracked={}, pieces=())
+            return self._first_turn("", [], place=place, chat=_chat_with_images(messages, options))
         if is_opened(messages):
             *before, _ = identities
             found = self._store.find_opened(before, messages[-1]["content"])
@@ -288,13 +282,14 @@ class ManagedServer:
         pieces = self._template.render(messages, options=options)
         assert pieces is not None  # without tracked turns there is one piece
         text = pieces[0] + _opening(messages)
-        return PendingTurn(
-            order=self._store.next_order(),
-            tokens=self._template.encode(text, add_special_tokens=False),
-            full_text=text,
-            visible_text=text,
-            place=ChatPlace(messages=before, tracked={}, pieces=pieces),
-        )
+        tokens = self._template.encode(text, add_special_tokens=False)
+        place = ChatPlace(messages=before, tracked={}, pieces=pieces)
+        return self._first_turn(text, tokens, place=place)
+
+    def _first_turn(self, text: str, tokens: list[int], **rest: Any) -> PendingTurn:
+        """Prepare a turn that continues no sequence."""
+        order = self._store.next_order()
+        return PendingTurn(order=order, tokens=tokens, full_text=text, visible_text=text, **rest)
 
     def _continue(
         self,
@@ -352,12 +347,8 @@ class ManagedServer:
     def _prepare_text(self, prompt: str) -> PendingTurn:
         found = self._store.find_text(prompt)
         if found is None:
-            return PendingTurn(
-                order=self._store.next_order(),
-                tokens=self._template.encode(prompt, add_special_tokens=True),
-                full_text=prompt,
-                visible_text=prompt,
-            )
+            tokens = self._template.encode(prompt, add_special_tokens=True)
+            return self._first_turn(prompt, tokens)
         match, added = found
         if not added:
             return self._resume(match, added, place=None)

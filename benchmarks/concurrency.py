@@ -3,8 +3,7 @@
 `PYTHONPATH=. OMP_NUM_THREADS=1 python benchmarks/concurrency.py` simulates servers and clients in virtual time
 (`_simulated_engine.py`, a minute of CPU) with the adaptive limiter, with the configured maximum only, and with the best
 fixed number. `--http` then sends real requests to the scripted engine, alternately with and without adaptation, and
-simulates the same. `--unequal` sends them to two scripted engines of unequal speed behind one `ServerManager`.
-`--sensitivity` halves and doubles each constant of the limiter.
+simulates the same. `--sensitivity` halves and doubles each constant of the limiter.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from atroposlib.inference.config import APIServerConfig
-from atroposlib.inference.manager import ServerManager
 from atroposlib.inference.scripted_engine import Latency, Script
 from atroposlib.inference.servers.concurrency import ConcurrencyController
 from atroposlib.inference.servers.vllm import VLLMServer
@@ -391,84 +389,15 @@ def describe_http(seconds: float, repeats: int) -> None:
     table(f"Over HTTP: {HTTP_SLOTS} slots and {HTTP_WORKERS} requests wanted", head, rows)
 
 
-# Two servers of unequal speed.
-
-SLOWNESS = 4
-UNEQUAL_WORKERS = (8, 16, 32, 64, 128, 256)
-
-
-class Sample(NamedTuple):
-    rate: float
-    """Completions per second."""
-    p50_s: float
-    p99_s: float
-    last_share: float
-    """Share of the last server in the tokens."""
-
-
-async def ask_all(urls: Sequence[str], *, num_workers: int, seconds: float) -> Sample:
-    """Send requests through a manager with default settings."""
-    manager = ServerManager([config_of(url) for url in urls])
-    waits = sorted(await keep_asking(manager.completion, num_workers=num_workers, seconds=seconds))
-    tokens = [server.num_tokens_out for server in manager.servers]
-    await manager.close()
-    num = len(waits)
-    return Sample(
-        2 * num / seconds, waits[num // 2], waits[num * 99 // 100], tokens[-1] / sum(tokens)
-    )
-
-
-def describe_unequal(seconds: float) -> None:
-    scripts = [
-        Script(
-            num_slots=HTTP_SLOTS,
-            lengths=HTTP_LENGTHS,
-            latency=Latency(per_token_s=slowness * TOKEN_TIME_S),
-        )
-        for slowness in (1, SLOWNESS)
-    ]
-    rows = []
-    with running_engine(scripts[0]) as fast, running_engine(scripts[1]) as slow:
-        for num_workers in UNEQUAL_WORKERS:
-            alone, slow_alone, both = (
-                asyncio.run(ask_all(urls, num_workers=num_workers, seconds=seconds))
-                for urls in ([fast], [slow], [fast, slow])
-            )
-            rows.append(
-                [
-                    str(num_workers),
-                    *(f"{one.rate:.1f}" for one in (alone, slow_alone, both)),
-                    f"{both.rate / (alone.rate + slow_alone.rate):.2f}",
-                    f"{both.last_share:.2f}",
-                    *(f"{one.p50_s:.2f} / {one.p99_s:.2f}" for one in (alone, both)),
-                ]
-            )
-    head = [
-        "requests in flight",
-        "fast alone, /s",
-        "slow alone, /s",
-        "both, /s",
-        "of the sum",
-        "tokens of the slow server",
-        "fast alone: p50 / p99, s",
-        "both: p50 / p99, s",
-    ]
-    table(f"Two servers of {HTTP_SLOTS} slots, one {SLOWNESS} times slower", head, rows)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", default="", help="servers whose name contains this")
     parser.add_argument("--http", type=float, default=0.0, help="seconds of each run over HTTP")
-    parser.add_argument("--unequal", type=float, default=0.0, help="seconds of each run over HTTP")
     parser.add_argument("--sensitivity", action="store_true", help="constants instead of servers")
     args = parser.parse_args()
     if args.sensitivity:
         describe_constants(args.seeds)
-        return
-    if args.unequal:
-        describe_unequal(args.unequal)
         return
     for name, server in SERVERS.items():
         if args.only in name:

@@ -1,0 +1,266 @@
+"""What does choosing servers by load and speed gain over choosing by free slots alone?
+
+`PYTHONPATH=. OMP_NUM_THREADS=1 python benchmarks/fleet.py` simulates engines behind real `ServerManager`s in virtual
+time
+(`_simulated_fleet.py`, five minutes of CPU), with both choices in turn. `--sensitivity` changes the number of recent
+answers that count. `--http` sends real requests to two scripted engines of unequal speed instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from atroposlib.inference.manager import ServerManager
+from atroposlib.inference.scripted_engine import Latency, Script
+from atroposlib.inference.servers import recent_answers
+from benchmarks._simulated_engine import TOKEN_TIME_S, Server
+from benchmarks._simulated_fleet import (
+    Change,
+    Fleet,
+    MostFreeSlots,
+    Sample,
+    batching,
+    run_virtually,
+    simulate,
+    with_slots,
+)
+from benchmarks._table import Table
+from benchmarks.concurrency import HTTP_LENGTHS, HTTP_SLOTS, config_of, keep_asking
+from benchmarks.inference import running_engine
+
+KINDS: dict[str, Callable[[float], Server]] = {"16 slots": with_slots, "batching": batching}
+CHOICES: list[type[ServerManager]] = [MostFreeSlots, ServerManager]
+BEFORE_S, MEASURED_S = 20.0, 60.0
+CHANGE_S = 60.0
+"""Virtual seconds before and during a change."""
+
+
+def long_tailed(server: Server) -> Server:
+    """Return the server with answers of 60 tokens in the median, and a standard deviation of the logarithm of 1."""
+    return replace(server, lengths=lambda rng: round(5 + rng.lognormvariate(math.log(60), 1.0)))
+
+
+def means(samples: Sequence[Sample]) -> Sample:
+    return Sample(*map(statistics.fmean, zip(*samples, strict=True)))
+
+
+def steady(servers: Sequence[Server], num: int, kind: type[ServerManager], seeds: int) -> Sample:
+    spans = [(BEFORE_S, BEFORE_S + MEASURED_S)]
+    return means(
+        [simulate(servers, num, spans=spans, manager_class=kind, seed=s)[0] for s in range(seeds)]
+    )
+
+
+def waits(sample: Sample) -> str:
+    return f"{sample.p50_s:.2f} / {sample.p99_s:.2f}"
+
+
+COLUMNS = ("by slots: of the sum", "of the sum", "by slots: p50 / p99, s", "p50 / p99, s")
+
+
+def describe_pairs(seeds: int) -> None:
+    """Print the throughput of two servers as a share of what each alone answers with as many requests."""
+    table = Table("Two servers", "", "times slower", "requests in flight", "first alone", *COLUMNS)
+    for name, make in KINDS.items():
+        for slowness in (1, 2, 4):
+            for num in (8, 16, 24, 32, 64, 128):
+                first, second = (
+                    steady([make(s)], num, ServerManager, seeds).tokens_per_s for s in (1, slowness)
+                )
+                pair = [make(1), make(slowness)]
+                both = [steady(pair, num, kind, seeds) for kind in CHOICES]
+                of_sum = [f"{one.tokens_per_s / (first + second):.2f}" for one in both]
+                alone = f"{first / (first + second):.2f}"
+                table.row(name, slowness, num, alone, *of_sum, *map(waits, both))
+
+
+def describe_fleets(seeds: int) -> None:
+    table = Table(
+        "Eight servers, long-tailed answers",
+        "",
+        "the eighth",
+        "requests in flight",
+        "by slots: tokens per s",
+        "tokens per s",
+        *COLUMNS[2:],
+    )
+    for name, make in KINDS.items():
+        for slowness in (1, 4):
+            for num in (16, 64, 128, 256):
+                servers = [long_tailed(make(s)) for s in (1, 1, 1, 1, 1, 1, 1, slowness)]
+                both = [steady(servers, num, kind, seeds) for kind in CHOICES]
+                rates = [f"{one.tokens_per_s:,.0f}" for one in both]
+                last = "equal" if slowness == 1 else f"{slowness} times slower"
+                table.row(name, last, num, *rates, *map(waits, both))
+
+
+def changing(server: Server, *, back_after_s: float) -> Change:
+    """Return a change that puts `server` in the first one's place for some seconds."""
+
+    async def change(fleet: Fleet) -> None:
+        await asyncio.sleep(CHANGE_S)
+        engine = fleet.engines[0]
+        before, engine.server = engine.server, server
+        await asyncio.sleep(back_after_s)
+        engine.server = before
+
+    return change
+
+
+CHANGES = {
+    "16 slots, 8 times slower for 60 s": (with_slots(), with_slots(8), 60.0),
+    "16 slots, answers 500 at once for 10 s": (
+        with_slots(),
+        replace(with_slots(), refuses_all=True),
+        10.0,
+    ),
+    "batching, answers 500 at once for 20 s": (
+        batching(),
+        replace(batching(), refuses_all=True),
+        20.0,
+    ),
+}
+
+
+def describe_changes(seeds: int) -> None:
+    head = ["the first of two", "requests in flight", "choice", "before", "during", "20 s after"]
+    table = Table("A server that changes: tokens per second", *head, "later")
+    for name, (usual, changed, during_s) in CHANGES.items():
+        end = CHANGE_S + during_s
+        spans = [(20.0, CHANGE_S), (CHANGE_S, end), (end, end + 20), (end + 20, end + 60)]
+        for num in (2, 16, 64):
+            for kind in CHOICES:
+                runs = [
+                    simulate(
+                        [usual, usual],
+                        num,
+                        spans=spans,
+                        manager_class=kind,
+                        change=changing(changed, back_after_s=during_s),
+                        seed=seed,
+                    )
+                    for seed in range(seeds)
+                ]
+                rates = [
+                    f"{means(samples).tokens_per_s:,.0f}" for samples in zip(*runs, strict=True)
+                ]
+                choice = "by slots" if kind is MostFreeSlots else "by load and speed"
+                table.row(name, num, choice, *rates)
+
+
+def describe_bursts(seeds: int) -> None:
+    """Print the seconds of rounds of requests that start together; the first, without known speeds, is left out."""
+
+    async def rounds(kind: type[ServerManager], make: Callable[[float], Server], num: int) -> float:
+        times = []
+        for seed in range(seeds):
+            fleet = Fleet([make(1), make(4)], manager_class=kind, seed=seed)
+            times += [await fleet.ask_together(num) for _ in range(9)][1:]
+        return statistics.fmean(times)
+
+    table = Table("Requests that start together", "", "requests", "by slots: s", "s")
+    for name, make in KINDS.items():
+        for num in (16, 64, 256):
+            took = [run_virtually(rounds(kind, make, num)) for kind in CHOICES]
+            table.row(name, num, *(f"{seconds:.1f}" for seconds in took))
+
+
+def describe_constant(seeds: int) -> None:
+    table = Table(
+        "Recent answers that count: tokens per second",
+        "",
+        "1 and 4 times, 8 in flight",
+        "the same, 16",
+        "equal, 32",
+        "8 times slower, 2 in flight: during",
+        "20 s after",
+    )
+    before = recent_answers.NUM_ANSWERS
+    change = changing(with_slots(8), back_after_s=60)
+    for num_answers in (4, 8, 16, 32, 64, 128):
+        recent_answers.NUM_ANSWERS = num_answers
+        servers = {slowness: long_tailed(with_slots(slowness)) for slowness in (1, 4)}
+        cases = [
+            steady([servers[1], servers[slowness]], num, ServerManager, seeds)
+            for slowness, num in ((4, 8), (4, 16), (1, 32))
+        ]
+        equal = [with_slots(), with_slots()]
+        spans = [(60.0, 120.0), (120.0, 140.0)]
+        changes = [
+            simulate(equal, 2, spans=spans, change=change, seed=seed) for seed in range(seeds)
+        ]
+        cases += [means(samples) for samples in zip(*changes, strict=True)]
+        table.row(num_answers, *(f"{one.tokens_per_s:,.0f}" for one in cases))
+    recent_answers.NUM_ANSWERS = before
+
+
+# Over HTTP.
+
+SLOWNESS = 4
+HTTP_WORKERS = (8, 16, 24, 32, 128)
+
+
+async def ask_all(
+    urls: Sequence[str], *, num_workers: int, seconds: float, kind: type[ServerManager]
+) -> Sample:
+    """Send requests for some seconds; return the figures of the second half, per answer instead of per token."""
+    manager = kind([config_of(url) for url in urls])
+    found = sorted(await keep_asking(manager.completion, num_workers=num_workers, seconds=seconds))
+    await manager.close()
+    return Sample(2 * len(found) / seconds, found[len(found) // 2], found[len(found) * 99 // 100])
+
+
+def describe_http(seconds: float) -> None:
+    scripts = [
+        Script(
+            num_slots=HTTP_SLOTS,
+            lengths=HTTP_LENGTHS,
+            latency=Latency(per_token_s=slowness * TOKEN_TIME_S),
+        )
+        for slowness in (1, SLOWNESS)
+    ]
+    title = f"Over HTTP: two servers of {HTTP_SLOTS} slots, one {SLOWNESS} times slower"
+    table = Table(title, "requests in flight", "fast alone, /s", "slow alone, /s", *COLUMNS)
+    with running_engine(scripts[0]) as fast, running_engine(scripts[1]) as slow:
+        for num in HTTP_WORKERS:
+            alone, slow_alone, *both = (
+                asyncio.run(ask_all(urls, num_workers=num, seconds=seconds, kind=kind))
+                for urls, kind in (
+                    ([fast], ServerManager),
+                    ([slow], ServerManager),
+                    ([fast, slow], MostFreeSlots),
+                    ([fast, slow], ServerManager),
+                )
+            )
+            total = alone.tokens_per_s + slow_alone.tokens_per_s
+            table.row(
+                num,
+                f"{alone.tokens_per_s:.1f}",
+                f"{slow_alone.tokens_per_s:.1f}",
+                *(f"{one.tokens_per_s / total:.2f}" for one in both),
+                *map(waits, both),
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--http", type=float, default=0.0, help="seconds of each run over HTTP")
+    parser.add_argument("--sensitivity", action="store_true", help="numbers of recent answers")
+    args = parser.parse_args()
+    if args.http:
+        describe_http(args.http)
+    elif args.sensitivity:
+        describe_constant(args.seeds)
+    else:
+        for describe in (describe_pairs, describe_fleets, describe_changes, describe_bursts):
+            describe(args.seeds)
+
+
+if __name__ == "__main__":
+    main()

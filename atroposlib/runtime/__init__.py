@@ -1,19 +1,5 @@
 """Drives a `BaseEnv` from outside: serve to a hub, process to a file, evaluate once."""
 
-__all__ = [
-    "capacity",
-    "command",
-    "evaluate",
-    "exits",
-    "guards",
-    "hub_link",
-    "items",
-    "masking",
-    "metrics",
-    "outbox",
-    "pace",
-    "process",
-    "serve",
-    "spool",
-    "timings",
-]
+import pkgutil
+
+__all__ = [module.name for module in pkgutil.iter_modules(__path__)]

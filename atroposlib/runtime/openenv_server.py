@@ -20,6 +20,7 @@ from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.stepwise import Answer, EpisodeEnd, Request, SteppedEnv
 from atroposlib.errors import ConfigError, require
 from atroposlib.proxy.local import LocalServer
+from atroposlib.runtime.signals import on_signals
 
 
 async def serve_openenv(env: BaseEnv, *, host: str, port: int, max_sessions: int) -> None:
@@ -32,16 +33,14 @@ async def serve_openenv(env: BaseEnv, *, host: str, port: int, max_sessions: int
         stepped = SteppedEnv(env)
         server = LocalServer(create_app(stepped, max_sessions=max_sessions), shutdown_s=2)
         async with stepped:
-            loop = asyncio.get_running_loop()
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(number, server.stop)
             shown = f"[{host}]" if ":" in host else host
             print(
                 f"{env.registered_name} as an OpenEnv server:"
                 f" http://{shown}:{listener.getsockname()[1]}",
                 flush=True,
             )
-            await server.serve(sockets=[listener])
+            with on_signals(server.stop, signal.SIGTERM, signal.SIGINT):
+                await server.serve(sockets=[listener])
 
 
 def create_app(stepped: SteppedEnv, *, max_sessions: int) -> ASGIApp:

@@ -36,6 +36,7 @@ from atroposlib.runtime.metrics import require_wandb, start_wandb
 from atroposlib.runtime.outbox import Outbox
 from atroposlib.runtime.progress import RunStatus, sign_of_life
 from atroposlib.runtime.rows import Provenance, fingerprint, item_json, totals
+from atroposlib.runtime.signals import on_signals
 from atroposlib.runtime.timings import Timings
 from atroposlib.utils.tracing import item_span
 
@@ -124,7 +125,7 @@ async def process_and_render(env: BaseEnv, options: ProcessOptions | None = None
 @contextlib.contextmanager
 def _cancelled_by_sigterm() -> Iterator[None]:
     """Let SIGTERM cancel the current task and end the process with its usual status; asyncio does so for SIGINT."""
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    task = asyncio.current_task()
     is_terminated = False
 
     def terminate() -> None:
@@ -134,18 +135,12 @@ def _cancelled_by_sigterm() -> Iterator[None]:
         task.cancel()
 
     try:
-        loop.add_signal_handler(signal.SIGTERM, terminate)
-    except (NotImplementedError, ValueError, RuntimeError):
-        logger.debug("cannot handle SIGTERM outside the main thread")
-    try:
-        yield
+        with on_signals(terminate, signal.SIGTERM):
+            yield
     except asyncio.CancelledError:
         if is_terminated:
             raise SystemExit(128 + signal.SIGTERM) from None
         raise
-    finally:
-        with contextlib.suppress(NotImplementedError):  # Windows
-            loop.remove_signal_handler(signal.SIGTERM)
 
 
 def usage_lines(usage: Mapping[tuple[str, str], Usage]) -> list[str]:

@@ -9,7 +9,6 @@ environment's hooks are called through the instance; `_Run` is the `Runtime` beh
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import signal
 import time
@@ -26,6 +25,7 @@ from atroposlib.runtime.items import Items
 from atroposlib.runtime.metrics import require_wandb
 from atroposlib.runtime.outbox import Outbox
 from atroposlib.runtime.progress import RunStatus, sign_of_life
+from atroposlib.runtime.signals import on_signals
 from atroposlib.runtime.spool import Spool
 from atroposlib.runtime.timings import Timings
 
@@ -99,7 +99,7 @@ class _Run:
     async def run(self) -> Outbox:
         try:
             async with closed_at_end(self._env):
-                with _signals(self._stop, self._skip_wait), contained():
+                with on_signals(self._signalled, signal.SIGTERM, signal.SIGINT), contained():
                     async with sign_of_life(self._env.server, self._status, timings=self._timings):
                         await self._run()
         finally:
@@ -111,6 +111,10 @@ class _Run:
         if self._error is not None:
             raise self._error
         return self._outbox
+
+    def _signalled(self) -> None:
+        """End the run; at the second signal, without waiting."""
+        (self._skip_wait if self._stop.is_set() else self._stop).set()
 
     async def _run(self) -> None:
         sender = asyncio.create_task(self._guard(self._send()), name="outbox")
@@ -296,25 +300,3 @@ class _Run:
 def is_overridden(method: Any, default: Any) -> bool:
     """Whether a bound method (or its replacement) is not the base class's `default`."""
     return getattr(method, "__func__", method) is not default
-
-
-@contextlib.contextmanager
-def _signals(stop: asyncio.Event, skip_wait: asyncio.Event) -> Any:
-    """Let SIGTERM and SIGINT set `stop`, and `skip_wait` the second time; do nothing outside the main thread."""
-    loop = asyncio.get_running_loop()
-    installed = []
-
-    def signalled() -> None:
-        (skip_wait if stop.is_set() else stop).set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        try:
-            loop.add_signal_handler(number, signalled)
-            installed.append(number)
-        except (NotImplementedError, RuntimeError, ValueError):
-            logger.debug("cannot handle signal %d outside the main thread", number)
-    try:
-        yield
-    finally:
-        for number in installed:
-            loop.remove_signal_handler(number)

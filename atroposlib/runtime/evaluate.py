@@ -26,6 +26,7 @@ from atroposlib.runtime.closing import closed_at_end
 from atroposlib.runtime.masking import without_secrets
 from atroposlib.runtime.metrics import require_wandb, start_wandb
 from atroposlib.runtime.progress import RunStatus, sign_of_life
+from atroposlib.runtime.signals import cancelled_by_sigterm
 from atroposlib.runtime.timings import Timings
 
 logger = logging.getLogger(__name__)
@@ -58,30 +59,34 @@ def eval_run_of(
 async def evaluate(env: BaseEnv, *, timings: Timings | None = None) -> Path:
     """Call `setup`, then `evaluate` (or `rescore`); return the directory of the results. Raises whatever they raise.
 
-    Samples that were written before an error stay.
+    Samples that were written before an error or SIGTERM stay.
     """
     if env.config.use_wandb:
         require_wandb(env)
     run = env.eval_run = env.eval_run or eval_run_of(env)
     env.config.data_dir_to_save_evals = str(run.folder)
-    async with closed_at_end(env):
-        await env.setup()
-        with run:
-            if env.config.use_wandb:
-                start_wandb(env, project=None, group=None)
-            logger.info("evaluating; results go to %s", run.folder)
-            async with sign_of_life(env.server, lambda: _status(run), timings=timings):
-                result = await (
-                    env.evaluate() if run.rescored is None else env.rescore(run.rescored)
-                )
-            if not (run.folder / METRICS_FILE).exists():
-                await _log_other_metrics(env, result)
-        samples = run.folder / SAMPLES_FILE
-        if samples.exists():
-            files = find_run_files(samples)
-            title = run.folder.resolve().name
-            await asyncio.to_thread(write_run_page, files, run.folder / PAGE_FILE, title=title)
+    with cancelled_by_sigterm():
+        async with closed_at_end(env):
+            await _evaluate(env, run, timings)
     return run.folder
+
+
+async def _evaluate(env: BaseEnv, run: EvalRun, timings: Timings | None) -> None:
+    """Evaluate into the directory of `run`, then write the page of its samples."""
+    await env.setup()
+    with run:
+        if env.config.use_wandb:
+            start_wandb(env, project=None, group=None)
+        logger.info("evaluating; results go to %s", run.folder)
+        async with sign_of_life(env.server, lambda: _status(run), timings=timings):
+            result = await (env.evaluate() if run.rescored is None else env.rescore(run.rescored))
+        if not (run.folder / METRICS_FILE).exists():
+            await _log_other_metrics(env, result)
+    samples = run.folder / SAMPLES_FILE
+    if samples.exists():
+        files = find_run_files(samples)
+        title = run.folder.resolve().name
+        await asyncio.to_thread(write_run_page, files, run.folder / PAGE_FILE, title=title)
 
 
 def _status(run: EvalRun) -> RunStatus:

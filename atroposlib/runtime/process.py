@@ -7,13 +7,11 @@ of its item in the order of `get_next_item`, so that a later run can append what
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,7 +34,7 @@ from atroposlib.runtime.metrics import require_wandb, start_wandb
 from atroposlib.runtime.outbox import Outbox
 from atroposlib.runtime.progress import RunStatus, sign_of_life
 from atroposlib.runtime.rows import Provenance, fingerprint, item_json, totals
-from atroposlib.runtime.signals import on_signals
+from atroposlib.runtime.signals import cancelled_by_sigterm
 from atroposlib.runtime.timings import Timings
 from atroposlib.utils.tracing import item_span
 
@@ -113,34 +111,13 @@ async def process(
 
 async def process_and_render(env: BaseEnv, options: ProcessOptions | None = None) -> None:
     """Write the groups, then an HTML page next to them, also when the run fails or is interrupted."""
-    with _cancelled_by_sigterm():
+    with cancelled_by_sigterm():
         try:
             await process(env, options)
         finally:
             log = env.jsonl_writer
             if isinstance(log, GroupLog) and log.num_groups:
                 await asyncio.to_thread(generate_html, log.path, tokenizer=env.tokenizer)
-
-
-@contextlib.contextmanager
-def _cancelled_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM cancel the current task and end the process with its usual status; asyncio does so for SIGINT."""
-    task = asyncio.current_task()
-    is_terminated = False
-
-    def terminate() -> None:
-        nonlocal is_terminated
-        is_terminated = True
-        assert task is not None
-        task.cancel()
-
-    try:
-        with on_signals(terminate, signal.SIGTERM):
-            yield
-    except asyncio.CancelledError:
-        if is_terminated:
-            raise SystemExit(128 + signal.SIGTERM) from None
-        raise
 
 
 def usage_lines(usage: Mapping[tuple[str, str], Usage]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,29 @@ def test_killed_evaluation_resumes_to_the_results_of_one_that_was_not(
     assert samples == (whole / "samples.jsonl").read_text()
     assert {*kept[:30]} <= {*samples.splitlines()}
     assert f"results: {folder}" in capsys.readouterr().out
+
+
+async def test_terminated_evaluation_closes_the_environment_and_says_how_to_resume(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Terminated(SlowSums):
+        is_closed = False
+
+        def score(self, row: Any, answer: str) -> float:
+            if row[0] == 30:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super().score(row, answer)
+
+        async def close(self) -> None:
+            await super().close()
+            self.is_closed = True
+
+    env = Terminated(SlowSums.env_config_cls(use_wandb=False, max_eval_workers=1), [ENGINE])
+    with pytest.raises(SystemExit) as ended:
+        await evaluate(env)
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert env.is_closed
+    assert "evaluate --resume" in caplog.text
 
 
 def test_results_go_to_a_dated_directory_with_configuration_and_versions(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 
 import atroposlib.envs
 from atroposlib.envs import checkpoint
-from atroposlib.envs.base import BaseEnv, BaseEnvConfig, EvalHandlingEnum, join_items
+from atroposlib.envs.base import BaseEnv, BaseEnvConfig, join_items
 from atroposlib.errors import EnvError
 from atroposlib.scored_data import Strictness, check_group
 from tests.runtime.helpers_runtime import ScriptedEnv, make_group
@@ -85,13 +84,6 @@ def test_class_without_the_two_required_methods_cannot_be_built() -> None:
 async def test_sending_without_a_runtime_says_how_to_start_one() -> None:
     with pytest.raises(EnvError, match="serve or process"):
         await ScriptedEnv().handle_send_to_api(make_group())
-
-
-def test_unknown_config_keys_are_ignored_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        config = BaseEnvConfig(dataset_path="x", eval_handling="NONE")  # type: ignore[call-arg]
-    assert config.eval_handling is EvalHandlingEnum.NONE
-    assert "BaseEnvConfig ignores unknown keys: 'dataset_path'" in caplog.text
 
 
 async def test_rollout_logging_wants_more_than_the_group_has() -> None:

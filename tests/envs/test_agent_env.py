@@ -19,17 +19,16 @@ from typing import Any
 import httpx
 import pytest
 
-from atroposlib.envs.agent_env import AgentEnv, AgentFailed, agent_variables, train_once
+from atroposlib.envs.agent_env import AgentEnv, AgentFailed, agent_variables
 from atroposlib.errors import EngineUnavailable, EnvError
 from atroposlib.inference.harness import ByteTokenizer, HarnessRequest, create_chat_completion
 from atroposlib.inference.servers.http_peer import EngineHttpRejected
 from atroposlib.inference.servers.openai import OpenAIServer
 from atroposlib.inference.servers.sampling_notes import noting_sampling
-from atroposlib.inference.sessions.sequences import SequenceNode
 from atroposlib.proxy.command import create_app
 from atroposlib.proxy.local import serve_locally
 from atroposlib.runtime.process import process
-from atroposlib.scored_data import IGNORE_INDEX, Strictness, check_group
+from atroposlib.scored_data import Strictness, check_group
 from environments.agents.arithmetic_agents import ArithmeticAgents
 from tests.envs.helpers_envs import ENGINE, Offline, group_of, make_env, trained_texts
 
@@ -479,34 +478,6 @@ async def test_program_ends_although_what_it_left_running_holds_its_output() -> 
     )
     async with asyncio.timeout(30):
         assert await run_program(make(), code) == "done\n"
-
-
-def node(given: str, *sampled: tuple[str, float]) -> SequenceNode:
-    tokens = [ord(c) for c in given]
-    labels, logprobs = [IGNORE_INDEX] * len(tokens), [1.0] * len(tokens)
-    for text, logprob in sampled:
-        tokens += [ord(c) for c in text]
-        labels += [ord(c) for c in text]
-        logprobs += [logprob] * len(text)
-    return SequenceNode(full_text="", tokens=tokens, masked_tokens=labels, logprobs=logprobs)
-
-
-def num_trained(nodes: list[SequenceNode]) -> list[int]:
-    return [sum(label != IGNORE_INDEX for label in n.masked_tokens) for n in nodes]
-
-
-def test_samples_that_two_sequences_share_are_trained_in_the_first_only() -> None:
-    first = node("ask", ("yes", -0.5), ("more", -0.25))
-    branch = node("ask", ("yes", -0.5), ("less!", -0.75))
-    twig = node("ask", ("yes", -0.5), ("less!", -0.75), ("end", -0.1))
-    copy = node("ask", ("yes", -0.5))
-    again = node("ask", ("yes", -0.6))
-    prompt_only = node("ask")
-    kept = train_once([first, branch, twig, copy, again, prompt_only])
-    assert num_trained(kept) == [7, 5, 3, 3]
-    assert [len(n.tokens) for n in kept] == [10, 11, 14, 6]
-    assert kept[1].logprobs[:6] == [1.0] * 6
-    assert num_trained([branch]) == [8]
 
 
 async def test_every_item_is_noted_to_be_sampled_at_the_environments_temperature() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -275,13 +276,9 @@ def test_unjudged_answers_belong_to_no_mean() -> None:
 async def test_scores_and_failures_are_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:
     logged: list[dict[str, Any]] = []
 
-    class Run:
-        def log(self, metrics: dict[str, Any], step: int) -> None:
-            logged.append(metrics)
-
     env = make(HalfJudged)
     await env.setup()
-    env.wandb_run = Run()
+    env.wandb_run = SimpleNamespace(log=lambda metrics, step: logged.append(metrics))
     await env.collect_trajectories([1, 2])
     await env.wandb_log()
     await env.wandb_log()
@@ -294,10 +291,6 @@ async def test_scores_and_failures_are_logged_once(monkeypatch: pytest.MonkeyPat
 async def test_events_of_an_evaluation_are_counted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     logged: list[dict[str, Any]] = []
 
-    class Run:
-        def log(self, metrics: dict[str, Any], step: int) -> None:
-            logged.append(metrics)
-
     class Counting(Sums):
         def score(self, row: Any, answer: str) -> Any:
             self.counts["judged"] += 1
@@ -305,7 +298,7 @@ async def test_events_of_an_evaluation_are_counted_apart(monkeypatch: pytest.Mon
 
     env = make(Counting)
     env.eval_rows = [[1, 2], [10, 20], [3, 4]]
-    env.wandb_run = Run()
+    env.wandb_run = SimpleNamespace(log=lambda metrics, step: logged.append(metrics))
     await asyncio.gather(env.evaluate(), env.collect_trajectories([1, 2]))
     await env.wandb_log()
     judged = {name: value for name, value in logged[0].items() if name.endswith("/judged")}
@@ -343,28 +336,6 @@ async def test_rows_come_from_the_configured_files(tmp_path: Path) -> None:
     assert (env.train_rows, env.eval_rows) == ([[1, 2], [3, 4]], [[5, 6]])
     with pytest.raises(ConfigError, match="define load_rows or give --env.dataset_path"):
         await make(FromFiles).setup()
-
-
-@pytest.mark.parametrize("fails", [False, True])
-async def test_what_an_environment_holds_is_closed_at_the_end_of_a_run(fails: bool) -> None:
-    closed: list[str] = []
-
-    class Holding(Sums):
-        async def close(self) -> None:
-            closed.append("resources")
-            await super().close()
-
-        async def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-            if fails:
-                raise ValueError("no")
-
-    env = make(Holding)
-    if fails:
-        with pytest.raises(ValueError, match="no"):
-            await evaluate(env)
-    else:
-        await evaluate(env)
-    assert closed == ["resources"]
 
 
 async def test_close_may_be_plain() -> None:

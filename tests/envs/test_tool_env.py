@@ -101,7 +101,8 @@ def make(*answers: str, env_cls: type[Any] = Calculator, **settings: Any) -> Any
 
 
 async def result_of(env: Any) -> str:
-    """Play one episode; return what the model was told after its first answer."""
+    """Set up, play one episode, and return what the model was told after its first answer."""
+    await env.setup()
     rollout = (await env.roll_out(ROW, 1, split="train"))[0]
     roles = [message["role"] for message in rollout.messages]
     assert roles[:4] == ["system", "user", "assistant", env.tool_role]
@@ -246,7 +247,6 @@ async def test_failed_call_is_told_to_the_model_and_counted(
     answer: str, told: str, kind: str
 ) -> None:
     env = make(answer, "3")
-    await env.setup()
     text = await result_of(env)
     assert text.startswith("Error: ")
     assert told in text
@@ -258,7 +258,6 @@ async def test_failed_call_is_told_to_the_model_and_counted(
 async def test_tool_that_takes_too_long_is_given_up(name: str) -> None:
     arguments = {"seconds": 1} if name == "slow" else {}
     env = make(call(name, **arguments), "3", tool_timeout_s=0.05)
-    await env.setup()
     RELEASE.clear()
     try:
         assert await result_of(env) == f"Error: {name} took more than 0.05 s"
@@ -296,7 +295,6 @@ async def test_tools_share_the_state_of_their_episode_only() -> None:
 
 async def test_long_results_are_cut_and_the_model_is_told() -> None:
     env = make(call("long", num_chars=60), "3", max_tool_output_chars=50)
-    await env.setup()
     assert await result_of(env) == "x" * 50 + "\n... (10 characters more were cut)"
 
 
@@ -305,7 +303,6 @@ async def test_results_as_one_user_message_for_templates_without_tools() -> None
         tool_role = "user"
 
     env = make(call("add", a=1) + call("add", a=2), "3", env_cls=AsUser)
-    await env.setup()
     assert await result_of(env) == (
         "<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response>"
     )
@@ -459,7 +456,6 @@ class Hostile(Calculator):
 @pytest.mark.parametrize("kind", ["tuple keys", "circular", "deep", "unprintable"])
 async def test_result_that_has_no_text_is_told_to_the_model_and_counted(kind: str) -> None:
     env = make(call("give", kind=kind), "3", env_cls=Hostile)
-    await env.setup()
     text = await result_of(env)
     assert text.startswith("Error: the result of give cannot be written as text: ")
     assert env.counts["tool_error_result"] == 1
@@ -468,7 +464,6 @@ async def test_result_that_has_no_text_is_told_to_the_model_and_counted(kind: st
 
 async def test_exception_without_a_text_is_told_by_its_type() -> None:
     env = make(call("fail_without_a_text"), "3", env_cls=Hostile)
-    await env.setup()
     assert await result_of(env) == "Error: UnprintableError"
 
 
@@ -493,10 +488,8 @@ async def test_lone_surrogates_do_not_spoil_the_group(answer: str, told: str) ->
 async def test_special_tokens_in_results_are_escaped_unless_told_otherwise(role: str) -> None:
     env_cls = type("Escaping", (Hostile,), {"tool_role": role})
     env = make(call("give", kind="special"), "3", env_cls=env_cls)
-    await env.setup()
     assert "x< eos>y <bos" in await result_of(env)
     env = make(call("give", kind="special"), "3", env_cls=env_cls, escape_special_tokens=False)
-    await env.setup()
     assert "x<eos>y <bos" in await result_of(env)
 
 
@@ -505,7 +498,6 @@ async def test_calls_that_hang_leave_a_bounded_number_of_threads(
 ) -> None:
     monkeypatch.setattr("atroposlib.envs.tool_env.MAX_HUNG_THREADS", 3)
     env = make(call("stuck") * 5, "3", env_cls=Hostile, tool_timeout_s=0.05)
-    await env.setup()
     RELEASE.clear()
     try:
         await result_of(env)

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from atroposlib.api.run.hub import DEFAULT_RUN
 from atroposlib.envs.base import BaseEnv
 from atroposlib.errors import EnvError
 from atroposlib.inference.harness import ServerHarness, answer_from_hash
@@ -155,20 +154,13 @@ async def test_environment_that_sends_when_the_step_changes_feeds_the_trainer_al
 
 
 async def test_it_also_begins_the_next_experiment_alone() -> None:
-    async def begin(experiment: str) -> None:
-        registration = hub.registration.model_copy(update={"experiment": experiment})
-        await hub._hub.register(DEFAULT_RUN, registration)
-        delivery = await hub.coordinator.deliver()
-        if delivery is not None:
-            await hub.coordinator.give_back(delivery)
-
     hub = LoopbackHub(batch_size=4)
     await hub.start()
-    await begin("first")
+    await hub.start_trainer(experiment="first")
     env = Loader(rollout_server_url=hub.url)
     async with serving(env):
         await until(lambda: produced(hub) == 4)
-        await begin("second")
+        await hub.start_trainer(experiment="second")
         await until(lambda: produced(hub) == 4)
         assert env.looks == [(-1, 0), (-1, 0)]
     await hub.stop()

@@ -13,53 +13,32 @@ import asyncio
 import contextlib
 import copy
 import dataclasses
-import functools
-import inspect
 import io
 import logging
 import math
-import typing
-from collections import abc, defaultdict, deque
-from collections.abc import (
-    AsyncGenerator,
-    Callable,
-    Hashable,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections import deque
+from collections.abc import AsyncGenerator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import msgspec
-from pydantic import BaseModel, PydanticUserError, TypeAdapter
 
 from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.collecting import close, collect
 from atroposlib.envs.dataset_env import DatasetEnv
-from atroposlib.envs.in_process_policy import (
-    InProcessPolicy,
-    PolicyAnswer,
-    PolicyRequest,
-    answerer,
-)
-from atroposlib.errors import ConfigError, EngineRejected, EnvError, MissingDependency, cause_of
-from atroposlib.inference.manager import ServerManager
-from atroposlib.inference.servers.http_peer import HttpPeer
+from atroposlib.envs.in_process_policy import answerer
+from atroposlib.errors import EnvError, MissingDependency, cause_of
 from atroposlib.inference.servers.sampling_notes import ItemRecord, noting_sampling
-from atroposlib.inference.servers.token_ids import encode_prompt
 from atroposlib.runtime.command import build_environment
 from atroposlib.runtime.outbox import Outbox
-from atroposlib.runtime.rows import Provenance, item_json, plain
-from atroposlib.scored_data import IGNORE_INDEX
+from atroposlib.runtime.recording import Recording, key_of, replace_servers
+from atroposlib.runtime.recording import Row as Row
+from atroposlib.runtime.rows import Provenance, item_json
+from atroposlib.runtime.stored_items import item_of
 
 logger = logging.getLogger(__name__)
-
-Row = Mapping[str, Any]
-"""One line of the JSONL file of `process`."""
 
 NUM_AT_ONCE = 16
 """Groups that are scored at a time."""
@@ -115,7 +94,7 @@ class Replayer:
 
     async def __aenter__(self) -> Self:
         env = self._env
-        _replace_servers(env)
+        replace_servers(env)
         if isinstance(env, DatasetEnv):
             # `setup` would refuse a reward that fails its gold answers, and no score would be seen.
             env.gold_answer = lambda row: None  # type: ignore[method-assign]
@@ -125,7 +104,7 @@ class Replayer:
             await close(env)
             raise
         vars(env).pop("gold_answer", None)
-        _replace_servers(env)  # those made in `setup`
+        replace_servers(env)  # those made in `setup`
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -240,188 +219,6 @@ async def replay_row(
         return await replayer.replay(row)
 
 
-def item_of(env_cls: type[BaseEnv], stored: Any) -> Any:
-    """Return a stored item in the type that the code declares: a NamedTuple, a dataclass, a pydantic model, a list.
-
-    The type is that of a parameter `row` or `item` of one of its methods, or a subclass. Without one, or where the
-    item does not fit it, the item stays as JSON gives it.
-    """
-    for kind, adapter in _item_types(env_cls):
-        if dataclasses.is_dataclass(kind) and not _fits(kind, stored):
-            continue
-        with contextlib.suppress(ValueError, TypeError):
-            return adapter.validate_python(stored)
-    return stored
-
-
-def _fits(kind: Any, stored: Any) -> bool:
-    """Whether a dataclass has all the fields of an item; a subclass may have those that are missing."""
-    return isinstance(stored, Mapping) and stored.keys() <= {
-        each.name for each in dataclasses.fields(kind)
-    }
-
-
-class _ItemType(NamedTuple):
-    kind: Any
-    adapter: TypeAdapter[Any]
-
-
-@functools.cache
-def _item_types(env_cls: type[BaseEnv]) -> list[_ItemType]:
-    """Return the types that methods declare for an item, those of the most derived class first."""
-    found = []
-    for declared in dict.fromkeys(_declared(env_cls)):
-        for kind in (declared, *getattr(declared, "__subclasses__", list)()):
-            with contextlib.suppress(PydanticUserError):
-                found.append(_ItemType(kind, TypeAdapter(kind)))
-    return found
-
-
-def _declared(env_cls: type[BaseEnv]) -> Iterator[Any]:
-    for cls in env_cls.__mro__:
-        for method in filter(inspect.isfunction, vars(cls).values()):
-            parameters = [*inspect.signature(method).parameters][:2]
-            if not {"row", "item"}.intersection(parameters):
-                continue
-            try:
-                declared = typing.get_type_hints(method).get(parameters[-1])
-            except (NameError, TypeError):
-                continue  # names that are imported for type checkers alone
-            is_class = inspect.isclass(declared) and (
-                dataclasses.is_dataclass(declared)
-                or issubclass(declared, BaseModel)
-                or (issubclass(declared, tuple) and hasattr(declared, "_fields"))
-            )
-            if is_class or typing.get_origin(declared) in (list, tuple, abc.Sequence):
-                yield declared
-
-
-# The recorded server.
-
-
-class Recording:
-    """The requests and answers of one row."""
-
-    def __init__(self, row: Row) -> None:
-        self.fault: str | None = None
-        """The first request that could not be answered: the author's code may have caught its exception."""
-        self._answers: defaultdict[bytes, deque[Row]] = defaultdict(deque)
-        for prompt, call in zip(_prompts(row["calls"]), row["calls"], strict=True):
-            self._answers[_key(prompt)].extend(call["answers"])
-        nothing = [None] * len(row["tokens"])
-        logprobs = row.get("inference_logprobs") or nothing
-        self._sequences = list(zip(row["tokens"], row["masks"], logprobs, strict=True))
-        self._used: set[tuple[int, int]] = set()
-        """(sequence, position) of each turn that was given as an answer."""
-
-    def fail(self, reason: str) -> EngineRejected:
-        """Note why the group cannot be replayed; return the exception for the author's code."""
-        self.fault = self.fault or reason
-        return EngineRejected(reason)
-
-    def take(self, prompt: Any, n: int) -> list[Row]:
-        """Return the next `n` answers to a prompt: messages or a text."""
-        stored = self._answers.get(_key(prompt), deque())
-        if len(stored) < n:
-            what = f"{_excerpt(prompt)!r} has {len(stored)} more stored answers, and {n} are asked"
-            raise self.fail(f"its requests changed: {what}")
-        return [stored.popleft() for _ in range(n)]
-
-    def sampled(
-        self, prompt_tokens: list[int] | None, text: str, decode: Callable[[list[int]], str]
-    ) -> StoredTurn | None:
-        """Return the turn in the row's sequences that follows `prompt_tokens` (None: any) and reads as `text`.
-
-        Turns that were not given before come first: several answers may have the same text.
-        """
-        for is_used in (False, True):
-            for index, (tokens, masks, logprobs) in enumerate(self._sequences):
-                starts = _turn_starts(masks) if prompt_tokens is None else [len(prompt_tokens)]
-                for start in starts:
-                    if ((index, start) in self._used) != is_used or (
-                        prompt_tokens is not None and tokens[:start] != prompt_tokens
-                    ):
-                        continue
-                    stop = start
-                    while stop < len(masks) and masks[stop] != IGNORE_INDEX:
-                        stop += 1
-                    said = decode(tokens[start:stop])
-                    # The text of an answer that a stop string ended does not contain it.
-                    if start < stop and (said == text or (text and said.startswith(text))):
-                        self._used.add((index, start))
-                        known = [0.0] * len(tokens) if logprobs is None else logprobs
-                        return StoredTurn(tokens[:start], tokens[start:stop], known[start:stop])
-        return None
-
-
-class StoredTurn(NamedTuple):
-    """One turn of the policy."""
-
-    prompt_tokens: list[int]
-    """[P]"""
-    tokens: list[int]
-    """[T]"""
-    logprobs: list[float]
-    """[T]"""
-
-
-class _RecordedPolicy(InProcessPolicy):
-    """Answers from the row that is replayed."""
-
-    def __init__(self, env: BaseEnv) -> None:
-        super().__init__("replay")
-        self._env = env
-
-    async def answer(self, request: PolicyRequest) -> list[PolicyAnswer]:
-        recording = request.answerer or _recording()
-        prompt, prompt_tokens = request.messages or request.prompt, request.prompt_ids
-        if prompt is None:
-            raise recording.fail("it asks with token ids alone, and the file has texts")
-        answers = recording.take(prompt, request.n)
-        if request.wants_tokens and prompt_tokens is None and request.messages is None:
-            prompt_tokens = encode_prompt(self._env.tokenizer, str(prompt))
-        made = []
-        for answer in answers:
-            turn = StoredTurn([], [], [])
-            if request.wants_tokens:
-                turn = self._turn(recording, prompt_tokens, prompt, answer)
-            calls = answer.get("tool_calls")
-            made.append(PolicyAnswer(answer["text"], answer["finish_reason"], *turn, calls))
-        return made
-
-    async def _get_logprobs_wrapper(self, **kwargs: Any) -> dict[str, Any]:
-        raise _recording().fail("it asks for the logprobs of prompts, which the file does not hold")
-
-    def _turn(
-        self, recording: Recording, prompt_tokens: list[int] | None, prompt: Any, answer: Row
-    ) -> StoredTurn:
-        """Return an answer's tokens: the row's own, else those of its text, with logprobs of 0."""
-        text, tokenizer = answer["text"] or "", self._env.tokenizer
-        turn = recording.sampled(
-            prompt_tokens,
-            text,
-            lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True)),
-        )
-        if turn is not None:
-            return turn
-        tokens = [int(token) for token in tokenizer.encode(text, add_special_tokens=False)]
-        if answer["finish_reason"] != "length" or not tokens:
-            tokens.append(tokenizer.eos_token_id)
-        if prompt_tokens is None:  # images, whose tokens only the engine knew
-            prompt_tokens = [int(token) for token in tokenizer.encode(_excerpt(prompt))]
-        return StoredTurn(prompt_tokens, tokens, [0.0] * len(tokens))
-
-
-class _NoPeer:
-    """Stands in for a reward model, whose answers no file holds."""
-
-    async def post(self, *args: Any, **options: Any) -> Any:
-        raise _recording().fail("a reward model scores it, whose answers the file does not hold")
-
-    async def close(self) -> None:
-        """Close nothing."""
-
-
 class _Made:
     """Keeps the rows of each replay instead of writing them."""
 
@@ -439,54 +236,6 @@ class _Made:
 
     def write(self, line: bytes) -> None:
         self._rows.get().append(msgspec.json.decode(line))
-
-
-def _replace_servers(env: BaseEnv) -> None:
-    for name, server in [*vars(env).items()]:  # a judge or a teacher has its own
-        if isinstance(server, ServerManager):
-            _RecordedPolicy(env).serve(server)
-        elif isinstance(server, HttpPeer):
-            setattr(env, name, _NoPeer())
-
-
-def _recording() -> Recording:
-    recording: Recording | None = answerer.get()
-    if recording is None:
-        raise ConfigError("a completion was asked for outside of an item, for example in setup")
-    return recording
-
-
-def _prompts(calls: Sequence[Row]) -> list[Any]:
-    """Return the whole prompt of each call: one that continues another holds its added messages alone."""
-    prompts: list[Any] = []
-    for call in calls:
-        earlier = call.get("continues")
-        added = call["prompt"]
-        prompts.append(added if earlier is None else [*prompts[earlier], *added])
-    return prompts
-
-
-def _key(prompt: Any) -> bytes:
-    return msgspec.json.encode(prompt, enc_hook=plain, order="deterministic")
-
-
-def _excerpt(prompt: Any) -> str:
-    """Return the text of a prompt, of a chat that of its last message."""
-    if isinstance(prompt, list) and prompt and isinstance(prompt[-1], Mapping):
-        prompt = prompt[-1].get("content")
-    text = str(prompt)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _turn_starts(masks: Sequence[int]) -> list[int]:
-    return [
-        i
-        for i, label in enumerate(masks)
-        if label != IGNORE_INDEX and (i == 0 or masks[i - 1] == IGNORE_INDEX)
-    ]
-
-
-# Today's sequences and the stored ones.
 
 
 def _pairs(old: Row, new: Row) -> list[int | None]:
@@ -511,7 +260,7 @@ def _tokens(row: Row, i: int) -> Hashable:
 
 
 def _messages(row: Row, i: int) -> Hashable:
-    return _key(row["messages"][i]) if row.get("messages") else None
+    return key_of(row["messages"][i]) if row.get("messages") else None
 
 
 def _completion(row: Row, i: int) -> Hashable:

@@ -18,7 +18,8 @@ from atroposlib.envs.multi_turn_env import Episode, Step
 from atroposlib.errors import EngineRejected, EnvError
 from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.harness import ServerHarness
-from atroposlib.runtime.replay import Replay, Replayer, item_of, replay_scores
+from atroposlib.runtime.replay import Replay, Replayer, replay_scores
+from atroposlib.runtime.stored_items import item_of
 from atroposlib.testing import replay_scores as public_replay_scores
 from tests.runtime.test_group_rows import (
     POLICY,

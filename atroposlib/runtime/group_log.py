@@ -5,6 +5,7 @@ An existing file is never overwritten. `GroupLog.append_to` adds to one and retu
 
 from __future__ import annotations
 
+import fcntl
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -56,7 +57,7 @@ class GroupLog:
         candidate, number = wanted, 0
         while True:
             try:
-                return cls(candidate, candidate.open("xb"))
+                return cls(candidate, _locked(candidate, "xb"))
             except FileExistsError:
                 number += 1
                 candidate = wanted.with_name(f"{wanted.stem}_{number}{wanted.suffix}")
@@ -65,12 +66,16 @@ class GroupLog:
     def append_to(cls, path: str | Path) -> GroupLog:
         """Open `path` to add lines to it, or create it; a last line that was cut off is removed.
 
-        Raises ConfigError if another line is not a group.
+        Raises ConfigError if another line is not a group, or if another process writes to the file.
         """
         if not Path(path).exists():
             return cls.open(path)
-        found = _read(Path(path))
-        return cls(Path(path), Path(path).open("ab"), found)
+        file = _locked(Path(path), "ab")
+        try:
+            return cls(Path(path), file, _read(Path(path)))
+        except ConfigError:
+            file.close()
+            raise
 
     def write(self, line: bytes | Mapping[str, Any]) -> None:
         """Append one group: its JSON, or a dict, as environments pass to `jsonl_writer.write`."""
@@ -85,6 +90,19 @@ class GroupLog:
         self._file.close()
         if not self.num_groups:
             self.path.unlink(missing_ok=True)
+
+
+def _locked(path: Path, mode: str) -> IO[bytes]:
+    """Open a file for this process alone; ConfigError if another one has it open here."""
+    file: IO[bytes] = path.open(mode)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise ConfigError(f"{path}: another process is writing groups to it") from error
+    except OSError as error:  # a network file system without locks
+        logger.debug("%s is not locked: %s", path, error)
+    return file
 
 
 class _Written(msgspec.Struct):

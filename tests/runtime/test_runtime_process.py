@@ -21,6 +21,7 @@ from atroposlib.errors import (
     MissingDependency,
 )
 from atroposlib.inference.harness import ByteTokenizer
+from atroposlib.runtime.group_log import GroupLog
 from atroposlib.runtime.process import ProcessOptions, process, process_and_render
 from tests.frontend.helpers_pages import read_page
 from tests.runtime.helpers_runtime import ScriptedEnv, make_group
@@ -247,6 +248,18 @@ async def test_append_repairs_the_end_of_a_killed_run(tmp_path: Path, end: str) 
     path.write_text(path.read_text().rstrip("\n") + end)
     await process(env_at(tmp_path, answer=numbered, total_steps=4), APPEND)
     assert scores(path) == [0, 1, 2, 3]
+
+
+def test_append_leaves_a_file_alone_that_another_run_writes(tmp_path: Path) -> None:
+    path, half_a_line = tmp_path / "g.jsonl", '{"scores": [0,'
+    running = GroupLog.open(path)
+    path.write_text(half_a_line)
+    with pytest.raises(ConfigError, match="another process is writing groups"):
+        GroupLog.append_to(path)
+    assert path.read_text() == half_a_line
+    running.write(numbered(0))
+    running.close()
+    GroupLog.append_to(path).close()
 
 
 async def test_append_refuses_a_file_of_other_items(tmp_path: Path) -> None:

@@ -583,10 +583,8 @@ class DatasetEnv(BaseEnv):
             return rows, list(own)
         order = list(range(len(rows)))
         random.Random(f"{self.config.seed}:held out").shuffle(order)
-        wanted, num_held_out = (
-            self.config.num_eval_rows,
-            min(self.config.num_eval_rows, len(rows) // 2),
-        )
+        wanted = self.config.num_eval_rows
+        num_held_out = min(wanted, len(rows) // 2)
         if num_held_out < wanted:
             logger.warning(
                 "%d of the %d training rows are held out for evaluation (num_eval_rows is %d, at most half are);"

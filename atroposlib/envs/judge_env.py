@@ -267,15 +267,12 @@ def pairings(num_answers: int, *, num_opponents: int) -> list[tuple[int, int]]:
     >>> pairings(2, num_opponents=3)
     [(0, 1)]
     """
-    seen: set[frozenset[int]] = set()
-    pairs = []
+    pairs: dict[frozenset[int], tuple[int, int]] = {}
     for distance in range(1, min(num_opponents, num_answers - 1) + 1):
         for i in range(num_answers):
             j = (i + distance) % num_answers
-            if frozenset((i, j)) not in seen:
-                seen.add(frozenset((i, j)))
-                pairs.append((i, j))
-    return pairs
+            pairs.setdefault(frozenset((i, j)), (i, j))
+    return list(pairs.values())
 
 
 def parse_mark(verdict: str, *, best_mark: float) -> float | None:

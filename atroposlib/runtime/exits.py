@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Coroutine, Iterator
 from typing import Any
 
 from atroposlib.errors import EnvError
@@ -25,11 +25,9 @@ def as_failures() -> Iterator[None]:
     try:
         yield
     except (SystemExit, KeyboardInterrupt) as error:
-        raise _failure(error) from error
-
-
-def _failure(error: BaseException) -> ExitRaised:
-    return ExitRaised(f"the environment's code raised {type(error).__name__}: {error}")
+        raise ExitRaised(
+            f"the environment's code raised {type(error).__name__}: {error}"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -41,10 +39,11 @@ def contained() -> Iterator[None]:
     def make_task(
         loop: asyncio.AbstractEventLoop, work: Any, /, **options: Any
     ) -> asyncio.Future[Any]:
-        wrapped = _Contained(work)
-        if before is not None:
-            return before(loop, wrapped, **options)
-        return asyncio.Task(wrapped, loop=loop, **options)
+        make = before or (lambda loop, work, **options: asyncio.Task(work, loop=loop, **options))
+        task = make(loop, _contain(work), **options)
+        # A task that is cancelled before its first step never awaits `work`.
+        task.add_done_callback(lambda _: work.close())
+        return task
 
     loop.set_task_factory(make_task)
     try:
@@ -53,33 +52,6 @@ def contained() -> Iterator[None]:
         loop.set_task_factory(before)
 
 
-class _Contained(Coroutine[Any, Any, Any]):
-    """Wraps a coroutine and raises `ExitRaised` where it would stop the loop.
-
-    Not an `async def` wrapper: if its task were cancelled before the first step, `work` would never be awaited.
-    """
-
-    def __init__(self, work: Coroutine[Any, Any, Any]) -> None:
-        self._work = work
-
-    def send(self, value: Any) -> Any:
-        return self._step(self._work.send, value)
-
-    def throw(self, *error: Any) -> Any:
-        return self._step(self._work.throw, *error)
-
-    def close(self) -> None:
-        self._work.close()
-
-    def __await__(self) -> Any:
-        return self._work.__await__()
-
-    @property
-    def __name__(self) -> str:
-        return getattr(self._work, "__name__", type(self._work).__name__)
-
-    def _step(self, step: Callable[..., Any], *args: Any) -> Any:
-        try:
-            return step(*args)
-        except (SystemExit, KeyboardInterrupt) as error:
-            raise _failure(error) from error
+async def _contain(work: Coroutine[Any, Any, Any]) -> Any:
+    with as_failures():
+        return await work

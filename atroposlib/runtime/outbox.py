@@ -15,7 +15,7 @@ import uuid
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 from atroposlib.client import AnotherExperiment, EnvStatus, HubClient, UnknownEnvironment
 from atroposlib.envs.author_groups import (
@@ -26,7 +26,7 @@ from atroposlib.envs.author_groups import (
     with_text_as_messages,
     without_tensors,
 )
-from atroposlib.envs.env_config import BaseEnvConfig
+from atroposlib.envs.base import BaseEnv
 from atroposlib.errors import GroupError, HubRejected, HubUnavailable
 from atroposlib.inference.servers.sampling_notes import noted, recorded
 from atroposlib.patience import Backoff
@@ -38,7 +38,8 @@ from atroposlib.utils.tracing import note_group
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
+Reregister = Callable[[int], Awaitable[None]]
+"""Registers again unless the given id was already replaced; returns once registered."""
 
 MAX_GROUPS_PER_SEND = 16
 MAX_TOKENS_PER_SEND = 1_000_000
@@ -46,19 +47,6 @@ MAX_TOKENS_PER_SEND = 1_000_000
 
 LOCKED_OUT_STATUSES = frozenset({401, 403})
 """The hub refuses the bearer token, not a group."""
-
-
-class AuthorHooks(Protocol):
-    """The part of a `BaseEnv` that the outbox uses."""
-
-    config: BaseEnvConfig
-    env_id: int | None
-    completion_lengths: list[int]
-    items_sent_this_step: int
-    max_token_len: int
-
-    def decode_tokens(self, tokens: Sequence[int]) -> str: ...
-    async def add_rollouts_for_wandb(self, scored_data: Any, item: Any = None) -> None: ...
 
 
 class Lines(Protocol):
@@ -72,7 +60,7 @@ class Outbox:
 
     def __init__(
         self,
-        env: AuthorHooks,
+        env: BaseEnv,
         *,
         environment: str,
         log: Lines | None = None,
@@ -94,10 +82,10 @@ class Outbox:
         self._num_repaired = 0
         self._has_warned_of_temperatures = False
         self._num_restored = 0
-        self._on_restored: Callable[[], None] = _nothing
+        self._on_restored: Callable[[], None] = lambda: None
         self.author_sends: Callable[[Any], Awaitable[None]] | None = None
         """The environment's own `_send_scored_data_to_api`; None if it keeps the default."""
-        self.on_status: Callable[[EnvStatus], None] = _ignore
+        self.on_status: Callable[[EnvStatus], None] = lambda _: None
         """Called with the status in a hub's answer; it counts every group in `num_stored`."""
         self.experiment: str | None = None
         """The trainer's current experiment, as given by the hub; None from an original hub."""
@@ -282,7 +270,7 @@ class Outbox:
             logger.info("the hub is available again; %d groups still held", self.num_held)
 
     def _hold(self, group: ScoredGroup) -> None:
-        self._held.append(_Held(group, experiment_of_item() or self.experiment))
+        self._held.append(_Held(group, _experiment_of_item.get() or self.experiment))
         self._drained.clear()
         self._changed.set()
 
@@ -425,14 +413,6 @@ def _gives_temperature(group: ScoredGroup) -> bool:
     return whole_group or (bool(group.overrides) and all(map(gives, group.overrides or ())))
 
 
-def _ignore(_: EnvStatus) -> None:
-    return None
-
-
-def _nothing() -> None:
-    return None
-
-
 class _Held(NamedTuple):
     """A group that the hub has not stored yet."""
 
@@ -452,14 +432,3 @@ def sampling_for(experiment: str | None) -> Iterator[None]:
         yield
     finally:
         _experiment_of_item.reset(token)
-
-
-def experiment_of_item() -> str | None:
-    """Return the experiment of the current item; None outside an item."""
-    return _experiment_of_item.get()
-
-
-class Reregister(Protocol):
-    """Registers again unless `old_id` was already replaced; returns once registered."""
-
-    async def __call__(self, old_id: int) -> None: ...

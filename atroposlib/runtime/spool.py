@@ -13,10 +13,10 @@ import logging
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from atroposlib.envs.base import BaseEnv
 from atroposlib.errors import EnvError, GroupError, HubUnavailable
@@ -114,32 +114,27 @@ def _claim_one(
         meta = envelope.meta
         if meta.get("environment") != owner.environment:
             return None
-        if meta.get("hub_url") != owner.hub_url:
-            logger.warning(
-                "%s skipped: its groups are for the hub at %s", path, meta.get("hub_url")
-            )
-            return None
-        made_for = meta.get("experiment")
-        if None not in (made_for, experiment) and made_for != experiment:
-            logger.warning(
-                "%s skipped: its groups were sampled for another experiment; delete it or resume that experiment",
-                path,
-            )
-            return None
-        made_at = int(meta.get("step", 0))
-        if made_at > step:
-            logger.warning(
-                "%s skipped: its groups were made at step %d, the trainer is at %d; delete it or resume that run",
-                path,
-                made_at,
-                step,
-            )
+        if (reason := _reason_to_skip(meta, owner, experiment, step)) is not None:
+            logger.warning("%s skipped: %s", path, reason)
             return None
         groups = [unpack_group(blob, strictness=Strictness.MEANING) for blob in envelope.blobs]
     except GroupError as error:
         logger.error("%s skipped: cannot be read: %s", path, error)
         return None
     return Spooled(path=path, groups=groups, _file=file)
+
+
+def _reason_to_skip(
+    meta: Mapping[str, Any], owner: Owner, experiment: str | None, step: int
+) -> str | None:
+    if meta.get("hub_url") != owner.hub_url:
+        return f"its groups are for the hub at {meta.get('hub_url')}"
+    made_for, made_at = meta.get("experiment"), int(meta.get("step", 0))
+    if None not in (made_for, experiment) and made_for != experiment:
+        return "its groups were sampled for another experiment; delete it or resume that experiment"
+    if made_at > step:
+        return f"its groups were made at step {made_at}, the trainer is at {step}; delete it or resume that run"
+    return None
 
 
 class Spool:

@@ -6,6 +6,7 @@ are averaged first. The page shows the answers of both to every item, most chang
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ from atroposlib.config import parse_flags
 from atroposlib.envs.eval_run import INDEX_KEYS, Sample, stored_samples
 from atroposlib.errors import ConfigError, cli_boundary
 from atroposlib.frontend.page import write_page
-from atroposlib.frontend.view_groups import views_of_samples
+from atroposlib.frontend.view_groups import text_in, views_of_samples
 from atroposlib.utils.display import table_of, uncertainty
 from atroposlib.utils.estimates import Estimate, estimate_mean
 
@@ -199,18 +200,19 @@ def _means(samples: Sequence[Sample]) -> dict[str, float]:
 
 def _asked(sample: Sample) -> str:
     """Return the start of an item's question, on one line."""
-    said = [each["content"] for each in sample.get("messages") or () if each["role"] == "user"]
-    text = said[0] if said else sample.get("row", sample.get("item", ""))
-    return " ".join(str(text).split())[:ASKED_CHARS].replace("|", "/")
+    messages = sample.get("messages") or ()
+    said = [text_in(each.get("content")) for each in messages if each.get("role") == "user"]
+    text = said[0] if said else str(sample.get("row", sample.get("item", "")))
+    return " ".join(text.split())[:ASKED_CHARS].replace("|", "/")
 
 
 def _numbers_of(sample: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a sample, also those in its `metrics`."""
+    """Return the finite numbers of a sample, also those in its `metrics`."""
     flat = {**sample, **(sample.get("metrics") or {})}
     return {
         name: float(value)
         for name, value in flat.items()
-        if isinstance(value, Real) and name not in INDEX_KEYS
+        if isinstance(value, Real) and math.isfinite(value) and name not in INDEX_KEYS
     }
 
 

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -84,96 +85,105 @@ def main(argv: Sequence[str] | None = None) -> int:
     return cli_boundary(lambda: _run(sys.argv[1:] if argv is None else argv))
 
 
-def _run(argv: Sequence[str]) -> int:
+_OF_ENV = "name in `list`, or a Python file"
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Return the parser; each command sets `act(given, rest)`, and those that take flags of the environment `flags`."""
     parser = argparse.ArgumentParser(prog="atropos-env", description=(__doc__ or "").split("\n")[0])
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("list", help="print name, shape, task and needs of every environment")
-    run = commands.add_parser("run", help="start one: run NAME serve --env.group_size 8")
+    commands = parser.add_subparsers(required=True)
+
+    def command(name: str, act: Any, help: str, *, usage: str | None = None) -> Any:
+        usage = None if usage is None else f"atropos-env {name} [-h] {usage}"
+        made = commands.add_parser(name, help=help, usage=usage, allow_abbrev=usage is None)
+        made.set_defaults(act=act, takes_flags=usage is not None)
+        return made
+
+    command("list", _list, "print name, shape, task and needs of every environment")
+    run = command("run", _start, "start one: run NAME serve --env.group_size 8")
     run.add_argument("name")
     run.add_argument("arguments", nargs=argparse.REMAINDER, help="as after `python env.py`")
-    openenv = commands.add_parser(
+    openenv = command(
         "openenv",
-        help="serve one to trainers that sample by themselves, as an OpenEnv server",
-        usage="atropos-env openenv [-h] [--host HOST] [--port PORT] [--max_sessions N] NAME [flag of `process` ...]",
-        allow_abbrev=False,
+        _openenv,
+        "serve one to trainers that sample by themselves, as an OpenEnv server",
+        usage="[--host HOST] [--port PORT] [--max_sessions N] NAME [flag of `process` ...]",
     )
-    openenv.add_argument("name", metavar="NAME", help="its name in `list`, or a Python file")
-    openenv.add_argument(
-        "--host", default="127.0.0.1", help="0.0.0.0: reachable from everywhere, without a password"
-    )
+    openenv.add_argument("name", metavar="NAME", help=_OF_ENV)
+    host_help = "0.0.0.0: reachable from everywhere, without a password"
+    openenv.add_argument("--host", default="127.0.0.1", help=host_help)
     openenv.add_argument("--port", type=int, default=8000, help="0: any free port (default: 8000)")
-    openenv.add_argument(
-        "--max_sessions",
-        type=int,
-        default=256,
-        metavar="N",
-        help="limit of connections (default: 256)",
-    )
-    rescoring = commands.add_parser(
+    limit_help = "limit of connections (default: 256)"
+    openenv.add_argument("--max_sessions", type=int, default=256, metavar="N", help=limit_help)
+    rescoring = command(
         "rescore",
-        help="score stored rollouts or answers again, with today's code",
-        usage="atropos-env rescore [-h] PATH --env ENV [--out PAGE] [flag of `process` or `evaluate` ...]",
-        allow_abbrev=False,
+        _rescore,
+        "score stored rollouts or answers again, with today's code",
+        usage="PATH --env ENV [--out PAGE] [flag of `process` or `evaluate` ...]",
     )
-    rescoring.add_argument(
-        "path", type=Path, help="JSONL file of `process`, or directory of an evaluation"
-    )
-    rescoring.add_argument("--env", required=True, help="name in `list`, or a Python file")
-    rescoring.add_argument(
-        "--out", type=Path, metavar="PAGE", help="write a page with both scores of every sequence"
-    )
-    pinning = commands.add_parser(
+    path_help = "JSONL file of `process`, or directory of an evaluation"
+    rescoring.add_argument("path", type=Path, help=path_help)
+    rescoring.add_argument("--env", required=True, help=_OF_ENV)
+    out_help = "write a page with both scores of every sequence"
+    rescoring.add_argument("--out", type=Path, metavar="PAGE", help=out_help)
+    pinning = command(
         "pin",
-        help="write a test that a stored rollout gets its right scores",
-        usage="atropos-env pin [-h] GROUP --env ENV [--file PATH] [--score I=VALUE ...] [flag of `process` ...]",
-        allow_abbrev=False,
+        _pin,
+        "write a test that a stored rollout gets its right scores",
+        usage="GROUP --env ENV [--file PATH] [--score I=VALUE ...] [flag of `process` ...]",
     )
     pinning.add_argument("group", help="its group_id, or the start of it")
-    pinning.add_argument("--env", required=True, help="name in `list`, or a Python file")
+    pinning.add_argument("--env", required=True, help=_OF_ENV)
+    file_help = "JSONL file of `process` (default: where it writes)"
+    pinning.add_argument("--file", type=Path, help=file_help)
+    score_help = "right score of sequence I, where the stored one is wrong"
     pinning.add_argument(
-        "--file", type=Path, help="JSONL file of `process` (default: where it writes)"
+        "--score", nargs="+", action="extend", default=[], metavar="I=VALUE", help=score_help
     )
-    pinning.add_argument(
-        "--score",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="I=VALUE",
-        help="right score of sequence I, where the stored one is wrong",
-    )
-    compare = commands.add_parser("compare", help="print the difference of two evaluations")
+    compare = command("compare", _compare, "print the difference of two evaluations")
     compare.add_argument("before", help="directory of an evaluation, or its samples file")
     compare.add_argument("after", help="the same for the other evaluation")
     compare.add_argument("--html", metavar="PAGE", help="write a page with the answers of both")
-    new = commands.add_parser("new", help="write NAME.py and test_NAME.py here")
+    new = command("new", _new, "write NAME.py and test_NAME.py here")
     new.add_argument("name")
     new.add_argument("--shape", choices=list(dict.fromkeys(SHAPES.values())), default="dataset")
-    given, rest = parser.parse_known_args(argv)
-    if rest and given.command not in ("openenv", "rescore", "pin"):
-        parser.error(f"unknown arguments: {' '.join(rest)}")
-    if given.command == "list":
-        width = None if sys.stdout.isatty() else PIPE_WIDTH
-        Console(width=width).print(table(find_environments()))
-    elif given.command == "run":
-        start(given.name, given.arguments)
-    elif given.command == "openenv":
-        from atroposlib.runtime.openenv_server import serve_openenv
+    return parser
 
-        env = build(given.name, rest, prog=f"atropos-env openenv {given.name}")
-        asyncio.run(
-            serve_openenv(env, host=given.host, port=given.port, max_sessions=given.max_sessions)
-        )
-    elif given.command == "rescore":
-        return _rescore(given, rest)
-    elif given.command == "pin":
-        _pin(given, rest)
-    elif given.command == "compare":
-        page = ["--html", given.html] if given.html else []
-        return compare_evals.main([given.before, given.after, *page])
-    else:
-        for path in write_new(given.name, shape=given.shape, folder=Path()):
-            print(path)
-    return 0
+
+def _run(argv: Sequence[str]) -> int | None:
+    parser = _parser()
+    given, flags = parser.parse_known_args(argv)
+    if flags and not given.takes_flags:
+        parser.error(f"unknown arguments: {' '.join(flags)}")
+    status: int | None = given.act(given, flags)
+    return status
+
+
+def _list(given: argparse.Namespace, flags: Sequence[str]) -> None:
+    width = None if sys.stdout.isatty() else PIPE_WIDTH
+    Console(width=width).print(table(find_environments()))
+
+
+def _start(given: argparse.Namespace, flags: Sequence[str]) -> None:
+    start(given.name, given.arguments)
+
+
+def _openenv(given: argparse.Namespace, flags: Sequence[str]) -> None:
+    from atroposlib.runtime.openenv_server import serve_openenv
+
+    env = build(given.name, flags, prog=f"atropos-env openenv {given.name}")
+    limit = given.max_sessions
+    asyncio.run(serve_openenv(env, host=given.host, port=given.port, max_sessions=limit))
+
+
+def _compare(given: argparse.Namespace, flags: Sequence[str]) -> int:
+    page = ["--html", given.html] if given.html else []
+    return compare_evals.main([given.before, given.after, *page])
+
+
+def _new(given: argparse.Namespace, flags: Sequence[str]) -> None:
+    for path in write_new(given.name, shape=given.shape, folder=Path()):
+        print(path)
 
 
 def _rescore(given: argparse.Namespace, flags: Sequence[str]) -> int:
@@ -290,21 +300,23 @@ def _own_files() -> Iterator[Path]:
 
 
 def _registered() -> Iterator[ListedEnvironment]:
-    """Yield what other packages register; their modules are found, not imported."""
+    """Yield what other packages register; their modules are read, and only the packages around them imported."""
     for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda each: each.name):
+        found, fault = None, "does not exist"
         try:
             spec = importlib.util.find_spec(point.module)
+            if spec is not None and spec.origin is not None:
+                path = Path(spec.origin)
+                found = describe(path, name=point.name, module=point.module, cls=point.attr)
         except ModuleNotFoundError:
-            spec = None
-        found = None
-        if spec is not None and spec.origin is not None:
-            path = Path(spec.origin)
-            found = describe(path, name=point.name, module=point.module, cls=point.attr)
+            pass
+        except Exception as error:  # noqa: BLE001 - boundary: another package's code
+            fault = f"cannot be imported: {error!r:.100}"
         yield found or ListedEnvironment(
             name=point.name,
             module=point.module,
             cls=point.attr,
-            task=f"the entry point {point.value} does not exist",
+            task=f"the entry point {point.value} {fault}",
             shape="unknown",
             needs="",
         )

@@ -8,6 +8,7 @@ changed is refused, because no test could replay it.
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -122,10 +123,10 @@ def find_row(path: Path, group_id: str) -> Row:
     """Return the group whose id is, or begins with, `group_id`; ConfigError if there is not exactly one."""
     found: list[Row] = []
     for row in rows_of(path):
-        name = str(row.get("group_id"))
+        name = row.get("group_id")
         if name == group_id:
             return row
-        if name.startswith(group_id):
+        if isinstance(name, str) and name.startswith(group_id):
             found.append(row)
     if len(found) == 1:
         return found[0]
@@ -145,8 +146,11 @@ def judged_scores(texts: Sequence[str]) -> dict[int, float]:
         index, _, score = text.partition("=")
         try:
             found[int(index)] = float(score)
-        except ValueError as error:
-            raise ConfigError(f"--score {text}: give SEQUENCE=SCORE, for example 0=1.0") from error
+            is_number = math.isfinite(float(score))
+        except ValueError:
+            is_number = False
+        if not is_number:
+            raise ConfigError(f"--score {text}: give SEQUENCE=SCORE, for example 0=1.0")
     return found
 
 

@@ -41,7 +41,7 @@ PANELS = (
 
 def charts_of(steps: Sequence[StepMetrics]) -> list[Chart]:
     """Draw the panels that have something to show; MissingDependency without matplotlib."""
-    rows = list(map(_with_shares, steps))
+    rows = _rows(steps)
     figures = require("matplotlib.figure", extra="view")
     charts = []
     for panel in PANELS:
@@ -54,7 +54,7 @@ def charts_of(steps: Sequence[StepMetrics]) -> list[Chart]:
 
 def draw_run(steps: Sequence[StepMetrics], *, title: str) -> Any:
     """Return a matplotlib figure with all panels."""
-    rows = list(map(_with_shares, steps))
+    rows = _rows(steps)
     figure = require("matplotlib.figure", extra="view").Figure(
         figsize=(12, 9), layout="constrained"
     )
@@ -74,6 +74,11 @@ def smooth(values: Sequence[float], *, window: int) -> list[float]:
     """
     recent = [values[max(0, end - window) : end] for end in range(1, len(values) + 1)]
     return [sum(part) / len(part) for part in recent]
+
+
+def _rows(steps: Sequence[StepMetrics]) -> list[StepMetrics]:
+    """Return the lines of steps; a user's trainer may write others between them."""
+    return [_with_shares(step) for step in steps if "step" in step]
 
 
 def _with_shares(step: StepMetrics) -> StepMetrics:

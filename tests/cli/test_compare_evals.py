@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import base64
-import gzip
 import json
 import math
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from atroposlib.cli.compare_evals import compare, main
+from tests.frontend.helpers_pages import read_page
 
 
 def samples(scores: dict[str, list[float | None]], **more: Any) -> list[dict[str, Any]]:
@@ -43,6 +41,26 @@ def test_equal_evaluations_differ_by_nothing() -> None:
 def test_the_same_item_twice_is_two_items() -> None:
     twice = [*samples({"a": [0.0]}), {**samples({"a": [1.0]})[0], "item_index": 1}]
     assert compare(twice, twice)["score"].difference.n == 2
+
+
+def test_a_value_that_is_no_number_counts_as_missing() -> None:
+    before, after = (
+        samples({"a": [math.nan, 1.0], "b": [math.nan]}),
+        samples({"a": [0.5], "b": [1]}),
+    )
+    assert compare(before, after)["score"] == (1.0, 0.5, -0.5)
+
+
+def test_a_question_of_several_parts_is_shown_as_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = [{"type": "text", "text": "What is this?"}, {"type": "image_url"}]
+    messages = [{"role": "user", "content": parts}, {"role": "assistant"}, {"content": "no role"}]
+    for name, score in (("old", 0.0), ("new", 1.0)):
+        [sample] = samples({"a": [score]}, messages=messages)
+        (tmp_path / name).write_text(json.dumps(sample) + "\n")
+    assert main([str(tmp_path / "old"), str(tmp_path / "new")]) == 0
+    assert "| What is this? [image_url] |" in capsys.readouterr().out
 
 
 def test_command_prints_every_number_of_the_samples(
@@ -93,8 +111,7 @@ def test_the_items_that_changed_most_come_first_also_on_the_page(
         [" 2    ", " 0.0000 ", " 1.0000 ", " +1.0000    ", " Question c / ? "],
         [" 1    ", " 0.5000 ", " 0.0000 ", " -0.5000    ", " Question b / ? "],
     ]
-    [chunk] = re.findall(r'id="chunk-0">(.*?)</script>', page.read_text())
-    groups = json.loads(gzip.decompress(base64.b64decode(chunk)))["groups"]
+    groups = read_page(page).groups
     assert [group["item_id"] for group in groups] == [2, 1, 0]
     assert [(each["label"], each["score"]) for each in groups[1]["sequences"]] == [
         ("before", 0.0),

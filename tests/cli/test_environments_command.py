@@ -137,12 +137,16 @@ def test_environments_of_other_packages_are_listed_and_started(
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: foreign\nVersion: 1.0\n")
     (package / "entry_points.txt").write_text(
         "[atropos.environments]\nforeign = foreign_task:ForeignTask\ngone = gone.module:Gone\n"
+        "broken = broken_package.module:Broken\n"
     )
+    (tmp_path / "broken_package").mkdir()
+    (tmp_path / "broken_package" / "__init__.py").write_text("raise RuntimeError('no licence')")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "argv", ["atropos-env"])
     listed = {each.name: each for each in find_environments()}
     assert (listed["foreign"].shape, listed["foreign"].needs) == ("multi_turn", "nothing")
     assert listed["gone"].task == "the entry point gone.module:Gone does not exist"
+    assert listed["broken"].task.endswith(":Broken cannot be imported: RuntimeError('no licence')")
     with pytest.raises(SystemExit):
         main(["run", "foreign", "--help"])
     assert "flags of ForeignTask" in capsys.readouterr().out

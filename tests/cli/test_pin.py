@@ -89,6 +89,15 @@ def test_a_group_whose_requests_changed_is_refused(
     assert list(sums.folder.glob("test_*")) == []
 
 
+def test_a_group_without_an_id_is_not_found_by_one(
+    sums: SumsFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = sums.folder / "original.jsonl"
+    file.write_text('{"scores": [1.0]}\n')
+    assert main(["pin", "N", "--env", "sums.py", "--file", str(file)]) == 2
+    assert "'N' is the id of no group" in capsys.readouterr().err
+
+
 def test_what_is_wrong_is_one_line(sums: SumsFolder, capsys: pytest.CaptureFixture[str]) -> None:
     name = first_id(sums)
     file = ["--file", str(sums.rollouts)]
@@ -109,5 +118,6 @@ def test_what_is_wrong_is_one_line(sums: SumsFolder, capsys: pytest.CaptureFixtu
 
 
 def test_a_judged_score_names_sequence_and_value() -> None:
-    with pytest.raises(ConfigError, match="give SEQUENCE=SCORE"):
-        judged_scores(["right"])
+    for text in ("right", "0=nan"):
+        with pytest.raises(ConfigError, match="give SEQUENCE=SCORE"):
+            judged_scores([text])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import gzip
 import re
 import sys
 from pathlib import Path
@@ -15,6 +13,7 @@ import pytest
 from atroposlib.cli import rescore
 from atroposlib.cli.environments import main
 from tests.cli.helpers_rollouts import RIGHT, SumsFolder
+from tests.frontend.helpers_pages import read_page
 
 
 @pytest.fixture
@@ -81,8 +80,7 @@ def test_the_page_has_both_scores_of_changed_groups_first(sums: SumsFolder) -> N
     sums.write(score="0.0")
     page = sums.folder / "page.html"
     assert rescored(sums, "--out", str(page)) == 1
-    [chunk] = re.findall(r'id="chunk-0">(.*?)</script>', page.read_text())
-    groups = msgspec.json.decode(gzip.decompress(base64.b64decode(chunk)))["groups"]
+    groups = read_page(page).groups
     assert [group["item_id"] for group in groups] == [0, 2, 1]
     assert [sequence["metrics"] for sequence in groups[0]["sequences"]] == [
         {"old score": 1.0, "new score": 0.0},

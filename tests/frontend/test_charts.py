@@ -22,7 +22,9 @@ def texts(svg: str) -> list[str]:
 
 
 def test_a_chart_is_drawn_for_what_the_metrics_hold() -> None:
-    assert [chart.title for chart in charts_of([step(1), step(2)])] == ["reward"]
+    of_a_users_trainer = {"eval": 0.5, "reward_mean": 1.0}
+    steps = [step(1), of_a_users_trainer, step(2)]
+    assert [chart.title for chart in charts_of(steps)] == ["reward"]
     skipped = {"num_sequences": 8, "num_skipped_zero_advantage": 2, "num_trained_tokens": 30}
     charts = charts_of([step(i, **skipped, staleness_mean=1.0) for i in range(1, 4)])
     assert [chart.title for chart in charts] == [

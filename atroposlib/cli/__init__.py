@@ -1,7 +1,6 @@
 """Commands; each starts the other parts as processes and never imports them."""
 
 __all__ = [
-    "compare_evals",
     "demo",
     "dpo",
     "inference_node_wandb_watcher",

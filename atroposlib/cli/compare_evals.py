@@ -7,18 +7,14 @@ are averaged first. The page shows the answers of both to every item, most chang
 from __future__ import annotations
 
 import math
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from pydantic import BaseModel, ConfigDict
-
-from atroposlib.config import parse_flags
 from atroposlib.envs.eval_run import INDEX_KEYS, Sample, stored_samples
-from atroposlib.errors import ConfigError, cli_boundary
+from atroposlib.errors import ConfigError
 from atroposlib.frontend.page import write_page
 from atroposlib.frontend.view_groups import text_in, views_of_samples
 from atroposlib.utils.display import table_of, uncertainty
@@ -33,19 +29,6 @@ SCORE = "score"
 MAX_ITEMS = 20
 """Changed items in the terminal; the page has all."""
 ASKED_CHARS = 60
-
-
-class CompareConfig(BaseModel):
-    """Arguments of the command."""
-
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
-
-    before: Path
-    """Directory of an evaluation, or its samples file."""
-    after: Path
-    """The same for the other evaluation."""
-    html: Path | None = None
-    """Write a page with the answers of both to every item."""
 
 
 class Comparison(NamedTuple):
@@ -72,22 +55,13 @@ class ItemPair(NamedTuple):
         return self.new - self.old
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table and return the exit code."""
-    return cli_boundary(lambda: _main(list(sys.argv[1:] if argv is None else argv)))
+def print_comparison(before_path: Path, after_path: Path, *, page: Path | None) -> None:
+    """Print the difference of two evaluations, each a directory or a file of samples, and write `page`, if given.
 
-
-def _main(argv: list[str]) -> None:
-    if len(argv) >= 2 and not any(argument.startswith("-") for argument in argv[:2]):
-        argv = ["--before", argv[0], "--after", *argv[1:]]
-    config = parse_flags(
-        CompareConfig,
-        argv,
-        prog="compare BEFORE AFTER",
-        description="Compare two evaluations of the same items.",
-    )
+    ConfigError if a file cannot be read or the two have nothing in common.
+    """
     rows = [("Value", "Before", "After", "Difference", "Stderr", "95 % interval", "Items")]
-    before, after = stored_samples(config.before), stored_samples(config.after)
+    before, after = stored_samples(before_path), stored_samples(after_path)
     found = compare(before, after)
     for name, (old, new, difference) in found.items():
         means = (f"{old:.4f}", f"{new:.4f}", f"{difference:+.4f}")
@@ -96,10 +70,10 @@ def _main(argv: list[str]) -> None:
     value = SCORE if SCORE in found else next(iter(found))
     pairs = paired_items(before, after, value=value)
     print(_changes_text(pairs, value), end="")
-    if config.html is not None:
-        about = f"before: {config.before}, after: {config.after}; sorted by the change of {value}"
-        write_page(config.html, map(view_of_pair, pairs), title="Two evaluations", about=about)
-        print(f"page: {config.html}")
+    if page is not None:
+        about = f"before: {before_path}, after: {after_path}; sorted by the change of {value}"
+        write_page(page, map(view_of_pair, pairs), title="Two evaluations", about=about)
+        print(f"page: {page}")
 
 
 def _changes_text(pairs: Sequence[ItemPair], value: str) -> str:
@@ -214,7 +188,3 @@ def _numbers_of(sample: Mapping[str, Any]) -> dict[str, float]:
         for name, value in flat.items()
         if isinstance(value, Real) and math.isfinite(value) and name not in INDEX_KEYS
     }
-
-
-if __name__ == "__main__":
-    sys.exit(main())

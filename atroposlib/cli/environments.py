@@ -141,9 +141,11 @@ def _parser() -> argparse.ArgumentParser:
         "--score", nargs="+", action="extend", default=[], metavar="I=VALUE", help=score_help
     )
     compare = command("compare", _compare, "print the difference of two evaluations")
-    compare.add_argument("before", help="directory of an evaluation, or its samples file")
-    compare.add_argument("after", help="the same for the other evaluation")
-    compare.add_argument("--html", metavar="PAGE", help="write a page with the answers of both")
+    before_help = "directory of an evaluation, or its samples file"
+    compare.add_argument("before", type=Path, help=before_help)
+    compare.add_argument("after", type=Path, help="the same for the other evaluation")
+    html_help = "write a page with the answers of both"
+    compare.add_argument("--html", type=Path, metavar="PAGE", help=html_help)
     new = command("new", _new, "write NAME.py and test_NAME.py here")
     new.add_argument("name")
     new.add_argument("--shape", choices=list(dict.fromkeys(SHAPES.values())), default="dataset")
@@ -176,9 +178,8 @@ def _openenv(given: argparse.Namespace, flags: Sequence[str]) -> None:
     asyncio.run(serve_openenv(env, host=given.host, port=given.port, max_sessions=limit))
 
 
-def _compare(given: argparse.Namespace, flags: Sequence[str]) -> int:
-    page = ["--html", given.html] if given.html else []
-    return compare_evals.main([given.before, given.after, *page])
+def _compare(given: argparse.Namespace, flags: Sequence[str]) -> None:
+    compare_evals.print_comparison(given.before, given.after, page=given.html)
 
 
 def _new(given: argparse.Namespace, flags: Sequence[str]) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from atroposlib.cli.compare_evals import compare, main
+from atroposlib.cli.compare_evals import compare
+from atroposlib.cli.environments import main
 from tests.frontend.helpers_pages import read_page
 
 
@@ -59,7 +60,7 @@ def test_a_question_of_several_parts_is_shown_as_text(
     for name, score in (("old", 0.0), ("new", 1.0)):
         [sample] = samples({"a": [score]}, messages=messages)
         (tmp_path / name).write_text(json.dumps(sample) + "\n")
-    assert main([str(tmp_path / "old"), str(tmp_path / "new")]) == 0
+    assert main(["compare", str(tmp_path / "old"), str(tmp_path / "new")]) == 0
     assert "| What is this? [image_url] |" in capsys.readouterr().out
 
 
@@ -71,7 +72,7 @@ def test_command_prints_every_number_of_the_samples(
         (tmp_path / name).mkdir()
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (tmp_path / name / "samples.jsonl").write_text(text)
-    assert main([str(tmp_path / "old"), str(tmp_path / "new" / "samples.jsonl")]) == 0
+    assert main(["compare", str(tmp_path / "old"), str(tmp_path / "new" / "samples.jsonl")]) == 0
     head, _, *rows = capsys.readouterr().out.splitlines()
     cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in (head, *rows)]
     assert cells[0] == [
@@ -103,7 +104,16 @@ def test_the_items_that_changed_most_come_first_also_on_the_page(
         (tmp_path / f"{name}.jsonl").write_text(lines)
     page = tmp_path / "page.html"
     assert (
-        main([str(tmp_path / "old.jsonl"), str(tmp_path / "new.jsonl"), "--html", str(page)]) == 0
+        main(
+            [
+                "compare",
+                str(tmp_path / "old.jsonl"),
+                str(tmp_path / "new.jsonl"),
+                "--html",
+                str(page),
+            ]
+        )
+        == 0
     )
     said = capsys.readouterr().out.split("\n\n")[1].splitlines()
     assert said[0] == "score changed in 2 of 3 items:"
@@ -140,7 +150,7 @@ def test_what_cannot_be_compared_is_one_line(
     good.write_text(json.dumps(samples({"a": [1.0]})[0]) + "\n")
     if text is not None:
         bad.write_text(text)
-    assert main([str(good), str(bad)]) == 2
+    assert main(["compare", str(good), str(bad)]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1

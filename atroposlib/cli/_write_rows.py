@@ -28,6 +28,7 @@ from atroposlib.client import (
 )
 from atroposlib.errors import ConfigError, GroupError, HubRejected, HubUnavailable
 from atroposlib.scored_data import Strictness, check_group
+from atroposlib.utils.display import counted
 from atroposlib.utils.json_lines import on_one_line, read_lines
 
 logger = logging.getLogger(__name__)
@@ -94,7 +95,7 @@ def _from_files(config: RowsConfig, rows_of: RowsOf, file: TextIO) -> None:
         file.write(_line(row))
         num_saved += 1
     if num_saved:
-        _say(f"{num_saved} rows in {config.filepath}")
+        _say(f"{counted(num_saved, 'row')} in {config.filepath}")
     else:
         _say(
             "no rows: no score is high enough; --allow-negative-scores and"

@@ -23,7 +23,7 @@ from atroposlib.frontend.view_groups import view_of_row
 from atroposlib.frontend.vocabulary import decoder
 from atroposlib.runtime.replay import Replay, Replayer, Row
 from atroposlib.samples import group_advantages
-from atroposlib.utils.display import table_of
+from atroposlib.utils.display import counted, table_of
 from atroposlib.utils.json_lines import read_lines
 
 MAX_SHOWN = 40
@@ -93,7 +93,7 @@ class Rescored:
             head = ("Group", "Item", "Sequence", "Score", "Advantage", "")
             lines.append(table_of([head, *self.table]).rstrip())
             if self.changed_sequences > MAX_SHOWN:
-                lines.append(f"... {self.changed_sequences:,} changed sequences in all")
+                lines.append(f"... {counted(self.changed_sequences, 'changed sequence')} in all")
         num_replayed = self.num_groups - self.faults.total()
         lines.append(
             f"{num_replayed:,} of {self.num_groups:,} groups scored again: {self.changed_groups:,} with other scores"
@@ -105,7 +105,7 @@ class Rescored:
                 " depends on time, so this says nothing about a change of the code"
             )
         for kind, count in self.faults.most_common():
-            lines.append(f"{count:,} groups cannot be replayed: {kind}")
+            lines.append(f"{counted(count, 'group')} cannot be replayed: {kind}")
         lines += [f"  {example}" for example in self.examples]
         if self.faults.total() > len(self.examples):
             lines.append("  ...")

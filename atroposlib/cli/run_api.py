@@ -174,23 +174,19 @@ def serve(argv: Sequence[str] | None) -> int:
         return _add_token(config)
     database = _database(config)
     if config.list_runs:
-        if database is None:
-            runs = stored_runs(config.data_dir)
-        else:
-            runs = asyncio.run(hub_database.stored(database))
+        in_database = None if database is None else asyncio.run(hub_database.stored(database))
+        runs = stored_runs(config.data_dir) if in_database is None else in_database
         print(list_runs(runs, _place(config, database)))
         return 0
     if config.forget is not None:
-        if database is None:
-            print(erase(config.data_dir, only=config.forget))
-        else:
-            runs = asyncio.run(hub_database.erase(database, only=config.forget))
-            print(erased(runs, _place(config, database)))
+        print(asyncio.run(_erase(config, database, only=config.forget)))
         return 0
     if config.reload:
         _warn("--reload does nothing; restart the hub to load new code")
     if config.scopes or config.runs:
         raise ConfigError("--scopes and --runs describe a token to make: they need --add-token")
+    if database is None and config.advertise is not None:
+        raise ConfigError("--advertise: only hubs that share a --database call each other")
     if config.memory and config.fresh:
         raise ConfigError("--memory and --fresh: a hub in memory is always fresh; drop one")
     tokens = _tokens(config)
@@ -204,11 +200,15 @@ def serve(argv: Sequence[str] | None) -> int:
     listener = listen(config.host, config.port)
     loop_factory = uvicorn.Config(app="", log_config=None).get_loop_factory()
     with listener, asyncio.Runner(loop_factory=loop_factory) as runner:
-        return runner.run(_serve(config, tokens, listener, connections))
+        return runner.run(_serve(config, database, tokens, listener, connections))
 
 
 async def _serve(
-    config: RunApiConfig, tokens: TokenSet | None, listener: socket.socket, connections: Connections
+    config: RunApiConfig,
+    database: str | None,
+    tokens: TokenSet | None,
+    listener: socket.socket,
+    connections: Connections,
 ) -> int:
     broken: list[BaseException] = []
     server: _HubServer | None = None
@@ -236,7 +236,10 @@ async def _serve(
     scheme = "https" if config.ssl_certfile else "http"
     host = f"[{config.host}]" if ":" in config.host else config.host
     address = f"{scheme}://{host}:{listener.getsockname()[1]}"
-    replica = await _replica(config, listener.getsockname()[1], scheme=scheme)
+    if config.fresh:
+        erased_runs = await _erase(config, database)
+        print(f"--fresh: {erased_runs}", file=sys.stderr, flush=True)
+    replica = _replica(config, database, listener.getsockname()[1], scheme=scheme)
     if replica is not None:
         hub = replica.hub
     else:
@@ -267,7 +270,7 @@ async def _serve(
     # Not only in the application's startup, where uvicorn would log an error with a traceback.
     await (replica or hub).open()
     if hub.found:
-        where = _place(config, _database(config))
+        where = _place(config, database)
         logger.info("resuming the runs in %s; --fresh erases them", where)
     if replica is not None:
         logger.info("as %s: %s", replica.address, replica.summary())
@@ -283,19 +286,22 @@ async def _serve(
     return 0
 
 
-async def _replica(config: RunApiConfig, port: int, *, scheme: str) -> Replica | None:
+def _replica(
+    config: RunApiConfig, database: str | None, port: int, *, scheme: str
+) -> Replica | None:
     """Return this hub as one of those on the database; None without --database."""
-    database = _database(config)
     if database is None:
-        if config.advertise is not None:
-            raise ConfigError("--advertise: only hubs that share a --database call each other")
         return None
-    if config.fresh:
-        runs = await hub_database.erase(database)
-        _print_fresh(erased(runs, _place(config, database)))
     derived = hub_database.reachable_address(config.host, port, scheme=scheme)
     address = (config.advertise or derived).rstrip("/")
     return hub_database.replica_of(database, policy=policy_of(config), address=address)
+
+
+async def _erase(config: RunApiConfig, database: str | None, *, only: str | None = None) -> str:
+    """Erase the stored runs, or only one, wherever they are; return what was erased, as a line."""
+    if database is None:
+        return erase(config.data_dir, only=only)
+    return erased(await hub_database.erase(database, only=only), _place(config, database))
 
 
 def _replica_tls(config: RunApiConfig) -> ssl.SSLContext | None:
@@ -311,8 +317,6 @@ def _replica_tls(config: RunApiConfig) -> ssl.SSLContext | None:
 def _stores(config: RunApiConfig, on_failure: Callable[[BaseException], None]) -> RunStores:
     if config.memory:
         return MemoryRuns()
-    if config.fresh:
-        _print_fresh(erase(config.data_dir))
     try:
         config.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as e:
@@ -325,10 +329,6 @@ def _stores(config: RunApiConfig, on_failure: Callable[[BaseException], None]) -
         return DiskStore(directory, durability=durability, space=space, on_failure=on_failure)
 
     return DirectoryRuns(config.data_dir, make_store)
-
-
-def _print_fresh(text: str) -> None:
-    print(f"--fresh: {text}", file=sys.stderr, flush=True)
 
 
 def _database(config: RunApiConfig) -> str | None:

@@ -23,6 +23,7 @@ from isal import igzip
 
 from atroposlib.frontend.view_groups import text_in
 from atroposlib.frontend.vocabulary import Decode, Vocabulary
+from atroposlib.utils.display import counted
 from atroposlib.utils.files import replacing
 
 logger = logging.getLogger(__name__)
@@ -198,11 +199,6 @@ class Index:
         """Return the columns and the names that two of them refer to."""
         names = {"environments": list(self._environments), "reasons": list(self._reasons)}
         return {**self.columns, **names}
-
-
-def counted(count: int, noun: str) -> str:
-    """Return `1 group` or `2 groups`."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _number_of(name: Any, numbers: dict[str, int]) -> int:

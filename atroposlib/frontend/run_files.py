@@ -16,9 +16,10 @@ import msgspec
 
 from atroposlib.errors import ConfigError, MissingDependency
 from atroposlib.frontend.charts import charts_of
-from atroposlib.frontend.page import Chart, counted, write_page
+from atroposlib.frontend.page import Chart, write_page
 from atroposlib.frontend.view_groups import rounded, view_of_row, views_of_samples
 from atroposlib.frontend.vocabulary import Decode, decoder
+from atroposlib.utils.display import counted
 from atroposlib.utils.json_lines import decode_object, read_lines
 from atroposlib.utils.tokenizers import load_tokenizer
 

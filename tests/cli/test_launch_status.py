@@ -31,9 +31,9 @@ def test_the_status_says_why_there_is_no_batch(
     hub.send(text_group("Q", ["a", "b"], [0.0, 1.0]))
     assert main(["status", hub.url]) == 0
     said = capsys.readouterr().out
-    assert "step 0  policy version 0  queue 1 groups, 2 sequences (batch: 4 sequences)" in said
+    assert "step 0  policy version 0  queue 1 group, 2 sequences (batch: 4 sequences)" in said
     assert "no batch: 2 of 4 sequences are queued" in said
-    assert "ledger: 1 groups = 1 queued" in said
+    assert "ledger: 1 group = 1 queued" in said
     hub.send(text_group("Q", ["a", "b"], [0.0, 1.0]))
     assert main(["status", hub.url]) == 0
     assert "a batch is ready" in capsys.readouterr().out

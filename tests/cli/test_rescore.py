@@ -12,6 +12,7 @@ import pytest
 
 from atroposlib.cli import rescore
 from atroposlib.cli.environments import main
+from atroposlib.utils.display import counted
 from tests.cli.helpers_rollouts import RIGHT, SumsFolder
 from tests.frontend.helpers_pages import read_page
 
@@ -64,7 +65,7 @@ def test_changed_requests_are_counted_with_their_reason(
     assert rescored(sums) == 1
     text = capsys.readouterr().out
     assert f"{3 - num_odd} of 3 groups scored again: 0 with other scores" in text
-    assert f"{num_odd} groups cannot be replayed: its requests changed\n" in text
+    assert f"{counted(num_odd, 'group')} cannot be replayed: its requests changed\n" in text
     assert re.search(r"  [0-9a-f]{8}: its requests changed: 'Add \d+ and 3.' has 0 more", text)
 
 

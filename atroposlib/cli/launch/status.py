@@ -15,6 +15,7 @@ from rich.text import Text
 
 from atroposlib.api.schemas import Explanation, HubStatus, Ledger, ReplicaStatus
 from atroposlib.errors import HubRejected, HubUnavailable
+from atroposlib.utils.display import counted
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -113,7 +114,7 @@ def describe_ledger(ledger: Ledger) -> str:
     }
     sum_ = " + ".join(f"{count} {place}" for place, count in places.items() if count)
     again = f"; {ledger.duplicates} received again" if ledger.duplicates else ""
-    return f"{ledger.produced} groups{f' = {sum_}' if sum_ else ''}{again}"
+    return f"{counted(ledger.produced, 'group')}{f' = {sum_}' if sum_ else ''}{again}"
 
 
 def is_closed(ledger: Ledger) -> bool:
@@ -126,12 +127,12 @@ def is_closed(ledger: Ledger) -> bool:
 def describe_queue(view: HubView) -> str:
     """Return step, queue, leases and staleness in one line."""
     seen = view.explanation
-    size = "" if seen.batch_size is None else f" (batch: {seen.batch_size} sequences)"
-    age = "" if view.staleness is None else f"  oldest {view.staleness} versions old"
+    size = "" if seen.batch_size is None else f" (batch: {counted(seen.batch_size, 'sequence')})"
+    age = "" if view.staleness is None else f"  oldest {counted(view.staleness, 'version')} old"
     bound = "" if seen.max_staleness is None else f" (limit {seen.max_staleness})"
     return (
         f"step {seen.current_step}  policy version {seen.policy_version}  "
-        f"queue {seen.queued_groups} groups, {seen.queued_sequences} sequences{size}  "
+        f"queue {counted(seen.queued_groups, 'group')}, {counted(seen.queued_sequences, 'sequence')}{size}  "
         f"leased batches {seen.leased_batches}{age}{bound if age else ''}"
     )
 

@@ -25,6 +25,7 @@ import httpx
 from atroposlib.cli.launch.run_file import Restart
 from atroposlib.errors import ConfigError, EngineError, cause_of
 from atroposlib.patience import Backoff
+from atroposlib.utils.display import counted
 from atroposlib.utils.owned_process import OwnedProcess, check_port_is_free, describe_exit
 
 State: TypeAlias = Literal["waiting", "starting", "running", "ready", "restarting", "ended"]
@@ -295,7 +296,7 @@ def _stop(running: Running) -> None:
 
 def _failure(running: Running, num_restarts: int) -> EngineError:
     process = running.process
-    after = f" after {num_restarts} restarts" if num_restarts else ""
+    after = f" after {counted(num_restarts, 'restart')}" if num_restarts else ""
     return EngineError(
         f"{running.name} {running.ending}{after}; command: {' '.join(process.argv)}\n"
         f"{process.log_tail()}"

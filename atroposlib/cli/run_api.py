@@ -22,10 +22,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Literal
 
 import uvicorn
-from pydantic import BaseModel, ConfigDict, Field, SecretStr
+from fastapi import FastAPI
 
 from atroposlib.api.http.connections import (
     MAX_CONNECTIONS,
@@ -37,7 +36,6 @@ from atroposlib.api.http.decoding import keep_freed_memory
 from atroposlib.api.http.security import Scope, TokenSet, add_token
 from atroposlib.api.run.hub import Hub
 from atroposlib.api.run.replica import Replica
-from atroposlib.api.run.types import RunPolicy
 from atroposlib.api.server import create_app
 from atroposlib.api.stores.base import Durability, GroupStore, StoreBroken
 from atroposlib.api.stores.disk import DiskStore
@@ -51,14 +49,20 @@ from atroposlib.api.stores.runs import (
 )
 from atroposlib.api.stores.space import DiskSpace
 from atroposlib.cli import hub_database
+from atroposlib.cli.hub_settings import (
+    RunApiConfig,
+    check_exposure,
+    check_tls,
+    policy_of,
+    replica_tls,
+    tokens_of,
+)
 from atroposlib.config import parse_flags
 from atroposlib.errors import ConfigError, cli_boundary
-from atroposlib.http_guard import is_loopback
 from atroposlib.utils.garbage import collect_less_often
 
 logger = logging.getLogger(__name__)
 
-TOKEN_VARIABLE = "ATROPOS_HUB_TOKEN"
 SHUTDOWN_GRACE_S = 2
 """Time for requests in flight to finish after a stop signal."""
 FILES_OF_STORES = 64
@@ -66,76 +70,6 @@ FILES_OF_STORES = 64
 SWITCH_INTERVAL_S = 0.001
 KEEP_ALIVE_S = 30
 """Longer than clients keep idle connections (aiohttp: 15 s), so that clients close them, not the hub."""
-QUEUED_BYTES_IN_MEMORY = 4 * 2**30
-QUEUED_BYTES_ON_DISK = 64 * 2**30
-_POLICY = RunPolicy()
-
-
-class RunApiConfig(BaseModel):
-    """Flags of `run-api`."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
-    host: str = "127.0.0.1"
-    """Address to listen on."""
-    port: int = Field(default=8000, ge=0, le=65535)
-    """Port; 0 chooses a free one."""
-    data_dir: Path = Path("atropos-data")
-    """Where runs are stored, one directory each."""
-    memory: bool = False
-    """Keep runs in memory: they end with the process."""
-    database: str | None = None
-    """Keep runs in this PostgreSQL, in place of a directory: postgresql://USER@HOST/NAME. The password: PGPASSWORD,
-    PGPASSFILE, or the whole URL in ATROPOS_DATABASE."""
-    advertise: str | None = None
-    """With --database: URL at which the other hubs of the database reach this one. None: --host, or this machine's
-    name, and --port."""
-    fresh: bool = False
-    """Erase every stored run at startup."""
-    durability: Literal["power", "process"] = "power"
-    """Whether accepted groups survive loss of power, or only the end of the process."""
-    min_free_bytes: int | None = Field(default=None, ge=0)
-    """Refuse groups if less than this would remain free on the disk. None: 2 % of the disk, at least 1 GiB."""
-    token: SecretStr | None = None
-    """One token with all rights; prefer ATROPOS_HUB_TOKEN, which process lists do not show."""
-    tokens: Path | None = None
-    """File of tokens with scopes and runs; see --add-token."""
-    insecure: bool = False
-    """Allow other machines to reach a hub without a token."""
-    ssl_certfile: Path | None = None
-    """Serve HTTPS with this certificate."""
-    ssl_keyfile: Path | None = None
-    """Private key, unless it is in the certificate file."""
-    ssl_ca_certs: Path | None = None
-    """Accept only clients with a certificate of these authorities."""
-    lease_ttl_s: float = Field(default=_POLICY.lease_ttl_s, gt=0, allow_inf_nan=False)
-    """A batch returns to the queue if its trainer sends nothing for this time."""
-    env_timeout_s: float = Field(default=_POLICY.env_timeout_s, gt=0, allow_inf_nan=False)
-    """An environment that sends nothing for this time counts as disconnected."""
-    max_staleness: int | None = Field(default=_POLICY.max_staleness, ge=0)
-    """Groups that are more policy versions old than this expire."""
-    max_queued_bytes: int | None = Field(default=None, ge=1)
-    """Per run; above it environments are slowed down. None: 64 GiB, 4 GiB with --memory."""
-    max_queued_sequences: int | None = Field(default=_POLICY.max_queued_sequences, ge=1)
-    """The same limit in sequences."""
-    max_queued_groups: int | None = Field(default=_POLICY.max_queued_groups, ge=1)
-    """The same limit in groups."""
-    max_deliveries: int = Field(default=_POLICY.max_deliveries, ge=1)
-    """A group delivered this often without an acknowledgement is set aside."""
-    keep_acked_batches: int = Field(default=_POLICY.keep_trained_batches, ge=0)
-    """Acknowledged batches kept without a checkpoint, for a trainer that rolls back."""
-    list_runs: bool = Field(default=False, alias="list")
-    """Also --list: show the stored runs, including those set aside."""
-    forget: str | None = None
-    """Delete this stored run and exit."""
-    reload: bool = False
-    """Accepted for compatibility; does nothing."""
-    add_token: str | None = None
-    """Create a token of this name, add its hash to the --tokens file, print it, exit."""
-    scopes: list[Scope] = Field(default_factory=list)
-    """With --add-token: the token's scopes."""
-    runs: list[str] | None = None
-    """With --add-token: the token's runs; default: all."""
 
 
 class _HubServer(uvicorn.Server):
@@ -181,17 +115,17 @@ def serve(argv: Sequence[str] | None) -> int:
     if config.forget is not None:
         print(asyncio.run(_erase(config, database, only=config.forget)))
         return 0
-    if config.reload:
-        _warn("--reload does nothing; restart the hub to load new code")
     if config.scopes or config.runs:
         raise ConfigError("--scopes and --runs describe a token to make: they need --add-token")
     if database is None and config.advertise is not None:
         raise ConfigError("--advertise: only hubs that share a --database call each other")
     if config.memory and config.fresh:
         raise ConfigError("--memory and --fresh: a hub in memory is always fresh; drop one")
-    tokens = _tokens(config)
-    _check_exposure(config, tokens)
-    _check_tls(config)
+    tokens = tokens_of(config)
+    unused = "--reload does nothing; restart the hub to load new code" if config.reload else None
+    for warning in filter(None, (unused, check_exposure(config, tokens))):
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
+    check_tls(config)
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s"
     )
@@ -244,26 +178,9 @@ async def _serve(
         hub = replica.hub
     else:
         hub = Hub(_stores(config, on_failure), policy=policy_of(config))
-    app = create_app(hub, tokens=tokens, replica=replica, replica_tls=_replica_tls(config))
+    app = create_app(hub, tokens=tokens, replica=replica, replica_tls=replica_tls(config))
     server = _HubServer(
-        uvicorn.Config(
-            app,
-            http=functools.partial(HubProtocol, connections=connections),  # type: ignore[arg-type]
-            ws="none",
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            lifespan="on",
-            server_header=False,
-            proxy_headers=False,  # any process on this machine could forge them
-            backlog=max(16, connections.limit // 2),
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=SHUTDOWN_GRACE_S,
-            ssl_certfile=config.ssl_certfile,
-            ssl_keyfile=config.ssl_keyfile,
-            ssl_ca_certs=str(config.ssl_ca_certs) if config.ssl_ca_certs else None,
-            ssl_cert_reqs=ssl.CERT_REQUIRED if config.ssl_ca_certs else ssl.CERT_NONE,
-        ),
+        _uvicorn_config(config, app, connections),
         on_start=f"atropos hub listening on {address}",
         stop_waiting=hub.stop_waiting,
     )
@@ -286,6 +203,27 @@ async def _serve(
     return 0
 
 
+def _uvicorn_config(config: RunApiConfig, app: FastAPI, connections: Connections) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=functools.partial(HubProtocol, connections=connections),  # type: ignore[arg-type]
+        ws="none",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        lifespan="on",
+        server_header=False,
+        proxy_headers=False,  # any process on this machine could forge them
+        backlog=max(16, connections.limit // 2),
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=SHUTDOWN_GRACE_S,
+        ssl_certfile=config.ssl_certfile,
+        ssl_keyfile=config.ssl_keyfile,
+        ssl_ca_certs=str(config.ssl_ca_certs) if config.ssl_ca_certs else None,
+        ssl_cert_reqs=ssl.CERT_REQUIRED if config.ssl_ca_certs else ssl.CERT_NONE,
+    )
+
+
 def _replica(
     config: RunApiConfig, database: str | None, port: int, *, scheme: str
 ) -> Replica | None:
@@ -302,16 +240,6 @@ async def _erase(config: RunApiConfig, database: str | None, *, only: str | None
     if database is None:
         return erase(config.data_dir, only=only)
     return erased(await hub_database.erase(database, only=only), _place(config, database))
-
-
-def _replica_tls(config: RunApiConfig) -> ssl.SSLContext | None:
-    """Return how this hub calls the others: it trusts their certificates if they use the same files."""
-    if config.ssl_certfile is None:
-        return None
-    context = ssl.create_default_context()
-    context.load_verify_locations(config.ssl_ca_certs or config.ssl_certfile)
-    context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
-    return context
 
 
 def _stores(config: RunApiConfig, on_failure: Callable[[BaseException], None]) -> RunStores:
@@ -341,21 +269,6 @@ def _database(config: RunApiConfig) -> str | None:
 
 def _place(config: RunApiConfig, database: str | None) -> str:
     return str(config.data_dir) if database is None else hub_database.shown(database)
-
-
-def policy_of(config: RunApiConfig) -> RunPolicy:
-    """Return the run policy given by the flags."""
-    default_bytes = QUEUED_BYTES_IN_MEMORY if config.memory else QUEUED_BYTES_ON_DISK
-    return RunPolicy(
-        lease_ttl_s=config.lease_ttl_s,
-        env_timeout_s=config.env_timeout_s,
-        max_staleness=config.max_staleness,
-        max_deliveries=config.max_deliveries,
-        keep_trained_batches=config.keep_acked_batches,
-        max_queued_bytes=config.max_queued_bytes or default_bytes,
-        max_queued_sequences=config.max_queued_sequences,
-        max_queued_groups=config.max_queued_groups,
-    )
 
 
 def erase(data_dir: Path, *, only: str | None = None) -> str:
@@ -424,57 +337,6 @@ def _add_token(config: RunApiConfig) -> int:
         file=sys.stderr,
     )
     return 0
-
-
-def _tokens(config: RunApiConfig) -> TokenSet | None:
-    if config.token is not None and config.tokens is not None:
-        raise ConfigError("--token and --tokens: give one of them")
-    if config.tokens is not None:
-        return TokenSet.load(config.tokens)
-    secret = os.environ.get(TOKEN_VARIABLE) or None
-    if config.token is not None:
-        secret = config.token.get_secret_value()
-    return None if secret is None else TokenSet.from_plain(secret)
-
-
-def _check_exposure(config: RunApiConfig, tokens: TokenSet | None) -> None:
-    """Raise ConfigError if other machines can reach the hub without a token; warn without encryption."""
-    if is_loopback(config.host):
-        return
-    if tokens is None and not config.insecure:
-        raise ConfigError(
-            f"--host {config.host} is reachable from other machines and the hub has no token: give"
-            f" it one (--token, --tokens FILE, or {TOKEN_VARIABLE}), or listen on 127.0.0.1;"
-            " --insecure starts it anyway"
-        )
-    if tokens is None:
-        _warn(f"--insecure: anyone who reaches {config.host} can read and add data")
-    elif config.ssl_certfile is None:
-        _warn("tokens and data are sent unencrypted; use --ssl-certfile or a proxy with TLS")
-
-
-def _warn(text: str) -> None:
-    print(f"warning: {text}", file=sys.stderr, flush=True)
-
-
-def _check_tls(config: RunApiConfig) -> None:
-    """Raise ConfigError, naming the flag, for certificates that cannot be loaded."""
-    if config.ssl_certfile is None:
-        if config.ssl_keyfile is not None or config.ssl_ca_certs is not None:
-            raise ConfigError("--ssl-keyfile and --ssl-ca-certs need --ssl-certfile")
-        return
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    try:
-        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
-    except OSError as e:  # ssl.SSLError is one
-        raise ConfigError(
-            f"--ssl-certfile {config.ssl_certfile}: cannot be loaded with its key ({e})"
-        ) from e
-    if config.ssl_ca_certs is not None:
-        try:
-            context.load_verify_locations(config.ssl_ca_certs)
-        except OSError as e:
-            raise ConfigError(f"--ssl-ca-certs {config.ssl_ca_certs}: {e}") from e
 
 
 def _raise_file_limit() -> int:

@@ -1,0 +1,160 @@
+"""The settings of `run-api`: its flags, and what they say about tokens, TLS and limits. `run_api.py` serves."""
+
+from __future__ import annotations
+
+import os
+import ssl
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr
+
+from atroposlib.api.http.security import Scope, TokenSet
+from atroposlib.api.run.types import RunPolicy
+from atroposlib.errors import ConfigError
+from atroposlib.http_guard import is_loopback
+
+TOKEN_VARIABLE = "ATROPOS_HUB_TOKEN"
+QUEUED_BYTES_IN_MEMORY = 4 * 2**30
+QUEUED_BYTES_ON_DISK = 64 * 2**30
+_POLICY = RunPolicy()
+
+
+class RunApiConfig(BaseModel):
+    """Flags of `run-api`."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = Field(default=8000, ge=0, le=65535)
+    """Port; 0 chooses a free one."""
+    data_dir: Path = Path("atropos-data")
+    """Where runs are stored, one directory each."""
+    memory: bool = False
+    """Keep runs in memory: they end with the process."""
+    database: str | None = None
+    """Keep runs in this PostgreSQL, in place of a directory: postgresql://USER@HOST/NAME. The password: PGPASSWORD,
+    PGPASSFILE, or the whole URL in ATROPOS_DATABASE."""
+    advertise: str | None = None
+    """With --database: URL at which the other hubs of the database reach this one. None: --host, or this machine's
+    name, and --port."""
+    fresh: bool = False
+    """Erase every stored run at startup."""
+    durability: Literal["power", "process"] = "power"
+    """Whether accepted groups survive loss of power, or only the end of the process."""
+    min_free_bytes: int | None = Field(default=None, ge=0)
+    """Refuse groups if less than this would remain free on the disk. None: 2 % of the disk, at least 1 GiB."""
+    token: SecretStr | None = None
+    """One token with all rights; prefer ATROPOS_HUB_TOKEN, which process lists do not show."""
+    tokens: Path | None = None
+    """File of tokens with scopes and runs; see --add-token."""
+    insecure: bool = False
+    """Allow other machines to reach a hub without a token."""
+    ssl_certfile: Path | None = None
+    """Serve HTTPS with this certificate."""
+    ssl_keyfile: Path | None = None
+    """Private key, unless it is in the certificate file."""
+    ssl_ca_certs: Path | None = None
+    """Accept only clients with a certificate of these authorities."""
+    lease_ttl_s: float = Field(default=_POLICY.lease_ttl_s, gt=0, allow_inf_nan=False)
+    """A batch returns to the queue if its trainer sends nothing for this time."""
+    env_timeout_s: float = Field(default=_POLICY.env_timeout_s, gt=0, allow_inf_nan=False)
+    """An environment that sends nothing for this time counts as disconnected."""
+    max_staleness: int | None = Field(default=_POLICY.max_staleness, ge=0)
+    """Groups that are more policy versions old than this expire."""
+    max_queued_bytes: int | None = Field(default=None, ge=1)
+    """Per run; above it environments are slowed down. None: 64 GiB, 4 GiB with --memory."""
+    max_queued_sequences: int | None = Field(default=_POLICY.max_queued_sequences, ge=1)
+    """The same limit in sequences."""
+    max_queued_groups: int | None = Field(default=_POLICY.max_queued_groups, ge=1)
+    """The same limit in groups."""
+    max_deliveries: int = Field(default=_POLICY.max_deliveries, ge=1)
+    """A group delivered this often without an acknowledgement is set aside."""
+    keep_acked_batches: int = Field(default=_POLICY.keep_trained_batches, ge=0)
+    """Acknowledged batches kept without a checkpoint, for a trainer that rolls back."""
+    list_runs: bool = Field(default=False, alias="list")
+    """Also --list: show the stored runs, including those set aside."""
+    forget: str | None = None
+    """Delete this stored run and exit."""
+    reload: bool = False
+    """Accepted for compatibility; does nothing."""
+    add_token: str | None = None
+    """Create a token of this name, add its hash to the --tokens file, print it, exit."""
+    scopes: list[Scope] = Field(default_factory=list)
+    """With --add-token: the token's scopes."""
+    runs: list[str] | None = None
+    """With --add-token: the token's runs; default: all."""
+
+
+def policy_of(config: RunApiConfig) -> RunPolicy:
+    """Return the run policy given by the flags."""
+    default_bytes = QUEUED_BYTES_IN_MEMORY if config.memory else QUEUED_BYTES_ON_DISK
+    return RunPolicy(
+        lease_ttl_s=config.lease_ttl_s,
+        env_timeout_s=config.env_timeout_s,
+        max_staleness=config.max_staleness,
+        max_deliveries=config.max_deliveries,
+        keep_trained_batches=config.keep_acked_batches,
+        max_queued_bytes=config.max_queued_bytes or default_bytes,
+        max_queued_sequences=config.max_queued_sequences,
+        max_queued_groups=config.max_queued_groups,
+    )
+
+
+def tokens_of(config: RunApiConfig) -> TokenSet | None:
+    if config.token is not None and config.tokens is not None:
+        raise ConfigError("--token and --tokens: give one of them")
+    if config.tokens is not None:
+        return TokenSet.load(config.tokens)
+    secret = os.environ.get(TOKEN_VARIABLE) or None
+    if config.token is not None:
+        secret = config.token.get_secret_value()
+    return None if secret is None else TokenSet.from_plain(secret)
+
+
+def check_exposure(config: RunApiConfig, tokens: TokenSet | None) -> str | None:
+    """Raise ConfigError if other machines can reach the hub without a token; return a warning if one is due."""
+    if is_loopback(config.host):
+        return None
+    if tokens is None and not config.insecure:
+        raise ConfigError(
+            f"--host {config.host} is reachable from other machines and the hub has no token: give"
+            f" it one (--token, --tokens FILE, or {TOKEN_VARIABLE}), or listen on 127.0.0.1;"
+            " --insecure starts it anyway"
+        )
+    if tokens is None:
+        return f"--insecure: anyone who reaches {config.host} can read and add data"
+    if config.ssl_certfile is None:
+        return "tokens and data are sent unencrypted; use --ssl-certfile or a proxy with TLS"
+    return None
+
+
+def check_tls(config: RunApiConfig) -> None:
+    """Raise ConfigError, naming the flag, for certificates that cannot be loaded."""
+    if config.ssl_certfile is None:
+        if config.ssl_keyfile is not None or config.ssl_ca_certs is not None:
+            raise ConfigError("--ssl-keyfile and --ssl-ca-certs need --ssl-certfile")
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+    except OSError as e:  # ssl.SSLError is one
+        raise ConfigError(
+            f"--ssl-certfile {config.ssl_certfile}: cannot be loaded with its key ({e})"
+        ) from e
+    if config.ssl_ca_certs is not None:
+        try:
+            context.load_verify_locations(config.ssl_ca_certs)
+        except OSError as e:
+            raise ConfigError(f"--ssl-ca-certs {config.ssl_ca_certs}: {e}") from e
+
+
+def replica_tls(config: RunApiConfig) -> ssl.SSLContext | None:
+    """Return how this hub calls the others: it trusts their certificates if they use the same files."""
+    if config.ssl_certfile is None:
+        return None
+    context = ssl.create_default_context()
+    context.load_verify_locations(config.ssl_ca_certs or config.ssl_certfile)
+    context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+    return context

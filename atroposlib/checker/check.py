@@ -9,7 +9,6 @@ makes its verdict meaningless: one fault, one finding. `execution.py` runs items
 from __future__ import annotations
 
 import contextlib
-import difflib
 import io
 import random
 import tempfile
@@ -24,12 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from atroposlib.checker import clock, probes
-from atroposlib.checker.answers import (
-    gold_result,
-    guesses,
-    knows_answers,
-    rounds,
-)
+from atroposlib.checker.answers import gold_result, guesses, knows_answers, rounds
 from atroposlib.checker.calls import (
     child_processes,
     describe,
@@ -45,10 +39,8 @@ from atroposlib.checker.leftovers import judge_cancelling, judge_leaks, judge_st
 from atroposlib.checker.report import BY_NAME, Report, Verdicts
 from atroposlib.checker.runs import Run, difference
 from atroposlib.envs.base import APIServerConfig, BaseEnv, ExtraServers
-from atroposlib.errors import (
-    ConfigError,
-    cause_of,
-)
+from atroposlib.errors import ConfigError, cause_of
+from atroposlib.utils.wording import nearest
 
 MAX_ROUNDS = 6
 """Maximum groups of guesses per item, tried until rewards differ."""
@@ -93,9 +85,7 @@ def check_env(
     """
     for name in skip:
         if name not in BY_NAME:
-            close = difflib.get_close_matches(name, BY_NAME, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            raise ConfigError(f"there is no rule {name!r} to skip{hint}")
+            raise ConfigError(f"there is no rule {name!r} to skip; {nearest(name, BY_NAME)}")
         if name in ("starts", "gives_items", "collects"):
             raise ConfigError(f"{name} cannot be skipped: without it nothing can be judged")
     if num_items < 1:

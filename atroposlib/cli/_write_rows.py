@@ -28,8 +28,8 @@ from atroposlib.client import (
 )
 from atroposlib.errors import ConfigError, GroupError, HubRejected, HubUnavailable
 from atroposlib.scored_data import Strictness, check_group
-from atroposlib.utils.display import counted
 from atroposlib.utils.json_lines import on_one_line, read_lines
+from atroposlib.utils.wording import counted
 
 logger = logging.getLogger(__name__)
 

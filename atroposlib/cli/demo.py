@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import yaml
 from rich.console import Console
@@ -103,8 +103,7 @@ def run_demo(config: DemoConfig, files: DemoFiles, display: Display) -> None:
         "cpu_seconds": round(_cpu_seconds(), 1),  # all parts have been reaped, so theirs is counted
         "wall_seconds": round(time.monotonic() - started_at, 1),
     }
-    write_results(config, files, outcome, costs=costs)
-    summary = json.loads(files.summary.read_text(encoding="utf-8"))
+    summary = write_results(config, files, outcome, costs=costs)
     before, after, gap = outcome.before, outcome.after, summary["max_logprob_gap"]
     display.say(
         f"held-out accuracy, sampled: {before.sampled:.3f} -> {after.sampled:.3f}, "
@@ -119,8 +118,8 @@ def run_demo(config: DemoConfig, files: DemoFiles, display: Display) -> None:
 
 def write_results(
     config: DemoConfig, files: DemoFiles, outcome: Outcome, *, costs: Mapping[str, float]
-) -> None:
-    """Write the summary, the learning curve and the viewer's page."""
+) -> dict[str, Any]:
+    """Write the summary, the learning curve and the viewer's page; return the summary."""
     steps = outcome.steps
     gaps = [step["logprob_gap_max"] for step in steps if step["logprob_gap_max"] is not None]
     summary = {
@@ -147,6 +146,7 @@ def write_results(
         title="Rollouts of the demo",
         about="The task: reverse the letters, then stop. Reward 1 for exactly that, else 0",
     )
+    return summary
 
 
 async def _warm_up_and_train(config: DemoConfig, files: DemoFiles, display: Display) -> Outcome:

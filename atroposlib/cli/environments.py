@@ -11,7 +11,6 @@ import argparse
 import ast
 import asyncio
 import contextlib
-import difflib
 import importlib
 import importlib.util
 import io
@@ -31,6 +30,7 @@ import atroposlib.envs
 from atroposlib.cli import compare_evals, pin, rescore
 from atroposlib.envs.base import BaseEnv
 from atroposlib.errors import ConfigError, MissingDependency, cli_boundary
+from atroposlib.utils.wording import nearest
 
 ENTRY_POINTS = "atropos.environments"
 SHAPES = {
@@ -254,10 +254,8 @@ def load(name: str) -> type[BaseEnv]:
     else:
         known = {environment.name: environment for environment in find_environments()}
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-            hint = f"did you mean {close[0]}? " if close else ""
             raise ConfigError(
-                f"there is no environment {name!r}; {hint}`atropos-env list` prints all"
+                f"there is no environment {name!r}; {nearest(name, known)} (`atropos-env list` prints all)"
             )
         found = known[name]
     try:

@@ -23,8 +23,9 @@ from atroposlib.frontend.view_groups import view_of_row
 from atroposlib.frontend.vocabulary import decoder
 from atroposlib.runtime.replay import Replay, Replayer, Row
 from atroposlib.samples import group_advantages
-from atroposlib.utils.display import counted, table_of
+from atroposlib.utils.display import table_of
 from atroposlib.utils.json_lines import read_lines
+from atroposlib.utils.wording import counted
 
 MAX_SHOWN = 40
 """Lines of the table, and groups listed as not replayed; the rest is counted."""

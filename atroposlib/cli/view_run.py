@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 import uvicorn
@@ -36,6 +36,8 @@ from atroposlib.frontend.vocabulary import Decode, Vocabulary, decoder
 from atroposlib.http_guard import foreign_host
 from atroposlib.scored_data import ScoredGroup
 from atroposlib.utils.tokenizers import load_tokenizer
+
+Handler: TypeAlias = Callable[[Request], Response]
 
 GROUPS_PER_STEP = 8
 RETRY_FOR_S = 3.0
@@ -146,21 +148,23 @@ def stored_app(page: StoredPage) -> FastAPI:
     """Return the application that serves a page at `/`."""
 
     def show(request: Request) -> Response:
-        if (refusal := _refusal(request)) is not None:
-            return refusal
         try:
             return FileResponse(page.path(), media_type="text/html", headers=_NOT_STORED)
         except ConfigError as error:
             return PlainTextResponse(f"{error}\n", 500)
 
-    return FastAPI(routes=[Route("/", show)])
+    return FastAPI(routes=[Route("/", _guarded(show))])
+
+
+def _guarded(handler: Handler) -> Handler:
+    """Refuse web pages whose name was made to resolve to this machine (DNS rebinding)."""
+    return lambda request: _refusal(request) or handler(request)
 
 
 _NOT_STORED = {"Cache-Control": "no-store"}
 
 
 def _refusal(request: Request) -> Response | None:
-    """Refuse a web page whose name was made to resolve to this machine (DNS rebinding)."""
     server = request.scope.get("server")
     host = foreign_host(request.scope["headers"], server=server[0] if server else None)
     if host is None:
@@ -215,11 +219,10 @@ def live_routes(seen: SeenGroups, config: ViewConfig) -> list[Route]:
         answer = seen.newest(after=request.query_params.get("after"))
         return Response(answer, media_type="application/json", headers=_NOT_STORED)
 
-    def guarded(handler: Callable[[Request], Response]) -> Callable[[Request], Response]:
-        # Gradio's servers forward a shared page under their own name.
-        return lambda request: (not config.share and _refusal(request)) or handler(request)
-
-    return [Route("/viewer", guarded(viewer)), Route("/newest-groups", guarded(newest))]
+    handlers = {"/viewer": viewer, "/newest-groups": newest}
+    if config.share:  # Gradio's servers forward the page under their own name
+        return [Route(path, handler) for path, handler in handlers.items()]
+    return [Route(path, _guarded(handler)) for path, handler in handlers.items()]
 
 
 class _Seen(NamedTuple):

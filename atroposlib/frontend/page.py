@@ -23,8 +23,8 @@ from isal import igzip
 
 from atroposlib.frontend.view_groups import text_in
 from atroposlib.frontend.vocabulary import Decode, Vocabulary
-from atroposlib.utils.display import counted
 from atroposlib.utils.files import replacing
+from atroposlib.utils.wording import counted
 
 logger = logging.getLogger(__name__)
 

@@ -19,9 +19,9 @@ from atroposlib.frontend.charts import charts_of
 from atroposlib.frontend.page import Chart, write_page
 from atroposlib.frontend.view_groups import rounded, view_of_row, views_of_samples
 from atroposlib.frontend.vocabulary import Decode, decoder
-from atroposlib.utils.display import counted
 from atroposlib.utils.json_lines import decode_object, read_lines
 from atroposlib.utils.tokenizers import load_tokenizer
+from atroposlib.utils.wording import counted
 
 logger = logging.getLogger(__name__)
 

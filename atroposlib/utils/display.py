@@ -1,4 +1,4 @@
-"""Counts with their noun, and evaluation results as a table for terminals and Markdown."""
+"""Evaluation results as a table for terminals and Markdown."""
 
 from __future__ import annotations
 
@@ -14,11 +14,6 @@ _COLUMNS = (
     *("95 % interval", "n"),
 )
 _BETTER_WHEN_HIGHER = ("correct", "acc")
-
-
-def counted(count: int, noun: str) -> str:
-    """Return `1 group` or `2 groups`."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def display_metrics_table(

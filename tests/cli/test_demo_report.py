@@ -91,13 +91,13 @@ def test_the_results_are_a_summary_a_learning_curve_and_the_viewers_page(tmp_pat
     )
     before, after = Accuracy(sampled=0.3, greedy=0.6), Accuracy(sampled=0.8, greedy=0.9)
     outcome = demo.Outcome(before=before, after=after, steps=steps, stopped_by="steps")
-    demo.write_results(demo.DemoConfig(), files, outcome, costs={"cpu_seconds": 90.0})
+    summary = demo.write_results(demo.DemoConfig(), files, outcome, costs={"cpu_seconds": 90.0})
     page = read_page(tmp_path / "rollouts.html")
     assert [each["id"] for each in page.groups] == ["g0"]
     assert "reverse the letters, then stop" in page.head["about"]
     assert "reward" in [chart["title"] for chart in page.head["charts"]]
     assert (tmp_path / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
-    summary = json.loads(files.summary.read_text())
+    assert summary == json.loads(files.summary.read_text())
     assert (summary["groups"], summary["max_logprob_gap"]) == (320, 1.5e-5)
     assert summary["cpu_seconds"] == 90.0
 

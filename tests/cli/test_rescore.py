@@ -12,7 +12,7 @@ import pytest
 
 from atroposlib.cli import rescore
 from atroposlib.cli.environments import main
-from atroposlib.utils.display import counted
+from atroposlib.utils.wording import counted
 from tests.cli.helpers_rollouts import RIGHT, SumsFolder
 from tests.frontend.helpers_pages import read_page
 

@@ -29,9 +29,9 @@ from atroposlib.cli.launch.run_file import (
     Section,
     TrainerPart,
     flag_name,
-    nearest,
 )
 from atroposlib.errors import ConfigError
+from atroposlib.utils.wording import nearest
 
 PYTHON = "python"
 

@@ -6,7 +6,6 @@ below `env` refers to a variable of the environment.
 
 from __future__ import annotations
 
-import difflib
 import re
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args, get_origin
@@ -15,12 +14,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from atroposlib.config import read_yaml
 from atroposlib.errors import ConfigError
+from atroposlib.utils.wording import nearest
 
 Scalar: TypeAlias = bool | int | float | str | None
 Restart: TypeAlias = Literal["always", "on-failure", "never"]
-
-MAX_NAMES = 30
-"""Valid names listed in a message."""
 
 VARIABLE = re.compile(r"\$\{(\w*)\}")
 _SECRET_VARIABLE = re.compile(r"(TOKEN|SECRET|PASSWORD|DATABASE|_KEY)$")
@@ -178,18 +175,6 @@ def flag_name(name: str) -> str:
     'served_model_name'
     """
     return name.lstrip("-").replace("-", "_")
-
-
-def nearest(name: str, valid: list[str]) -> str:
-    """Return a hint for an unknown name.
-
-    >>> nearest("hbu", ["hub", "engine"])
-    'did you mean hub?'
-    """
-    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.4)
-    if close:
-        return f"did you mean {close[0]}?"
-    return f"valid: {', '.join(valid[:MAX_NAMES])}{', ...' if len(valid) > MAX_NAMES else ''}"
 
 
 def _fill_empty_sections(document: dict[str, Any]) -> dict[str, Any]:

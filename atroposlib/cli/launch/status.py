@@ -15,7 +15,7 @@ from rich.text import Text
 
 from atroposlib.api.schemas import Explanation, HubStatus, Ledger, ReplicaStatus
 from atroposlib.errors import HubRejected, HubUnavailable
-from atroposlib.utils.display import counted
+from atroposlib.utils.wording import counted
 
 M = TypeVar("M", bound=BaseModel)
 

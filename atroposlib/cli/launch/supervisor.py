@@ -25,8 +25,8 @@ import httpx
 from atroposlib.cli.launch.run_file import Restart
 from atroposlib.errors import ConfigError, EngineError, cause_of
 from atroposlib.patience import Backoff
-from atroposlib.utils.display import counted
 from atroposlib.utils.owned_process import OwnedProcess, check_port_is_free, describe_exit
+from atroposlib.utils.wording import counted
 
 State: TypeAlias = Literal["waiting", "starting", "running", "ready", "restarting", "ended"]
 """A program without a health check is `running`, never `ready`."""

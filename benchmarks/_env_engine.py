@@ -7,15 +7,17 @@ every field of stock vLLM 0.32, of the same size.
 
 from __future__ import annotations
 
-import asyncio
+import itertools
 import json
 import random
 import re
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from aiohttp import web
 from tokenizers import Tokenizer
 
 from benchmarks._env_text import corpus
@@ -92,78 +94,56 @@ def make_choices(directory: Path, lengths: Sequence[int]) -> dict[int, list[Choi
     return made
 
 
-class Engine(asyncio.Protocol):
-    """One connection."""
+def create_app(choices: dict[int, list[Choice]]) -> web.Application:
+    """Return the engine; requests take the prepared choices in turn."""
+    numbers = itertools.count()
 
-    def __init__(self, choices: dict[int, list[Choice]]) -> None:
-        self._choices = choices
-        self._received = bytearray()
-        self._next = 0
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport: asyncio.Transport = transport  # type: ignore[assignment]
-
-    def data_received(self, data: bytes) -> None:
-        self._received += data
-        head_end = self._received.find(b"\r\n\r\n")
-        if head_end < 0:
-            return
-        head = bytes(self._received[:head_end])
-        found = re.search(rb"(?i)\r\ncontent-length: *(\d+)", head)
-        length = int(found.group(1)) if found else 0
-        if len(self._received) < head_end + 4 + length:
-            return
-        body = bytes(self._received[head_end + 4 : head_end + 4 + length])
-        self._received.clear()
-        self._answer(head.split(b" ", 2)[1], body)
-
-    def _answer(self, path: bytes, body: bytes) -> None:
-        if path == b"/health":
-            self._send(b"200 OK", [])
-        elif path == b"/v1/completions":
-            prompt = PROMPT.search(body)
-            assert prompt is not None, body[:300]
-            ids = prompt.group(1)
-            pieces = [b"%s%s%s" % (choice.before, ids, choice.after) for choice in self._take(body)]
-            self._send_choices(b"text_completion", pieces)
-        elif path == b"/v1/chat/completions":
-            self._send_choices(b"chat.completion", [choice.chat for choice in self._take(body)])
-        else:
-            self._send(b"404 Not Found", [b'{"detail":"Not Found"}'])
-
-    def _take(self, body: bytes) -> list[Choice]:
+    def take(body: bytes) -> list[Choice]:
         asked = {name: pattern.search(body) for name, pattern in NUMBER.items()}
         n = int(asked[b"n"].group(1)) if asked[b"n"] else 1
-        max_tokens = int(asked[b"max_tokens"].group(1)) if asked[b"max_tokens"] else 16
-        choices = self._choices[max_tokens]
-        self._next += n
-        return [choices[(self._next + i) % len(choices)] for i in range(n)]
+        prepared = choices[int(asked[b"max_tokens"].group(1)) if asked[b"max_tokens"] else 16]
+        return [prepared[next(numbers) % len(prepared)] for _ in range(n)]
 
-    def _send_choices(self, kind: bytes, choices: list[bytes]) -> None:
-        pieces = [b'{"id":"c","object":"%s","created":1,"model":"bench","choices":[' % kind]
-        for index, choice in enumerate(choices):
-            pieces += [b'%s{"index":%d,' % (b"," if index else b"", index), choice, b"}"]
-        pieces.append(
-            b'],"service_tier":null,"system_fingerprint":"vllm-0.32.0","usage":{"prompt_tokens":1,'
-            b'"total_tokens":2,"completion_tokens":1,"prompt_tokens_details":null},'
-            b'"kv_transfer_params":null,"metrics":null}'
-        )
-        self._send(b"200 OK", pieces)
+    async def completions(request: web.Request) -> web.Response:
+        body = await request.read()
+        prompt = PROMPT.search(body)
+        assert prompt is not None, body[:300]
+        ids = prompt.group(1)
+        pieces = [b"%s%s%s" % (choice.before, ids, choice.after) for choice in take(body)]
+        return answer(b"text_completion", pieces)
 
-    def _send(self, status: bytes, pieces: list[bytes]) -> None:
-        length = sum(map(len, pieces))
-        head = b"HTTP/1.1 %s\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-        self._transport.writelines([head % (status, length), *pieces])
+    async def chat_completions(request: web.Request) -> web.Response:
+        return answer(b"chat.completion", [each.chat for each in take(await request.read())])
+
+    async def health(request: web.Request) -> web.Response:
+        return web.Response()
+
+    app = web.Application(client_max_size=2**30)
+    app.router.add_get("/health", health)
+    app.router.add_post("/v1/completions", completions)
+    app.router.add_post("/v1/chat/completions", chat_completions)
+    return app
 
 
-async def main() -> None:
+def answer(kind: bytes, choices: list[bytes]) -> web.Response:
+    pieces = [b'{"id":"c","object":"%s","created":1,"model":"bench","choices":[' % kind]
+    for index, choice in enumerate(choices):
+        pieces += [b'%s{"index":%d,' % (b"," if index else b"", index), choice, b"}"]
+    pieces.append(
+        b'],"service_tier":null,"system_fingerprint":"vllm-0.32.0","usage":{"prompt_tokens":1,'
+        b'"total_tokens":2,"completion_tokens":1,"prompt_tokens_details":null},'
+        b'"kv_transfer_params":null,"metrics":null}'
+    )
+    return web.Response(body=b"".join(pieces), content_type="application/json")
+
+
+def main() -> None:
     directory, lengths = Path(sys.argv[1]), [int(text) for text in sys.argv[2].split(",")]
-    choices = make_choices(directory, lengths)
-    loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: Engine(choices), "127.0.0.1", 0)
-    print(f"listening on http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
-    await server.serve_forever()
+    app = create_app(make_choices(directory, lengths))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        print(f"listening on http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
+        web.run_app(app, sock=listener, print=None, access_log=None)
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    main()

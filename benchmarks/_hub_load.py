@@ -158,7 +158,6 @@ class Site:
     is_packed: bool = False
     is_zstd: bool = False
     is_leasing: bool = False
-    is_long_polling: bool = False
 
     def connect(self) -> closing[Connection]:
         headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
@@ -185,12 +184,6 @@ class Site:
                 self.is_zstd = encoding is PACKED_ZSTD
                 taken = await take_batch(self, connection, PACKED, wait_s=0)
                 self.is_leasing = taken is not None and "lease_id" in taken.lease
-            began = time.perf_counter()
-            step = json.loads((await get(connection, "/status")).body)["current_step"]
-            await get(
-                connection, f"/status-env?env_id={env_id}&wait=0.3&seen_step={step}", (200, 422)
-            )
-            self.is_long_polling = self.is_packed and time.perf_counter() - began > 0.25
 
 
 async def get(connection: Connection, path: str, accepted: Sequence[int] = (200,)) -> Reply:

@@ -104,7 +104,7 @@ class Sink:
 
 @contextlib.asynccontextmanager
 async def draining(hub: Hub) -> AsyncIterator[Sink]:
-    site = Site(hub=hub, is_packed=True, is_leasing=True, is_long_polling=True)
+    site = Site(hub=hub, is_packed=True, is_leasing=True)
     with site.connect() as connection:
         batch_size = GROUPS_PER_BATCH * GROUP_SIZE
         await register_trainer(connection, batch_size=batch_size, max_token_len=2**20)

@@ -28,13 +28,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks._hub_http import Connection
 from benchmarks._hub_load import (
     JSON,
     JSON_GZIP,
     MEBI,
     NUM_ENVS,
-    OWN_CLIENT,
     PACKED,
     PACKED_ZSTD,
     ROW_LIMIT_S,
@@ -55,8 +53,6 @@ from benchmarks._hub_process import Cost, Hub, probing, running_hub, settled_cpu
 from benchmarks._table import Table, shown
 
 BATCHES_IN_FLIGHT = 3
-POLL_PAUSE_S = 0.1
-"""Pause of the original's environments between two status requests."""
 
 
 def middle(values: Sequence[float]) -> str:
@@ -106,7 +102,6 @@ class Options(argparse.Namespace):
     seq_len: int
     batch_groups: int
     queue_sizes: list[int]
-    envs: list[int]
 
     @property
     def tokens_per_group(self) -> int:
@@ -175,37 +170,6 @@ def encodings_of(site: Site) -> Iterator[Encoding]:
         yield PACKED_ZSTD
     yield JSON
     yield JSON_GZIP
-
-
-async def ask_delivery(site: Site, options: Options, findings: Findings) -> None:
-    table = Table(
-        f"Delivery: GET /batch of {options.batch_groups} groups, {site.hub.store} store"
-        + (", packed ones leased and acknowledged" if site.is_leasing else ""),
-        "encoding", "CPU s/Mtok", "wall ms per batch p50 / p99", "client CPU s/Mtok",
-    )  # fmt: skip
-    for encoding in encodings_of(site):
-        bodies = await fresh_bodies(site, options, site.native)
-        with site.connect() as connection:
-            num_groups = options.groups_for(4e6 if encoding.is_packed else 2e6)
-            filled = [bodies.one() for _ in range(num_groups + options.batch_groups)]
-            await post_all(site, filled, site.native)
-            first = await take_batch(site, connection, encoding, wait_s=0)
-            if first is not None:
-                await acknowledge(connection, first)
-            latencies_ms: list[float] = []
-            deadline = time.perf_counter() + ROW_LIMIT_S
-            async with Cost(site.hub) as cost:
-                while time.perf_counter() < deadline:
-                    began = time.perf_counter()
-                    taken = await take_batch(site, connection, encoding, wait_s=0)
-                    if taken is None:
-                        break
-                    latencies_ms.append(1e3 * (time.perf_counter() - began))
-                    await acknowledge(connection, taken)
-        mtok = 1e-6 * len(latencies_ms) * options.batch_groups * options.tokens_per_group
-        table.row(
-            encoding.name, cost.server_s / mtok, quantiles(latencies_ms), cost.client_s / mtok
-        )
 
 
 class Flow(NamedTuple):
@@ -349,98 +313,6 @@ async def ask_status(site: Site, options: Options, findings: Findings) -> None:
                     cost_ms,
                     quantiles(latencies_ms),
                 )
-
-
-async def ask_environments(site: Site, options: Options, findings: Findings) -> None:
-    table = Table(
-        f"Many environments, a step every 0.5 s, {site.hub.store} store",
-        "environments", "kind", "answers/s", "per environment", "p50 / p99 ms", "server cores",
-        "CPU us per answer", "failed",
-    )  # fmt: skip
-    duration_s = 2.0 if options.quick else 5.0
-    for num_envs in options.envs:
-        for is_native in (True, False) if site.is_long_polling else (False,):
-            with site.connect() as connection:
-                env_ids = await fresh_run(connection, batch_size=8, num_envs=num_envs, group_size=8)
-                polled = Polled()
-                tasks = [
-                    asyncio.create_task(poll(site, env_id, polled, is_native=is_native))
-                    for env_id in env_ids
-                ]
-                await asyncio.sleep(1.0)
-                polled.latencies_ms.clear()
-                polled.num_failed = 0
-                bodies = Bodies(
-                    site.native,
-                    [make_group(num_sequences=8, num_tokens=64, env_id=env_ids[0], seed=0)],
-                )
-                async with Cost(site.hub) as cost:
-                    until = time.perf_counter() + duration_s
-                    while time.perf_counter() < until:
-                        await send(connection, "/scored_data", bodies.one(), site.native)
-                        polled.stepped_s = time.perf_counter()
-                        await take_and_acknowledge(site, connection)
-                        await asyncio.sleep(0.5)
-                    num_answers = len(polled.latencies_ms)
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-            table.row(
-                num_envs,
-                "long poll, answer after a step" if is_native else "original, every 0.1 s",
-                num_answers / cost.wall_s,
-                num_answers / cost.wall_s / num_envs,
-                quantiles(polled.latencies_ms),
-                cost.server_s / cost.wall_s,
-                1e6 * cost.server_s / max(1, num_answers),
-                polled.num_failed,
-            )
-
-
-async def take_and_acknowledge(site: Site, connection: Connection) -> None:
-    taken = await take_batch(site, connection, site.native, wait_s=0)
-    if taken is None:
-        raise Failed("GET /batch: no batch although a whole one is queued")
-    await acknowledge(connection, taken)
-
-
-@dataclass(slots=True)
-class Polled:
-    """Measurements of the environments of one row."""
-
-    latencies_ms: list[float] = field(default_factory=list)
-    num_failed: int = 0
-    stepped_s: float = 0.0
-    """When the trainer requested its last batch."""
-
-
-async def poll(site: Site, env_id: int, polled: Polled, *, is_native: bool) -> None:
-    """Request the status by consecutive long polls, or by short polls like the original's environments."""
-    step = -1
-    body = json.dumps({"env_id": env_id}).encode()
-    headers = {"Content-Type": "application/json", "Accept-Encoding": "gzip, deflate"}
-    with site.connect() as connection:
-        while True:
-            began = time.perf_counter()
-            try:
-                if is_native:
-                    path = f"/status-env?env_id={env_id}&wait=30&seen_step={step}"
-                    reply = await connection.request("GET", path, headers=OWN_CLIENT)
-                    began = max(began, polled.stepped_s)
-                else:
-                    reply = await connection.request("GET", "/status-env", body, headers)
-                    connection.close()
-            except (OSError, EOFError):
-                polled.num_failed += 1
-                await asyncio.sleep(POLL_PAUSE_S)
-                continue
-            polled.latencies_ms.append(1e3 * (time.perf_counter() - began))
-            if reply.status != 200:
-                polled.num_failed += 1
-            elif is_native:
-                step = json.loads(reply.body)["current_step"]
-            if not is_native:
-                await asyncio.sleep(POLL_PAUSE_S)
 
 
 MIXED_SIZES = range(1, 17)
@@ -642,16 +514,14 @@ def worst_lag(before: Mapping[float, float], after: Mapping[float, float]) -> st
 
 QUESTIONS = {
     "ingest": ask_ingest,
-    "delivery": ask_delivery,
     "end-to-end": ask_end_to_end,
     "memory": ask_memory,
     "status": ask_status,
-    "environments": ask_environments,
     "queue": ask_queue,
     "blocks": ask_blocks,
 }
-PER_STORE = frozenset(QUESTIONS) - {"status", "environments"}
-"""Questions for every store; the others do not depend on the store and use the first one only."""
+PER_STORE = frozenset(QUESTIONS) - {"status"}
+"""Questions for every store; the other does not depend on it and uses the first one only."""
 QUICK_PER_STORE = frozenset({"end-to-end", "memory"})
 
 
@@ -773,14 +643,12 @@ def main() -> int:
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--batch-groups", type=int, default=4)
     parser.add_argument("--queue-sizes", type=numbers, help="1000,10000,50000; quick 10000")
-    parser.add_argument("--envs", type=numbers, help="100,300,1000; quick 100")
     options = parser.parse_args(namespace=Options())
     options.only = options.only or list(QUESTIONS)
     options.scale = options.scale or (0.2 if options.quick else 1.0)
     options.queue_sizes = options.queue_sizes or (
         [10_000] if options.quick else [1000, 10_000, 50_000]
     )
-    options.envs = options.envs or ([100] if options.quick else [100, 300, 1000])
     if unknown := set(options.only) - set(QUESTIONS):
         parser.error(f"--only: {sorted(unknown)} is not among {', '.join(QUESTIONS)}")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -19,8 +19,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from atroposlib.cli._demo.commands import (
     GROUP_SIZE,
     SEQUENCES_PER_STEP,
@@ -41,11 +39,11 @@ from benchmarks._tiny_tasks import (
     make_starting_policy,
     write_rows,
 )
+from example_trainer.vllm_process import EngineProcess
 
 MODEL_NAME = "tiny"
 NUM_SEEDS = 3
 LEARNING_RATE = 3e-4
-STARTUP_TIMEOUT_S = 180.0
 POLL_INTERVAL_S = 0.2
 COLORS = ("#c96f1a", "#2a85c9", "#3a9a5c")
 """Readable on white and on black, as is the grey of the text."""
@@ -86,19 +84,15 @@ def run(task: Task, *, name: str, seed: int, num_steps: int, out: Path) -> dict[
     recipe["batch_size"] = GROUP_SIZE * task.prompts_per_step
     with ExitStack() as stack:
 
-        def start(name: str, program: list[str], url: str | None = None) -> OwnedProcess:
-            log_path = out / "logs" / f"{name}.log"
-            process = OwnedProcess(
-                program, name=name, log_path=log_path, env=environment_variables()
-            )
-            stack.callback(process.stop)
-            process.start()
-            deadline = time.monotonic() + STARTUP_TIMEOUT_S
-            while url is not None and not answers(url):
-                process.check_alive()
-                assert time.monotonic() < deadline, f"{name} did not start; see {log_path}"
-                time.sleep(POLL_INTERVAL_S)
-            return process
+        def start(name: str, program: list[str], url: str = "", route: str = "") -> OwnedProcess:
+            log_path, env = out / "logs" / f"{name}.log", environment_variables()
+            if url:
+                server = EngineProcess(
+                    program, what=name, url=url, health_route=route, log_path=log_path, env=env
+                )
+                return stack.enter_context(server)
+            process = OwnedProcess(program, name=name, log_path=log_path, env=env)
+            return stack.enter_context(process)
 
         def wait(process: OwnedProcess) -> None:
             while (status := process.poll()) is None:
@@ -124,10 +118,10 @@ def run(task: Task, *, name: str, seed: int, num_steps: int, out: Path) -> dict[
             served_model_name=MODEL_NAME,
             seed=seed,
         )
-        start("engine", engine, f"{engine_url}/health")
+        start("engine", engine, engine_url, "/health")
         before = heldout("before")
         hub = python("atroposlib.cli.run_api", port=hub_url.rpartition(":")[2], memory=True)
-        start("hub", hub, f"{hub_url}/healthz")
+        start("hub", hub, hub_url, "/healthz")
         trainer = python(
             "example_trainer.grpo",
             model_name=out / "model",
@@ -160,13 +154,6 @@ def run(task: Task, *, name: str, seed: int, num_steps: int, out: Path) -> dict[
     }
     (out / "result.json").write_text(f"{json.dumps(result)}\n", encoding="utf-8")
     return result
-
-
-def answers(url: str) -> bool:
-    try:
-        return httpx.get(url, timeout=5.0).status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 def draw(results: list[dict[str, Any]], path: Path) -> None:

@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import ctypes
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from atroposlib.envs.sandbox import (
     local_sandbox,
     run_code,
 )
+from benchmarks._hub_process import cpu_s
 from benchmarks._table import Table
 
 PROGRAM = "print(sum(map(int, input().split())))"
@@ -54,20 +54,14 @@ def runner(box: Sandbox) -> Callable[[], str]:
 
 
 def cost(run: Callable[[], str], num_runs: int) -> Cost:
-    began, cpu = time.perf_counter(), cpu_s()
+    began, cpu = time.perf_counter(), cpu_s(os.getpid())
     for _ in range(num_runs):
         assert run() == "7\n"
         # bubblewrap leaves the first process of its namespace behind, whose descendants are the program.
         with contextlib.suppress(ChildProcessError):
             while True:
                 os.waitpid(-1, 0)
-    return Cost((cpu_s() - cpu) / num_runs, (time.perf_counter() - began) / num_runs)
-
-
-def cpu_s() -> float:
-    """Return the CPU seconds of this process and its ended descendants."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(each.ru_utime + each.ru_stime for each in used)
+    return Cost((cpu_s(os.getpid()) - cpu) / num_runs, (time.perf_counter() - began) / num_runs)
 
 
 def main() -> None:

@@ -12,16 +12,16 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
+from aiohttp.test_utils import TestClient, TestServer
 
 from atroposlib.inference.servers.vllm_bodies import read_choices
 from atroposlib.samples import group_advantages
 from atroposlib.scored_data import Strictness
 from atroposlib.wire import split_packed, unpack_group
 from benchmarks import pace
-from benchmarks._env_engine import Choice, Engine
+from benchmarks._env_engine import Choice, create_app
 from benchmarks._env_process import Probe
 from benchmarks._hub_load import JSON, PACKED, Bodies, make_group
 from benchmarks._hub_process import Hub, cpu_s, memory_bytes, probing, running_hub
@@ -63,11 +63,11 @@ def run_script(name: str, *argv: str) -> dict[str, list[dict[str, str]]]:
 def test_a_quick_run_measures_a_started_hub(tmp_path: Path) -> None:
     with running_hub("memory", directory=tmp_path) as hub:
         argv = ["--quick", "--scale", "0.01", "--base-url", hub.base_url, "--seq-len", "256"]
-        argv += ["--server-pid", str(hub.pid), "--only", "ingest,delivery,end-to-end,memory"]
+        argv += ["--server-pid", str(hub.pid), "--only", "ingest,end-to-end,memory"]
         tables = run_script("hub.py", *argv)
     encodings = ["packed", "packed + zstd", "JSON", "JSON + gzip"]
     assert [row["encoding"] for row in tables["Ingest"]] == encodings
-    assert all(0 < float(row["CPU s/Mtok"]) < 100 for row in tables["Ingest"] + tables["Delivery"])
+    assert all(0 < float(row["CPU s/Mtok"]) < 100 for row in tables["Ingest"])
     costs = {
         row["encoding both ways"]: float(row["server CPU s/Mtok"]) for row in tables["End to end"]
     }
@@ -120,26 +120,15 @@ async def test_the_environments_probe_sees_what_blocks_its_loop(tmp_path: Path) 
     assert min(seen["loop_cpu_ms"]) < 20
 
 
-def test_the_instant_engine_answers_what_vllm_answers() -> None:
+async def test_the_instant_engine_answers_what_vllm_answers() -> None:
     """The same readers that read vLLM read it; the prompt comes back as it was sent."""
     choice = Choice(
         b'"token_ids":[7,8],"logprobs":{"token_logprobs":[-0.5,-1.0]},"prompt_token_ids":', b"", b""
     )
-    engine = Engine({2: [choice]})
-    sent: list[bytes] = []
-
-    class Transport(asyncio.Transport):
-        def writelines(self, pieces: Any) -> None:
-            sent.append(b"".join(pieces))
-
-    engine.connection_made(Transport())
-    body = b'{"model":"m","n":3,"max_tokens":2,"prompt":[5,6,7]}'
-    request = b"POST /v1/completions HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
-    for start in range(0, len(request), 40):  # as it may come from a socket
-        engine.data_received(request[start : start + 40])
-    [answer] = sent
-    head, _, content = answer.partition(b"\r\n\r\n")
-    assert f"Content-Length: {len(content)}".encode() in head
+    async with TestClient(TestServer(create_app({2: [choice]}))) as client:
+        body = {"model": "m", "n": 3, "max_tokens": 2, "prompt": [5, 6, 7]}
+        reply = await client.post("/v1/completions", data=json.dumps(body, separators=(",", ":")))
+        content = await reply.read()
     found = read_choices(content, prompt_tokens=[5, 6, 7], where="instant").sampled
     assert [(each.tokens, each.logprobs) for each in found] == [([7, 8], [-0.5, -1.0])] * 3
 

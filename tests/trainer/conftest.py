@@ -18,6 +18,12 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
+@pytest.fixture(autouse=True)
+def _short_polls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ask an engine that starts more often than real ones, which take seconds."""
+    monkeypatch.setattr("example_trainer.vllm_process.POLL_INTERVAL_S", 0.05)
+
+
 @pytest.fixture
 def engine() -> Iterator[FakeEngine]:
     with fake_engine() as engine:

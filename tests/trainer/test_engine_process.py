@@ -60,48 +60,34 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_engine_answers_inside_the_block_and_is_gone_after_it(
-    make_engine: Callable[..., EngineProcess],
-) -> None:
-    with make_engine() as engine:
-        assert httpx.get(f"{engine.url}/health").status_code == 200
-        assert engine.poll() is None
-        pid = engine.pid
-        assert pid is not None
-    assert engine.pid is None
-    assert not is_running(pid)
-    with pytest.raises(httpx.ConnectError):
-        httpx.get(f"{engine.url}/health")
-
-
-def test_engine_can_be_started_again_on_the_same_port(
+def test_engine_answers_inside_each_block_and_is_gone_after_it(
     make_engine: Callable[..., EngineProcess],
 ) -> None:
     engine = make_engine()
     for _ in range(2):
         with engine:
             assert httpx.get(f"{engine.url}/health").status_code == 200
+            assert engine.poll() is None
+            pid = engine.pid
+            assert pid is not None
+        assert engine.pid is None
+        assert not is_running(pid)
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{engine.url}/health")
 
 
-def test_early_death_is_reported_with_status_command_and_the_reason_from_the_log(
+def test_early_death_is_reported_with_status_command_and_the_reason_from_the_log_of_this_run(
     make_engine: Callable[..., EngineProcess],
 ) -> None:
+    with pytest.raises(EngineError), make_engine("--die", "first run"):
+        pass
     engine = make_engine("--die", "head size 16 is not supported")
     with pytest.raises(EngineError, match="exited with status 3") as caught, engine:
         pass
     assert "ValueError: head size 16 is not supported" in str(caught.value)
     assert "fake_engine.py" in str(caught.value)
     assert engine.poll() == 3
-
-
-def test_log_tail_shows_only_the_last_run(make_engine: Callable[..., EngineProcess]) -> None:
-    with pytest.raises(EngineError), make_engine("--die", "first run"):
-        pass
-    second = make_engine("--die", "second run")
-    with pytest.raises(EngineError), second:
-        pass
-    assert "second run" in second.log_tail()
-    assert "first run" not in second.log_tail()
+    assert "first run" not in engine.log_tail()
 
 
 def test_death_by_signal_is_named(make_engine: Callable[..., EngineProcess]) -> None:

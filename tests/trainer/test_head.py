@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch._inductor import config as inductor
 
 from benchmarks._trainer_measure import result_in
 from example_trainer import head
@@ -112,14 +113,25 @@ def test_blocks_compile_as_one_graph_that_gives_the_same(which: int) -> None:
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
 
 
+def no_compiler(graph: Any, inputs: Any) -> Any:
+    raise RuntimeError("no C++ compiler")
+
+
+@pytest.mark.parametrize(
+    "backend", [no_compiler, pytest.param("inductor", marks=pytest.mark.drill)]
+)
 def test_blocks_that_cannot_be_compiled_run_as_they_are_after_one_warning(
-    caplog: pytest.LogCaptureFixture,
+    backend: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if backend == "inductor":  # takes a second to import
+        config = importlib.import_module("torch._inductor.config")
+        monkeypatch.setattr(config.cpp, "cxx", ("/no/compiler",))
+        monkeypatch.setattr(config, "fx_graph_cache", False)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     function, arguments = blocks()[0]
     fused = _fused.__wrapped__(function)
-    with inductor.patch({"cpp.cxx": ("/no/compiler",), "fx_graph_cache": False}):
-        for _ in range(2):
-            torch.testing.assert_close(fused(*arguments), function(*arguments), rtol=0, atol=0)
+    for _ in range(2):
+        torch.testing.assert_close(fused(*arguments), function(*arguments), rtol=0, atol=0)
     warned = [record for record in caplog.records if record.name == head.__name__]
     assert [record.getMessage().split(":")[0] for record in warned] == [
         "_sums could not be compiled and runs slower and in more memory"

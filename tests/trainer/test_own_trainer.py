@@ -18,7 +18,7 @@ from tests.trainer.helpers_bandit import (
 )
 
 README = Path(__file__).resolve().parents[2] / "example_trainer/README.md"
-NUM_STEPS = 25
+NUM_STEPS = 12
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def test_the_trainer_of_the_readme_learns(source: str, tmp_path: Path) -> None:
     with serving(create_app()) as hub_url:
         environment = BanditEnvironment(hub_url)
         model = namespace["train"](
-            hub_url, registration(NUM_STEPS), model_path, environment.publish, lr=3e-3
+            hub_url, registration(NUM_STEPS), model_path, environment.publish, lr=5e-3
         )
     assert environment.accuracies[0] < 0.2
     assert len(environment.accuracies) == NUM_STEPS + 1

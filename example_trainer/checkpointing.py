@@ -38,6 +38,7 @@ from example_trainer.parallel import World
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
+RECORDS = ("metrics.jsonl", "trained_groups.jsonl")
 _STEP = re.compile(r"step_(\d+)$")
 _UNFINISHED = re.compile(r"\.(step_\d+|final_model|final_adapter)-")
 """Left by a killed process: a directory half written or half removed."""
@@ -66,31 +67,32 @@ class Checkpoints:
         """Prepare the directory for a run that continues after step `start`; every process must call it.
 
         Removes directories that a killed process left, and checkpoints beyond `keep_last`. Moves checkpoints of later
-        steps to `earlier_run_<n>/`: this run repeats those steps, and must not resume from the abandoned run.
+        steps to `earlier_run_<n>/`, with copies of the records, which lose the steps that this run repeats: it must not
+        resume from the abandoned run.
         """
         if self.world.is_main and self.save_path.is_dir():
             for path in list(self.save_path.iterdir()):
                 if _UNFINISHED.match(path.name):
                     shutil.rmtree(path, ignore_errors=True)
-            self._set_aside([step for step in self.steps() if step > start])
+            later = [step for step in self.steps() if step > start]
+            records = [path for name in RECORDS if (path := self.save_path / name).is_file()]
+            if later or (start == 0 and any(path.stat().st_size for path in records)):
+                self._set_aside(later, records)
             self.remove_old()
         self.world.barrier()
 
-    def _set_aside(self, steps: list[int]) -> None:
-        if not steps:
-            return
+    def _set_aside(self, steps: list[int], records: list[Path]) -> None:
         names = (self.save_path / f"earlier_run_{number}" for number in itertools.count(1))
         aside = next(path for path in names if not path.exists())
         aside.mkdir()
         for step in reversed(steps):
             self.directory(step).rename(aside / f"step_{step}")
-        for name in ("metrics.jsonl", "trained_groups.jsonl"):
-            if (self.save_path / name).is_file():
-                shutil.copy2(self.save_path / name, aside)
+        for path in records:
+            shutil.copy2(path, aside)
         logger.warning(
-            "checkpoints of steps that this run takes again are now in %s: %s (--resume resumes from the newest)",
+            "steps that this run takes again are now in %s: %s (--resume resumes from the newest checkpoint)",
             aside,
-            ", ".join(f"step_{step}" for step in steps),
+            ", ".join([f"step_{step}" for step in steps] or [path.name for path in records]),
         )
 
     def save(

@@ -76,7 +76,7 @@ class WeightsDirectory:
             self._stale = []
             self._saved.append(target)
             while len(self._saved) > keep:
-                shutil.rmtree(self._saved.pop(0))
+                shutil.rmtree(self._saved.pop(0), ignore_errors=True)
         return target
 
     def __enter__(self) -> Self:

@@ -258,7 +258,8 @@ def sampling_params(
         n=_pick(body.n, 1),
         temperature=_pick(body.temperature, 1.0),
         top_p=_pick(body.top_p, 1.0),
-        top_k=0 if body.top_k in (None, -1) else _pick(body.top_k, 0),
+        # A count beyond the vocabulary, of any size, keeps every token.
+        top_k=0 if body.top_k in (None, -1) else min(body.top_k, limits.vocab_size),
         min_p=_pick(body.min_p, 0.0),
         seed=body.seed,
         min_tokens=_pick(body.min_tokens, 0),

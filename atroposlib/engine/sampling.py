@@ -17,6 +17,9 @@ import torch
 GREEDY_BELOW = 1e-5
 """Lower temperatures are greedy, as in vLLM (`SamplingParams`, `_SAMPLING_EPS`)."""
 
+_HIGHEST_TEMPERATURE = 1e30
+"""Higher ones act as this one: infinite in float32, they would make NaN of the scores of banned tokens."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
@@ -56,7 +59,10 @@ class BatchSampler:
         def column(values: list[float]) -> torch.Tensor:
             return torch.tensor(values, device=device)[:, None]
 
-        temperatures = [p.temperature if p.temperature >= GREEDY_BELOW else 0.0 for p in params]
+        temperatures = [
+            min(p.temperature, _HIGHEST_TEMPERATURE) if p.temperature >= GREEDY_BELOW else 0.0
+            for p in params
+        ]
         self._greedy = column(temperatures) == 0 if 0.0 in temperatures else None
         self._all_greedy = not any(temperatures)
         self._temperature = (

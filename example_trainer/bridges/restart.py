@@ -113,7 +113,10 @@ class RestartBridge:
         self._stop_engine()
         self._served = None
         self.engine = self._start_engine(served.model)  # set at once: close() must reach it
-        self.engine.start()
+        try:
+            self.engine.start()
+        except OSError as error:  # such as a full disk, for its log
+            raise EngineError(f"{self.engine.name} could not be started: {error}") from error
         self.engine.wait_ready(is_ending=self._is_ending)
         with closing(Control(self.engine.url, timeout_s=30.0)) as control:
             VllmEngine(control).set_version(served.version)

@@ -71,6 +71,20 @@ async def test_max_tokens_defaults_to_16_for_completions(client: httpx.AsyncClie
     assert answer["usage"]["completion_tokens"] == 16
 
 
+async def test_values_beyond_what_tensors_hold_do_not_end_the_engine(
+    client: httpx.AsyncClient, loaded: LoadedModel
+) -> None:
+    """They ended its thread, and with it every other request."""
+    await complete(client, prompt=[1, 2], top_k=2**63, max_tokens=1)
+    stops = list(range(100, 260))
+    answer = await complete(
+        client, prompt=[1, 2], temperature=1e39, min_tokens=9, max_tokens=9, stop_token_ids=stops,
+        return_token_ids=True,
+    )  # fmt: skip
+    assert not set(answer["choices"][0]["token_ids"][:-1]) & set(stops)
+    assert loaded.engine.failure is None
+
+
 @pytest.mark.parametrize(
     ("prompt", "prompts"),
     [

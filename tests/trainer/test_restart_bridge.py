@@ -168,8 +168,9 @@ def test_an_engine_that_is_killed_is_started_again_on_the_version_it_served(
     assert versions == ["0", "1", "1", "2"]
 
 
+@pytest.mark.parametrize("reason", ["the disk is full", "Not a directory"])
 def test_an_engine_that_does_not_come_back_ends_the_run(
-    engines: Engines, base: Path, caplog: pytest.LogCaptureFixture
+    engines: Engines, base: Path, caplog: pytest.LogCaptureFixture, reason: str
 ) -> None:
     """The trainer would wait for ever for data that cannot come: it is asked to stop, and then told why."""
     caplog.set_level(logging.ERROR)
@@ -178,12 +179,14 @@ def test_an_engine_that_does_not_come_back_ends_the_run(
     try:
         bridge = RestartBridge(start_engine=engines, watch_interval_s=WATCH_S)
         bridge.start(base, 0)
-        engines.options = ["--die", "the disk is full"]
+        if reason == "Not a directory":  # for its log
+            engines.directory = base / "config.json" / "logs"
+        engines.options = ["--die", reason]
         pid = engines.made[0].pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         wait_until(asked.is_set)
-        with pytest.raises(EngineError, match="died and could not be restarted.*the disk is full"):
+        with pytest.raises(EngineError, match=f"(?s)died and could not be restarted.*{reason}"):
             bridge.close()
         bridge.close()
     finally:

@@ -224,6 +224,19 @@ def test_checkpoints_of_an_abandoned_run_are_set_aside_and_pruning_spares_this_o
     assert "step_6, step_9 (--resume" in caplog.text
 
 
+def test_the_records_of_a_run_without_checkpoints_are_kept_when_it_begins_again(
+    tmp_path: Path,
+) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"step": 1}\n')
+    checkpoints(tmp_path).begin(0)
+    kept = tmp_path / "earlier_run_1/metrics.jsonl"
+    assert kept.read_text() == metrics.read_text()
+    metrics.write_text("")
+    checkpoints(tmp_path).begin(0)
+    assert not (tmp_path / "earlier_run_2").exists()
+
+
 def test_a_run_that_falls_behind_what_the_hub_still_holds_says_so_and_goes_on(
     configure: Configure, hub_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:

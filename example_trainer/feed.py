@@ -177,14 +177,15 @@ class Leader(Follower):
     def _patiently(
         self, otherwise: str, call: Callable[[], T], *, for_s: float = math.inf
     ) -> T | None:
-        """Repeat a control call while the hub is unavailable; raise HubUnavailable after `for_s` seconds.
+        """Repeat a call while the hub is unavailable; raise HubUnavailable after `for_s` seconds.
 
         If the run must stop meanwhile, warn and return None, so that it can still save.
         """
         began = time.monotonic()
+        backoff = Backoff(first_s=0.2, cap_s=MAX_BACKOFF_S)
         while True:
             try:
-                return call()
+                result = call()
             except HubUnavailable as error:
                 if self._is_stopping():
                     logger.warning(
@@ -193,7 +194,13 @@ class Leader(Follower):
                     return None
                 if time.monotonic() - began > for_s:
                     raise
-                logger.warning("the hub is unavailable, waiting for it: %s", error)
+                if backoff.num_failed == 0:
+                    logger.warning("the hub is unavailable, waiting for it: %s", error)
+                time.sleep(backoff.next())
+                continue
+            if backoff.num_failed > 0:
+                logger.info("the hub answers again")
+            return result
 
     def _give_back(self, batch: LeasedBatch) -> None:
         try:
@@ -236,22 +243,14 @@ class Leader(Follower):
             )
 
     def _lease(self, step: int) -> LeasedBatch | None:
-        """Request a batch, retrying while the hub is unavailable; None if there is none yet or the run must stop."""
-        backoff = Backoff(first_s=0.2, cap_s=MAX_BACKOFF_S)
-        while not self._is_stopping():
-            try:
-                batch = self._hub.lease_batch(wait_s=BATCH_WAIT_S, ttl_s=self._config.lease_s)
-            except TrainerNotRegistered:
-                logger.warning("this run is unknown to the hub; registering again at step %d", step)
-                self._patiently("this run is unknown to it", lambda: self._register(step=step))
-                self.announce(self._published)
-                continue
-            except HubUnavailable as error:
-                if backoff.num_failed == 0:
-                    logger.warning("the hub is unavailable, waiting for it: %s", error)
-                time.sleep(backoff.next())
-                continue
-            if backoff.num_failed > 0:
-                logger.info("the hub answers again")
-            return batch
-        return None
+        """Request a batch; None if there is none yet, the run was registered again, or it must stop."""
+        wait_s, ttl_s = BATCH_WAIT_S, self._config.lease_s
+        try:
+            return self._patiently(
+                "no batch is taken", lambda: self._hub.lease_batch(wait_s=wait_s, ttl_s=ttl_s)
+            )
+        except TrainerNotRegistered:
+            logger.warning("this run is unknown to the hub; registering again at step %d", step)
+            self._patiently("this run is unknown to it", lambda: self._register(step=step))
+            self.announce(self._published)
+            return None

@@ -15,9 +15,11 @@ from typing import NamedTuple
 import torch
 import transformers
 
+from atroposlib.engine.command import EngineConfig
+from atroposlib.engine.loading import load
 from atroposlib.engine.sampling import SamplingParams
-from atroposlib.engine.scheduler import Engine, EngineRequest
-from atroposlib.engine.server import EngineConfig, load
+from atroposlib.engine.scheduler import Engine
+from atroposlib.engine.sequences import EngineRequest
 from benchmarks._table import Table
 from benchmarks._trainer_work import build_model
 from tests.tiny_model import make_tiny_tokenizer

@@ -1,8 +1,20 @@
 """The local engine: a small OpenAI-compatible inference server with vLLM's routes and bodies.
 
-For laptops, CI and the demo; serves any transformers causal LM on a CPU or one GPU. `server.py` is HTTP, `bodies.py`
-reads and writes its bodies, `scheduler.py` batches sequences at each decode step, `cache.py` holds keys and values,
-`sampling.py` chooses tokens, `weights.py` replaces the parameters. README.md lists what it refuses.
+For laptops, CI and the demo; serves any transformers causal LM on a CPU or one GPU. `server.py` is HTTP, `loading.py`
+makes a model ready, `bodies.py` and `answers.py` are what requests and answers hold, `scheduler.py` batches the
+sequences of `sequences.py` at each decode step, `cache.py` holds keys and values, `sampling.py` chooses tokens,
+`weights.py` replaces the parameters. README.md lists what it refuses.
 """
 
-__all__ = ["bodies", "cache", "command", "sampling", "scheduler", "server", "weights"]
+__all__ = [
+    "answers",
+    "bodies",
+    "cache",
+    "command",
+    "loading",
+    "sampling",
+    "scheduler",
+    "sequences",
+    "server",
+    "weights",
+]

@@ -1,4 +1,4 @@
-"""The bodies of `/v1/completions` and `/v1/chat/completions`: parse and validate requests, build answers.
+"""The bodies of requests: parse and validate them.
 
 A body is validated before anything is generated: a wrong type, an unknown parameter, or an unsupported value raises
 `ApiError` (400) with the parameter's name. Only `user` and `request_id` are ignored; they have no effect. Defaults are
@@ -10,15 +10,13 @@ from __future__ import annotations
 import difflib
 import math
 import re
-import time
-import uuid
 from collections.abc import Sequence
 from typing import Annotated, Any, NamedTuple, TypeVar, get_origin, get_type_hints
 
 import msgspec
 
 from atroposlib.engine.sampling import GREEDY_BELOW, SamplingParams
-from atroposlib.engine.scheduler import Completion, Tokenizer
+from atroposlib.engine.sequences import Tokenizer
 from atroposlib.http_bodies import decode_json
 
 MAX_COMPLETIONS = 4096
@@ -30,9 +28,6 @@ MAX_LOGPROBS = 20
 
 _DEFAULT_COMPLETION_TOKENS = 16
 """vLLM's and OpenAI's `max_tokens` of `/v1/completions`."""
-
-_LOWEST_LOGPROB = -9999.0
-"""Replaces a logprob of minus infinity, which JSON cannot hold, as in vLLM."""
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -317,153 +312,6 @@ def _chat_logprobs(body: ChatBody) -> int | None:
     return _pick(body.top_logprobs, 0) if body.logprobs else None
 
 
-class Renderer:
-    """Builds the bodies of answers for one model and tokenizer."""
-
-    def __init__(self, model_name: str, tokenizer: Tokenizer) -> None:
-        self._model_name = model_name
-        self._tokenizer = tokenizer
-        self._token_texts: dict[int, str] = {}
-
-    def completion(
-        self,
-        body: CompletionBody,
-        params: SamplingParams,
-        prompts: Sequence[Sequence[int]],
-        results: Sequence[Sequence[Completion]],
-    ) -> dict[str, Any]:
-        """Return the answer of `/v1/completions`: all completions of the first prompt, then of the second, ..."""
-        choices: list[dict[str, Any]] = []
-        for prompt_ids, completions in zip(prompts, results, strict=True):
-            for completion in completions:
-                choice = _choice(completion, body, index=len(choices))
-                choice["text"] = self._text(completion, params)
-                if params.logprobs is not None:
-                    choice["logprobs"] = self._completion_logprobs(completion, body)
-                if body.return_token_ids:
-                    choice["prompt_token_ids"] = prompt_ids
-                choices.append(choice)
-        return {
-            **self._head("cmpl", "text_completion"),
-            "choices": choices,
-            "usage": _usage(prompts, results),
-        }
-
-    def chat(
-        self,
-        body: ChatBody,
-        params: SamplingParams,
-        prompt_ids: Sequence[int],
-        completions: Sequence[Completion],
-    ) -> dict[str, Any]:
-        """Return the answer of `/v1/chat/completions`; `prompt_token_ids` is a top-level field, as in vLLM."""
-        choices = []
-        for index, completion in enumerate(completions):
-            choice = _choice(completion, body, index=index)
-            choice["message"] = {"role": "assistant", "content": self._text(completion, params)}
-            if params.logprobs is not None:
-                choice["logprobs"] = {"content": self._chat_logprobs(completion, body)}
-            choices.append(choice)
-        return {
-            **self._head("chatcmpl", "chat.completion"),
-            "choices": choices,
-            "usage": _usage([prompt_ids], [completions]),
-            "prompt_token_ids": prompt_ids if body.return_token_ids else None,
-        }
-
-    def _head(self, prefix: str, kind: str) -> dict[str, Any]:
-        return {
-            "id": f"{prefix}-{uuid.uuid4().hex}",
-            "object": kind,
-            "created": int(time.time()),
-            "model": self._model_name,
-        }
-
-    def _text(self, completion: Completion, params: SamplingParams) -> str:
-        if completion.text is not None:
-            return completion.text
-        token_ids = completion.token_ids
-        if completion.ended_by_token and not params.include_stop_str_in_output:
-            token_ids = token_ids[:-1]
-        return self._tokenizer.decode(token_ids, skip_special_tokens=params.skip_special_tokens)
-
-    def _completion_logprobs(self, completion: Completion, body: CompletionBody) -> dict[str, Any]:
-        as_ids = bool(body.return_tokens_as_token_ids)
-        tokens = [self._token(token, as_ids=as_ids) for token in completion.token_ids]
-        offsets, offset = [], 0
-        for token in tokens:
-            offsets.append(offset)
-            offset += len(token)
-        top = []
-        for place, (token, logprob) in enumerate(zip(tokens, completion.logprobs, strict=True)):
-            row = {token: _json_float(logprob)}
-            for token_id, value in (
-                completion.top_logprobs[place] if completion.top_logprobs else ()
-            ):
-                row.setdefault(self._token(token_id, as_ids=as_ids), _json_float(value))
-            top.append(row)
-        return {
-            "tokens": tokens,
-            "token_logprobs": [_json_float(value) for value in completion.logprobs],
-            "top_logprobs": top,
-            "text_offset": offsets,
-        }
-
-    def _chat_logprobs(self, completion: Completion, body: ChatBody) -> list[dict[str, Any]]:
-        as_ids = bool(body.return_tokens_as_token_ids)
-
-        def entry(token_id: int, logprob: float) -> dict[str, Any]:
-            token = self._token(token_id, as_ids=as_ids)
-            return {
-                "token": token,
-                "logprob": _json_float(logprob),
-                "bytes": list(token.encode()),
-            }
-
-        tops = completion.top_logprobs or [[] for _ in completion.token_ids]
-        return [
-            {**entry(token_id, logprob), "top_logprobs": [entry(*pair) for pair in top]}
-            for token_id, logprob, top in zip(
-                completion.token_ids, completion.logprobs, tops, strict=True
-            )
-        ]
-
-    def _token(self, token_id: int, *, as_ids: bool) -> str:
-        if as_ids:
-            return f"token_id:{token_id}"
-        text = self._token_texts.get(token_id)
-        if text is None:
-            text = self._tokenizer.decode([token_id], skip_special_tokens=False)
-            self._token_texts[token_id] = text
-        return text
-
-
-def _choice(completion: Completion, body: _Body, *, index: int) -> dict[str, Any]:
-    """Return the fields that choices of both routes have."""
-    choice: dict[str, Any] = {
-        "index": index,
-        "logprobs": None,
-        "finish_reason": completion.finish_reason.value,
-        "stop_reason": completion.stop_reason,
-        "weight_versions": [span._asdict() for span in completion.weight_versions],
-    }
-    if body.return_token_ids:
-        choice["token_ids"] = completion.token_ids
-    return choice
-
-
-def _usage(
-    prompts: Sequence[Sequence[int]], results: Sequence[Sequence[Completion]]
-) -> dict[str, int]:
-    prompt_tokens = sum(map(len, prompts))
-    completion_tokens = sum(len(c.token_ids) for completions in results for c in completions)
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-    }
-
-
 def _explain(problem: str, kind: type[msgspec.Struct]) -> ApiError:
     """Convert msgspec's message to an ApiError with the parameter and, for an unknown one, the nearest name."""
     unknown = re.search(r"unknown field `([^`]*)`", problem)
@@ -475,10 +323,6 @@ def _explain(problem: str, kind: type[msgspec.Struct]) -> ApiError:
     field = re.search(r"`\$\.(\w+)|missing required field `([^`]*)`", problem)
     param = (field[1] or field[2]) if field else None
     return ApiError(f"{param}: {problem}" if param else problem, param=param)
-
-
-def _json_float(logprob: float) -> float:
-    return max(logprob, _LOWEST_LOGPROB)
 
 
 V = TypeVar("V")

@@ -4,7 +4,7 @@ Only that thread accesses the model, the cache and the lists of sequences; other
 hold `concurrent.futures.Future`s. Sequences join and leave at every decode step; identical prompts admitted together
 are prefilled once. Weights are replaced between two steps, and every completion records the weight versions that
 sampled its tokens. If the thread dies, every pending future and every later call raises the reason, so no caller waits
-forever. No HTTP here, and no text except stop strings.
+forever. No HTTP here.
 """
 
 from __future__ import annotations
@@ -12,21 +12,27 @@ from __future__ import annotations
 import inspect
 import logging
 import queue
-import random
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from transformers import Cache, DynamicCache
 
 from atroposlib.engine.cache import RunningCache
-from atroposlib.engine.sampling import BatchSampler, Sampled, SamplingParams
+from atroposlib.engine.sampling import BatchSampler, Sampled
+from atroposlib.engine.sequences import (
+    Completion,
+    EngineRequest,
+    FinishReason,
+    RunningSequence,
+    Tokenizer,
+)
 from atroposlib.engine.weights import copy_weights
 from atroposlib.errors import EngineError, EngineRejected, EngineUnavailable
 
@@ -43,52 +49,12 @@ _DIVERGED = (
 )
 
 
-class FinishReason(StrEnum):
-    """Why a completion ended: OpenAI's values, and vLLM's "abort"."""
-
-    STOP = "stop"
-    LENGTH = "length"
-    ABORT = "abort"
-
-
 class PauseMode(StrEnum):
     """What `pause` does with sequences in flight: freeze them, let them finish, or abort them."""
 
     KEEP = "keep"
     WAIT = "wait"
     ABORT = "abort"
-
-
-class VersionSpan(NamedTuple):
-    """`num_tokens` consecutive tokens were sampled under `weight_version`."""
-
-    weight_version: str
-    num_tokens: int
-
-
-class Tokenizer(Protocol):
-    """The methods of a transformers tokenizer used by the engine."""
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
-    """One finished sequence; `logprobs` has one raw logprob per token of `token_ids`."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    top_logprobs: list[list[tuple[int, float]]] | None
-    finish_reason: FinishReason
-    stop_reason: int | str | None
-    """The stop string or stop token id that ended it; None for the end-of-sequence token, length and abort."""
-    ended_by_token: bool
-    """Whether the last token is a stop token, which is not part of the text."""
-    text: str | None
-    """The text if a stop string ended it; None otherwise (the caller decodes `token_ids`)."""
-    weight_versions: list[VersionSpan]
-    """Spans in sampling order; their `num_tokens` sum to the number of tokens."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -107,139 +73,11 @@ class EngineStats:
     cpu_s: float = 0.0
 
 
-class EngineRequest:
-    """One prompt with its sampling parameters; `future` resolves to `params.n` completions in order."""
-
-    def __init__(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
-        self.prompt_ids = tuple(prompt_ids)
-        self.params = params
-        self.future: Future[list[Completion]] = Future()
-        # Running from the start, so that a cancellation by asyncio cannot race with the engine setting the result.
-        self.future.set_running_or_notify_cancel()
-        self.num_open = params.n
-        self._completions: list[Completion | None] = [None] * params.n
-
-    def complete(self, index: int, completion: Completion) -> None:
-        """Store completion `index`; the last one resolves the future."""
-        self._completions[index] = completion
-        self.num_open -= 1
-        if self.num_open == 0 and not self.future.done():
-            self.future.set_result([c for c in self._completions if c is not None])
-
-    def fail(self, error: Exception) -> None:
-        if not self.future.done():
-            self.future.set_exception(error)
-
-
-@dataclass(slots=True, eq=False)
-class _Sequence:
-    """One completion in progress."""
-
-    request: EngineRequest
-    index: int
-    stops: frozenset[int]
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    top: list[list[tuple[int, float]]] = field(default_factory=list)
-    versions: list[tuple[str, int]] = field(default_factory=list)
-    """(weight version, index of the first token sampled under it)"""
-    generator: random.Random | None = field(init=False)
-    stop_text: _StopText | None = field(init=False)
-    finished: bool = False
-
-    def __post_init__(self) -> None:
-        params = self.request.params
-        self.generator = None if params.seed is None else random.Random(params.seed + self.index)
-        self.stop_text = _StopText(params) if params.stop else None
-
-    def hits_stop_string(self, token: int, decoder: Tokenizer) -> bool:
-        """Return whether `token` completed a stop string; if so, finish the sequence."""
-        if self.stop_text is None:
-            return False
-        may_stop = len(self.token_ids) > self.request.params.min_tokens
-        stop = self.stop_text.feed(token, decoder, may_stop=may_stop)
-        if stop is None:
-            return False
-        self.finish(FinishReason.STOP, stop_reason=stop, text=self.stop_text.text)
-        return True
-
-    def finish(
-        self,
-        reason: FinishReason,
-        *,
-        stop_reason: int | str | None = None,
-        ended_by_token: bool = False,
-        text: str | None = None,
-    ) -> None:
-        """Store the completion in the request."""
-        self.finished = True
-        num_top = self.request.params.logprobs or 0
-        completion = Completion(
-            token_ids=self.token_ids,
-            logprobs=self.logprobs,
-            # The batch's largest k was recorded for every row.
-            top_logprobs=[top[:num_top] for top in self.top] if num_top else None,
-            finish_reason=reason,
-            stop_reason=stop_reason,
-            ended_by_token=ended_by_token,
-            text=text,
-            weight_versions=self._spans(),
-        )
-        self.request.complete(self.index, completion)
-
-    def _spans(self) -> list[VersionSpan]:
-        ends = [*(first for _, first in self.versions[1:]), len(self.token_ids)]
-        spans = [
-            VersionSpan(version, end - first)
-            for (version, first), end in zip(self.versions, ends, strict=False)  # none if unsampled
-        ]
-        return [span for span in spans if span.num_tokens]
-
-
 class _Command(NamedTuple):
     """Work for the engine's thread, and the future to fail if it is never run."""
 
     run: Callable[[], None]
     future: Future[Any] | None = None
-
-
-class _StopText:
-    """Text of a growing sequence, and the first stop string in it.
-
-    Decodes only a short tail: the tokens since the text was last complete (a token may hold part of a character), and
-    those decoded just before them as context.
-    """
-
-    def __init__(self, params: SamplingParams) -> None:
-        self._params = params
-        self._overlap = max(map(len, params.stop)) - 1
-        self._done_ids: list[int] = []
-        self._new_ids: list[int] = []
-        self.text = ""
-
-    def feed(self, token_id: int, decoder: Tokenizer, *, may_stop: bool) -> str | None:
-        """Add a token; return the stop string it completed, with `text` cut there."""
-        self._new_ids.append(token_id)
-        skip = self._params.skip_special_tokens
-        # Decode with and without the new tokens: some tokenizers drop a leading space at the start.
-        before = decoder.decode(self._done_ids, skip_special_tokens=skip)
-        after = decoder.decode(self._done_ids + self._new_ids, skip_special_tokens=skip)
-        if after.endswith("\ufffd") and len(self._new_ids) < 8:
-            return None
-        search_from = max(0, len(self.text) - self._overlap)
-        self.text += after[len(before) :]
-        self._done_ids, self._new_ids = self._new_ids, []
-        found = [
-            (position, stop)
-            for stop in self._params.stop
-            if (position := self.text.find(stop, search_from)) >= 0
-        ]
-        if not found or not may_stop:
-            return None
-        position, stop = min(found)
-        end = position + (len(stop) if self._params.include_stop_str_in_output else 0)
-        self.text = self.text[:end]
-        return stop
 
 
 class Engine:
@@ -269,14 +107,14 @@ class Engine:
         self._takes_positions = "position_ids" in accepted
         self._last_logits_only = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
-        self._waiting: deque[_Sequence] = deque()
-        self._held: deque[_Sequence] = deque()
+        self._waiting: deque[RunningSequence] = deque()
+        self._held: deque[RunningSequence] = deque()
         """Submitted while `pause(WAIT)` lets earlier sequences finish."""
         self._drains: list[Future[None]] = []
         """Callers of `pause(WAIT)`; while there are any, `_waiting` does not grow."""
-        self._joining: list[_Sequence] = []
+        self._joining: list[RunningSequence] = []
         """Admitted in the current step; added to `_rows` after the prefill."""
-        self._rows: list[_Sequence] = []
+        self._rows: list[RunningSequence] = []
         self._cache = RunningCache()
         self._sampler: BatchSampler | None = None
         self._closing = False
@@ -403,9 +241,9 @@ class Engine:
         self.stats.busy_s += time.perf_counter() - began_s
         self.stats.cpu_s += time.thread_time() - began_cpu_s
 
-    def _admit(self) -> list[_Sequence]:
+    def _admit(self) -> list[RunningSequence]:
         """Take sequences from the queue, oldest first, within the free rows and the prefill limit."""
-        admitted: list[_Sequence] = []
+        admitted: list[RunningSequence] = []
         prompts: set[tuple[int, ...]] = set()
         width, num_free = 0, self._max_num_seqs - len(self._rows)
         while self._waiting and len(admitted) < num_free:
@@ -418,7 +256,7 @@ class Engine:
             admitted.append(self._waiting.popleft())
         return admitted
 
-    def _prefill(self, admitted: list[_Sequence]) -> None:
+    def _prefill(self, admitted: list[RunningSequence]) -> None:
         """Compute each distinct prompt once, sample the first tokens and add unfinished sequences to the rows."""
         row_of: dict[tuple[int, ...], int] = {}
         sources = [row_of.setdefault(s.request.prompt_ids, len(row_of)) for s in admitted]
@@ -482,7 +320,7 @@ class Engine:
         return logits_BV
 
     def _sample(
-        self, sequences: list[_Sequence], sampler: BatchSampler, logits_BV: torch.Tensor
+        self, sequences: list[RunningSequence], sampler: BatchSampler, logits_BV: torch.Tensor
     ) -> list[int]:
         """Append one token to each sequence; return the indices of those that ended, ascending."""
         uniforms_B = torch.rand(len(sequences), generator=self._generator, dtype=torch.float64)
@@ -497,7 +335,7 @@ class Engine:
         self.stats.generated_tokens += len(sequences)
         return self._record(sequences, sampled)
 
-    def _record(self, sequences: list[_Sequence], sampled: Sampled) -> list[int]:
+    def _record(self, sequences: list[RunningSequence], sampled: Sampled) -> list[int]:
         ended: list[int] = []
         diverged: set[EngineRequest] = set()
         for row, (sequence, token, logprob) in enumerate(
@@ -542,7 +380,7 @@ class Engine:
         params = request.params
         stops = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else self._eos)
         queue = self._held if self._drains else self._waiting
-        queue.extend(_Sequence(request, index, stops) for index in range(params.n))
+        queue.extend(RunningSequence(request, index, stops) for index in range(params.n))
 
     def _abort(self, chosen: Callable[[EngineRequest], bool]) -> None:
         everywhere = [*self._rows, *self._waiting, *self._held]

@@ -15,7 +15,7 @@ import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -23,16 +23,14 @@ import transformers
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from atroposlib import __version__
+from atroposlib.engine.answers import Renderer
 from atroposlib.engine.bodies import (
     ApiError,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
-    EngineLimits,
-    Renderer,
     RpcBody,
     TokenizeBody,
     VersionBody,
@@ -43,10 +41,12 @@ from atroposlib.engine.bodies import (
     sampling_params,
 )
 from atroposlib.engine.command import EngineConfig, main
+from atroposlib.engine.loading import LoadedModel, load, warm_up
 from atroposlib.engine.sampling import SamplingParams
-from atroposlib.engine.scheduler import Completion, Engine, EngineRequest, PauseMode
+from atroposlib.engine.scheduler import PauseMode
+from atroposlib.engine.sequences import Completion, EngineRequest
 from atroposlib.engine.weights import read_checkpoint
-from atroposlib.errors import ConfigError, EngineError, EngineRejected, EngineUnavailable
+from atroposlib.errors import EngineError, EngineRejected, EngineUnavailable
 from atroposlib.http_bodies import BodyRefused, read_body
 from atroposlib.http_guard import CROSS_SITE, foreign_host, is_cross_site
 
@@ -56,56 +56,10 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 _Handler = Callable[..., Awaitable[Response]]
 
-_UNKNOWN_CONTEXT_LEN = 4096
-"""Context length, with a warning, if the model's config has none."""
-
 _SHUTDOWN_S = 5
 """Seconds for connections to end after SIGTERM."""
 _BACKLOG = 2048
 """Limit of connections not yet accepted (uvicorn's default)."""
-
-
-class LoadedModel(NamedTuple):
-    """A model ready to serve."""
-
-    engine: Engine
-    tokenizer: Any
-    limits: EngineLimits
-    model_name: str
-
-
-def load(config: EngineConfig) -> LoadedModel:
-    """Load model and tokenizer; the engine is not started. Raises ConfigError if they cannot be loaded."""
-    _check_path(config.model)
-    device = _device(config.device)
-    dtype = config.dtype
-    if dtype == "auto":
-        dtype = "float32" if device.type == "cpu" else "bfloat16"
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(config.model)
-        model_config = AutoConfig.from_pretrained(config.model)
-        model = AutoModelForCausalLM.from_pretrained(
-            config.model, config=model_config, dtype=getattr(torch, dtype)
-        )
-    except (OSError, ValueError, KeyError) as e:
-        raise ConfigError(f"--model {config.model!r} cannot be loaded: {e}") from e
-    model = model.to(device).eval().requires_grad_(False)
-    text_config = model.config.get_text_config()
-    vocab_size = model.get_input_embeddings().num_embeddings
-    engine = Engine(
-        model,
-        tokenizer,
-        eos_token_ids=[i for i in _eos_token_ids(model, tokenizer) if i < vocab_size],
-        max_num_seqs=config.max_num_seqs,
-        seed=config.seed,
-        weight_version=config.weight_version,
-    )
-    return LoadedModel(
-        engine,
-        tokenizer,
-        EngineLimits(context_len=_context_len(config, text_config), vocab_size=vocab_size),
-        config.served_model_name or config.model,
-    )
 
 
 def create_app(loaded: LoadedModel) -> FastAPI:
@@ -415,46 +369,6 @@ def _error(error: ApiError) -> Response:
     return _json(error.body(), status=error.status)
 
 
-def _check_path(model: str) -> None:
-    """Raise ConfigError for a path that does not exist; `owner/name` may be a Hugging Face model."""
-    path = Path(model).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ConfigError(f"--model {model!r}: the directory has no config.json")
-    elif path.exists() or model.startswith(("/", ".", "~")) or model.count("/") != 1:
-        raise ConfigError(f"--model {model!r}: no such directory")
-
-
-def _device(name: str) -> torch.device:
-    has_cuda = torch.cuda.is_available()
-    if name == "cuda" and not has_cuda:
-        raise ConfigError("--device cuda: torch sees no CUDA device; use --device cpu")
-    return torch.device("cuda" if has_cuda and name != "cpu" else "cpu")
-
-
-def _eos_token_ids(model: Any, tokenizer: Any) -> list[int]:
-    """Return the tokenizer's end-of-sequence id first, then those of the generation config."""
-    configured = model.generation_config.eos_token_id
-    more = configured if isinstance(configured, list) else [configured]
-    found = [tokenizer.eos_token_id, *more]
-    return list(dict.fromkeys(int(token) for token in found if token is not None))
-
-
-def _context_len(config: EngineConfig, text_config: Any) -> int:
-    own = getattr(text_config, "max_position_embeddings", None)
-    if config.max_model_len is None:
-        if own is None:
-            logger.warning(
-                "the model's config has no max_position_embeddings; using %s", _UNKNOWN_CONTEXT_LEN
-            )
-        return int(own or _UNKNOWN_CONTEXT_LEN)
-    if own is not None and config.max_model_len > own:
-        raise ConfigError(
-            f"--max_model_len {config.max_model_len} exceeds the model's context of {own} tokens"
-        )
-    return config.max_model_len
-
-
 def _bind(host: str, port: int) -> socket.socket:
     """Bind the port before the model is loaded, so that a port in use fails at once."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -523,17 +437,6 @@ def run(config: EngineConfig) -> int:
             return asyncio.run(_serve(loaded, listener))
         finally:
             loaded.engine.close()
-
-
-def warm_up(engine: Engine) -> None:
-    """Generate a few tokens for prompts of different lengths; ConfigError if the model cannot be served."""
-    params = SamplingParams(max_tokens=2, ignore_eos=True, temperature=0.0)
-    work = [engine.submit(EngineRequest([1] * length, params)) for length in (1, 3)]
-    try:
-        for future in work:
-            future.result()
-    except EngineError as e:
-        raise ConfigError(f"this model cannot be served: {e}") from e
 
 
 if __name__ == "__main__":

@@ -13,9 +13,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from atroposlib.engine import scheduler
+from atroposlib.engine.command import EngineConfig
+from atroposlib.engine.loading import LoadedModel, load
 from atroposlib.engine.sampling import SamplingParams
-from atroposlib.engine.scheduler import Completion, Engine, EngineRequest, FinishReason, PauseMode
-from atroposlib.engine.server import EngineConfig, LoadedModel, load
+from atroposlib.engine.scheduler import Engine, PauseMode
+from atroposlib.engine.sequences import Completion, EngineRequest, FinishReason
 from atroposlib.engine.weights import read_checkpoint
 from atroposlib.errors import EngineError, EngineRejected, EngineUnavailable
 from tests.tiny_model import make_tiny_model

@@ -17,8 +17,9 @@ import httpx
 import pytest
 from safetensors.torch import load_file, save_file
 
-from atroposlib.engine.command import main
-from atroposlib.engine.server import EngineConfig, LoadedModel, create_app, load, warm_up
+from atroposlib.engine.command import EngineConfig, main
+from atroposlib.engine.loading import LoadedModel, load, warm_up
+from atroposlib.engine.server import create_app
 from atroposlib.http_bodies import MAX_BODY_BYTES
 from tests.tiny_model import make_tiny_model
 

@@ -12,7 +12,9 @@ import torch
 import uvicorn
 from transformers import AutoModelForCausalLM
 
-from atroposlib.engine.server import EngineConfig, create_app, load
+from atroposlib.engine.command import EngineConfig
+from atroposlib.engine.loading import load
+from atroposlib.engine.server import create_app
 from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.manager import ServerManager
 from tests.tiny_model import make_tiny_model, make_tiny_tokenizer

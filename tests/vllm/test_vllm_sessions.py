@@ -15,7 +15,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from atroposlib.engine.server import EngineConfig, create_app, load
+from atroposlib.engine.command import EngineConfig
+from atroposlib.engine.loading import load
+from atroposlib.engine.server import create_app
 from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.manager import ServerManager
 from atroposlib.inference.sessions.managed_server import SequenceNode

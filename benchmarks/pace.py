@@ -63,7 +63,8 @@ class Case(NamedTuple):
         )
 
 
-HEAD = "| answers | step s | group | useful | environments |"
+CASE_COLUMNS = "answers | step s | group | useful | environments"
+OUTCOME_COLUMNS = "staleness mean, max | thrown away"
 CASES = [
     Case(shape, step_s, group_size, useful, num_environments)
     for shape in ("exponential", "log-normal")
@@ -79,6 +80,11 @@ MEASURED = [
     Case("exponential", 5.0, 4, 1.0, 3),
     Case("exponential", 1.0, 4, 1.0),
 ]
+
+
+def print_head(*columns: str) -> None:
+    head = f"| {' | '.join(columns)} |"
+    print(head + "\n" + "|---" * (head.count("|") - 1) + "|")
 
 
 def answers(case: Case) -> Sample:
@@ -128,12 +134,9 @@ def show(found: Outcome) -> str:
 
 
 def virtual() -> None:
-    print(
-        f"{HEAD} waits, 8 in flight | staleness mean, max | thrown away | best number | waits |",
-        end="",
-    )
-    print(" staleness | thrown away | waits, default | staleness | thrown away |")
-    print("|---" * 15 + "|")
+    best_columns = f"best number | waits | {OUTCOME_COLUMNS}"
+    default_columns = f"waits, default | {OUTCOME_COLUMNS}"
+    print_head(CASE_COLUMNS, "waits, 8 in flight", OUTCOME_COLUMNS, best_columns, default_columns)
     for case in CASES:
         number, best = best_fixed(case)
         columns = [
@@ -153,8 +156,7 @@ def long_items() -> None:
     def heavy_tailed(rng: random.Random) -> float:
         return sample(rng) * (10 if rng.random() < 0.01 else 1)
 
-    print("| order of the items | waits | staleness mean, max | thrown away |")
-    print("|---" * 4 + "|")
+    print_head("order of the items", "waits", OUTCOME_COLUMNS)
     for num_known, name in ((1, "as they come"), (16, "longest of 16"), (100, "longest of 100")):
         env = Environment(duration_s=longest_first(heavy_tailed, num_known=num_known))
         found = simulate(
@@ -182,8 +184,7 @@ def longest_first(sample: Sample, *, num_known: int) -> Sample:
 def settings(num_settings: int) -> None:
     """Print the distribution of what random settings show."""
     found = [try_setting(seed, num_steps=80) for seed in range(num_settings)]
-    print("| of the settings | mean | 50 % | 95 % | 99 % | 99.9 % | all |")
-    print("|---" * 7 + "|")
+    print_head("of the settings", "mean", "50 %", "95 %", "99 %", "99.9 %", "all")
     for name in Findings._fields:
         values = sorted(float(getattr(each, name)) for each in found)
         most = [values[math.ceil(part * len(values)) - 1] for part in (0.5, 0.95, 0.99, 0.999, 1.0)]
@@ -277,10 +278,8 @@ def measured(case: Case, num_workers: int | None, *, num_steps: int, directory: 
 def outage(num_steps: int, directory: Path) -> None:
     """Kill one of two engines, each of which can just feed the trainer alone, and start it again."""
     case = MEASURED[0]
-    print(
-        "| engines | waits, first 4 steps | staleness mean, max | waits, later steps | staleness |"
-    )
-    print("|---" * 5 + "|")
+    ages = "staleness mean, max"
+    print_head("engines", "waits, first 4 steps", ages, "waits, later steps", ages)
     with ExitStack() as stack:
         _, kept_url = stack.enter_context(engine(case, directory, num_slots=ENOUGH_SLOTS))
         killed, url = stack.enter_context(engine(case, directory, num_slots=ENOUGH_SLOTS))
@@ -366,11 +365,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         with tempfile.TemporaryDirectory() as name:
             outage(options.steps, Path(name))
         return
-    print(
-        f"{HEAD} waits, 8 in flight | staleness mean, max | thrown away |"
-        " waits, default | staleness | thrown away |"
-    )
-    print("|---" * 11 + "|")
+    default_columns = f"waits, default | {OUTCOME_COLUMNS}"
+    print_head(CASE_COLUMNS, "waits, 8 in flight", OUTCOME_COLUMNS, default_columns)
     with tempfile.TemporaryDirectory() as name:
         for case in MEASURED:
             columns = [

@@ -9,9 +9,9 @@ again, here or by another replica.
 from __future__ import annotations
 
 import asyncio
-import collections
 import logging
 import time
+from collections import ChainMap, deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeVar
@@ -59,8 +59,6 @@ class _Effects:
     located: dict[int, PayloadLocation] = field(default_factory=dict)
     """Groups that were added or moved."""
     ended: set[int] = field(default_factory=set)
-    batches: set[int] = field(default_factory=set)
-    closed_batches: set[int] = field(default_factory=set)
     next_number: int = 0
     document: bytes | None = None
 
@@ -93,12 +91,11 @@ class PostgresStore(JobStore):
         self._on_failure = on_failure
         self._segment_bytes = segment_bytes
         self._clock = clock
-        self._jobs: collections.deque[Job] = collections.deque()
+        self._jobs: deque[Job] = deque()
         self._wake = asyncio.Event()
         self._writer: asyncio.Task[None] | None = None
         self._serial = 0
         """Of the last transaction."""
-        self._batches: set[int] = set()
         self._segments = Segments[PayloadLocation]()
         self._sizes: dict[int, int] = {}
         """Bytes of each segment."""
@@ -118,7 +115,6 @@ class PostgresStore(JobStore):
         except (asyncpg.PostgresError, asyncpg.InterfaceError, OSError) as e:
             raise StoreBroken(f"run {self._name!r} cannot be opened: {e}") from e
         self._serial = loaded.serial
-        self._batches = {batch.number for batch in loaded.saved.batches}
         self._sizes = loaded.segments
         self._segments.add(loaded.segments)
         self._last_segment = max(loaded.segments, default=-1)
@@ -273,29 +269,14 @@ class PostgresStore(JobStore):
         return effects
 
     def _merge(self, change: Change, merged: Merged, effects: _Effects) -> KeyError | None:
-        """Add a change to `merged` and `effects`, or return the error of one that names unknown groups or batches."""
+        """Add a change to `merged` and `effects`, or return the error of one that names unknown groups."""
         named = [move.number for move in change.moves] + [end.number for end in change.ends]
-        unknown = [
-            number
-            for number in named
-            if number in effects.ended
-            or (number not in self._segments.places and number not in effects.located)
-        ]
-        added = {batch.number for batch in change.batches}
-        unknown += [
-            number
-            for number in set(change.closed_batches) - added
-            if number in effects.closed_batches
-            or (number not in self._batches and number not in effects.batches)
-        ]
+        places = ChainMap(effects.located, self._segments.places)
+        unknown = [n for n in named if n in effects.ended or n not in places]
         if unknown:
-            return KeyError(f"groups or batches {sorted(unknown)} are not stored")
+            return KeyError(f"groups {sorted(unknown)} are not stored")
         merged.add(change)
         effects.ended |= {end.number for end in change.ends}
-        effects.batches |= added
-        effects.closed_batches -= added
-        effects.closed_batches |= set(change.closed_batches)
-        effects.batches -= effects.closed_batches
         if change.document is not None:
             effects.document = change.document
         return None
@@ -369,8 +350,6 @@ class PostgresStore(JobStore):
             self._segments.note(number, location)
         for number in effects.ended:
             self._segments.end(number)
-        self._batches |= effects.batches
-        self._batches -= effects.closed_batches
         current = self._open_segment
         if current is not None and self._sizes[current] >= self._segment_bytes:
             self._open_segment = None
@@ -431,7 +410,7 @@ class PostgresStore(JobStore):
     async def _clear(self) -> None:
         async def erase(connection: Any) -> _Effects:
             await rows.erase(connection, self._term.run_id)
-            return _Effects(ended=set(self._segments.places), closed_batches=set(self._batches))
+            return _Effects(ended=set(self._segments.places))
 
         await self._transact(erase)
         self._open_segment = None

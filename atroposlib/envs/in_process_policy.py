@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from atroposlib.inference.manager import ServerManager
 from atroposlib.inference.servers.api_server import APIServer, TokenCompletions, in_process_config
 from atroposlib.inference.servers.openai_routes import chat_completion_from, completion_from
-from atroposlib.inference.sessions.chat_template import read_messages
 from atroposlib.inference.sessions.managed_server import ManagedServer
+from atroposlib.inference.sessions.messages import read_messages
 from atroposlib.inference.sessions.sequences import PendingTurn
 
 answerer: ContextVar[Any] = ContextVar("answerer", default=None)

@@ -27,9 +27,8 @@ from atroposlib.inference.servers.openai_routes import (
     import_openai,
 )
 from atroposlib.inference.servers.sampling_notes import recorded
-from atroposlib.inference.sessions.chat_template import (
-    ChatTemplate,
-    TemplateOptions,
+from atroposlib.inference.sessions.chat_template import ChatTemplate, TemplateOptions
+from atroposlib.inference.sessions.messages import (
     call_ids,
     has_images,
     identity,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import string
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -380,6 +381,32 @@ def test_reading_takes_time_in_proportion_to_the_text(style: Style) -> None:
         assert time.thread_time() - began < budget_s, name
         # Qwen3-Coder's arguments may contain its tags.
         assert parsed == (text, ()) or name == "one long value", name
+
+
+def nested(depth: int) -> str:
+    return '{"a":' * depth + "1" + "}" * depth
+
+
+def below(num_frames: int, work: Callable[[], Any]) -> Any:
+    """Run `work` with that many frames of the stack in use, as in an application."""
+    return work() if num_frames == 0 else below(num_frames - 1, work)
+
+
+@every_json_style
+def test_arguments_that_nest_deeper_than_any_tools_do_are_text(style: Style) -> None:
+    for depth in (101, 200, 300, 400, 940):
+        text = style.render((Call("f", nested(depth)),))
+        for num_frames in (0, 300, 600):
+            assert below(num_frames, lambda text=text: style.parse(text, ())) == (text, ())
+    assert style.parse(style.render((Call("f", nested(100)),)), ()).calls
+
+
+def test_qwen_coder_leaves_values_that_nest_too_deeply_as_text() -> None:
+    tools = [{"function": {"name": "f", "parameters": {"properties": {"x": {"type": "object"}}}}}]
+    for depth in (101, 300, 940):
+        text = f"<function=f>\n<parameter=x>\n{nested(depth)}\n</parameter>\n</function>"
+        (call,) = below(600, lambda text=text: style_named("qwen3_coder").parse(text, tools)).calls
+        assert json.loads(call.arguments) == {"x": nested(depth)}
 
 
 @every_style

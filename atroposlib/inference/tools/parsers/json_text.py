@@ -19,6 +19,8 @@ _BESIDE = {"id", "type"}
 """Members that a call may have beside its name and arguments."""
 
 
+MAX_DEPTH = 100
+"""Of arguments. Python's writer of JSON and chat templates fail at a depth that depends on the stack in use."""
 _MAX_DIGITS = 4000
 """Python refuses to read integers of more digits."""
 
@@ -140,6 +142,21 @@ def call_of(
     return Call(name.value, arguments, own_id if isinstance(own_id, str) and own_id else None)
 
 
+def nests_too_deeply(value: Any) -> bool:
+    """Whether a JSON value has more than `MAX_DEPTH` lists and objects inside one another."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        parts = [
+            one.values() if isinstance(one, dict) else one
+            for one in level
+            if isinstance(one, dict | list)
+        ]
+        if not parts:
+            return False
+        level = [inner for part in parts for inner in part]
+    return True
+
+
 def arguments_of(member: JsonMember) -> str | None:
     """Return arguments as the text of a JSON object; None if they are something else.
 
@@ -152,7 +169,7 @@ def arguments_of(member: JsonMember) -> str | None:
         if inner is None:
             return None
         value = {key: one.value for key, one in inner.members.items()}
-    if not isinstance(value, dict):
+    if not isinstance(value, dict) or nests_too_deeply(value):
         return None
     try:
         rewritten = json.dumps(value, ensure_ascii=False, allow_nan=False)

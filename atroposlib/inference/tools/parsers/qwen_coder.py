@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from atroposlib.inference.tools.parsers.json_text import nests_too_deeply
 from atroposlib.inference.tools.parsers.style import Call, FoundCalls, Style, Tools, by_places
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -91,7 +92,7 @@ def _typed(value: str, schema: Any) -> Any:
     except (ValueError, RecursionError):
         return value
     fits = isinstance(read, wanted) and not isinstance(read, bool)
-    return read if fits else value
+    return read if fits and not nests_too_deeply(read) else value
 
 
 _PYTHON: dict[str, tuple[type, ...]] = {

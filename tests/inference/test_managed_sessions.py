@@ -502,7 +502,7 @@ def test_training_once_takes_time_in_proportion_to_the_tokens() -> None:
             costs.append(time.thread_time() - began)
         return min(costs)
 
-    assert cost_s(1600) < 25 * cost_s(200)  # comparing all pairs costs 64 times as much
+    assert cost_s(800) < 25 * cost_s(100)  # comparing all pairs costs 64 times as much
 
 
 async def test_finding_the_continued_turn_does_not_depend_on_other_conversations() -> None:
@@ -530,12 +530,12 @@ async def test_finding_the_continued_turn_does_not_depend_on_other_conversations
 
     def cost_s(store: SequenceStore) -> float:
         began = time.thread_time()
-        for i in range(2000):
+        for i in range(1000):
             match = store.find_messages(["system", "question", f"answer {i % 50}", "next"])
             assert match is not None
             assert match.stage.full_text == f"qa{i % 50}"
         return time.thread_time() - began
 
-    small, large = build(50), build(3000)
+    small, large = build(50), build(1500)
     cost_s(small)
-    assert cost_s(large) < 5 * cost_s(small)  # it was 60 times as much
+    assert cost_s(large) < 5 * cost_s(small)  # it was 30 times as much

@@ -471,17 +471,23 @@ class TrainerClient:
             raise fault
         return delivery.groups
 
-    def lease_batch(self, wait_s: float = 0.0, *, ttl_s: float | None = None) -> LeasedBatch | None:
+    def lease_batch(
+        self,
+        wait_s: float = 0.0,
+        *,
+        ttl_s: float | None = None,
+        check: Callable[[ScoredGroup], None] | None = None,
+    ) -> LeasedBatch | None:
         """Lease the next batch for `ttl_s` (None: the hub's default); None when there is none within `wait_s`.
 
-        Groups that fail the trainer's gate are rejected: the hub sets them aside, and the next batch is requested.
-        Otherwise one attempt; raises `HubUnavailable`, `TrainerNotRegistered`, `TrainerSuperseded`. If the answer is
-        lost, the next call gets the same batch.
+        Groups that fail the trainer's gate, or for which `check` raises GroupError, are rejected: the hub sets them
+        aside, and the next batch is requested. Otherwise one attempt; raises `HubUnavailable`, `TrainerNotRegistered`,
+        `TrainerSuperseded`. If the answer is lost, the next call gets the same batch.
         """
         deadline = time.monotonic() + wait_s
         left_s = wait_s
         while True:
-            delivery = self._ask_for_lease(left_s, ttl_s)
+            delivery = self._ask_for_lease(left_s, ttl_s, check)
             batch, faults = self._leased(delivery), delivery.faults
             if batch is None or not faults:
                 return batch
@@ -503,7 +509,9 @@ class TrainerClient:
             self._open_request = None
             left_s = max(0.0, deadline - time.monotonic())
 
-    def _ask_for_lease(self, wait_s: float, ttl_s: float | None) -> _Delivery:
+    def _ask_for_lease(
+        self, wait_s: float, ttl_s: float | None, check: Callable[[ScoredGroup], None] | None
+    ) -> _Delivery:
         if self._open_request is None:
             self._open_request = uuid.uuid4().hex
         params: dict[str, str | float] = {"lease": 1, "request_id": self._open_request}
@@ -511,7 +519,7 @@ class TrainerClient:
             params["ttl"] = ttl_s
         if self._epoch is not None:
             params["epoch"] = self._epoch
-        delivery = self._take(params, wait_s)
+        delivery = self._take(params, wait_s, check)
         if not delivery.faults:
             self._open_request = None
         return delivery
@@ -592,7 +600,12 @@ class TrainerClient:
                 logger.warning("the lease of batch %s is lost: %s", batch.batch_id, e)
                 return
 
-    def _take(self, params: dict[str, str | float], wait_s: float) -> _Delivery:
+    def _take(
+        self,
+        params: dict[str, str | float],
+        wait_s: float,
+        check: Callable[[ScoredGroup], None] | None = None,
+    ) -> _Delivery:
         """Request a batch once."""
         began = time.monotonic()
         if wait_s > 0:
@@ -609,8 +622,8 @@ class TrainerClient:
         )
         if CONTENT_TYPE_PACKED in response.headers.get("content-type", ""):
             envelope = split_packed(response.content)
-            return _through_the_gate(envelope.blobs, _unpack, envelope.meta)
-        delivery = _read_json_batch(response.content)
+            return _through_the_gate(envelope.blobs, _unpack, envelope.meta, check)
+        delivery = _read_json_batch(response.content, check)
         if delivery.groups is None and (left := wait_s - (time.monotonic() - began)) > 0:
             # An original server ignores `wait` and answers at once.
             time.sleep(min(left, 1.0))
@@ -683,15 +696,22 @@ class _Delivery(NamedTuple):
 
 
 def _through_the_gate(
-    received: Sequence[T], read: Callable[[T], ScoredGroup], meta: dict[str, Any]
+    received: Sequence[T],
+    read: Callable[[T], ScoredGroup],
+    meta: dict[str, Any],
+    check: Callable[[ScoredGroup], None] | None,
 ) -> _Delivery:
     groups: list[ScoredGroup] = []
     faults: dict[int, GroupError] = {}
     for position, each in enumerate(received):
         try:
-            groups.append(read(each))
+            group = read(each)
+            if check is not None:
+                check(group)
         except GroupError as e:
             faults[position] = e
+        else:
+            groups.append(group)
     return _Delivery(groups, meta, faults)
 
 
@@ -722,7 +742,7 @@ def _receipt(reply: dict[str, Any]) -> SendReceipt:
     )
 
 
-def _read_json_batch(body: bytes) -> _Delivery:
+def _read_json_batch(body: bytes, check: Callable[[ScoredGroup], None] | None) -> _Delivery:
     reply = _json_object(body, "GET /batch")
     if "batch" not in reply:
         raise HubError(f"GET /batch: unexpected answer {body[:200]!r}")
@@ -732,7 +752,7 @@ def _read_json_batch(body: bytes) -> _Delivery:
     groups = reply.pop("batch")
     if groups is None:
         return _Delivery(None, reply, {})
-    return _through_the_gate(groups, _check, reply)
+    return _through_the_gate(groups, _check, reply, check)
 
 
 def _json_object(body: bytes, where: str) -> dict[str, Any]:

@@ -81,15 +81,8 @@ def group_samples(
     a trained position (an answer without a score) are excluded from the baseline.
     """
     overrides = group.overrides or [{}] * group.num_sequences
-    all_supervised = (group.group_overrides or {}).get("sft")
-    supervised = np.array([bool((o or {}).get("sft", all_supervised)) for o in overrides], bool)
     silenced = np.array([bool((o or {}).get("set_advantage_to_zero")) for o in overrides], bool)
-    if group.inference_logprobs is None and not supervised.all():
-        raise GroupError(
-            f"inference_logprobs is null in a group of environment {group.env_id}: the GRPO ratio needs the logprobs "
-            "the tokens were sampled with. Sample through `self.server.managed_server(...)` with server_type vllm or "
-            "sglang and put the nodes' logprobs into the group as `inference_logprobs`."
-        )
+    supervised = require_logprobs(group)
     bounds = group.offsets.tolist()
     mask = completion_mask(group)
     logprobs = group.inference_logprobs
@@ -120,6 +113,20 @@ def group_samples(
             is_silenced=bool(silenced[i]),
             group=number,
         )
+
+
+def require_logprobs(group: ScoredGroup) -> NDArray[np.bool_]:
+    """Return [S]: whether each sequence is supervised. Raises GroupError if another has no sampled logprobs."""
+    overrides = group.overrides or [{}] * group.num_sequences
+    for_all = (group.group_overrides or {}).get("sft")
+    supervised = np.array([bool((each or {}).get("sft", for_all)) for each in overrides], bool)
+    if group.inference_logprobs is None and not supervised.all():
+        raise GroupError(
+            f"inference_logprobs is null in a group of environment {group.env_id}: the GRPO ratio needs the logprobs "
+            "the tokens were sampled with. Sample through `self.server.managed_server(...)` with server_type vllm or "
+            "sglang and put the nodes' logprobs into the group as `inference_logprobs`."
+        )
+    return supervised
 
 
 def completion_mask(group: ScoredGroup) -> NDArray[np.bool_]:

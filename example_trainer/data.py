@@ -59,8 +59,6 @@ class DataOptions:
     pad_to_multiple_of: int = 8
     keep_zero_advantage: bool = False
     """Whether a KL, distillation or entropy term gives sequences without an advantage a gradient."""
-    vocab_size: int | None = None
-    """Token ids of this value and above are refused; None: all are accepted."""
     processed_logprobs: bool = False
     """Whether engines report logprobs after temperature scaling (vLLM's `processed_logprobs`)."""
 
@@ -211,11 +209,24 @@ def overlong_penalty(
     return np.clip((num_tokens - (longest - buffer)) / buffer, 0.0, 1.0)
 
 
+def require_trainable(group: ScoredGroup, *, vocab_size: int) -> None:
+    """Raise GroupError for token ids outside the model's vocabulary, and for a group without sampled logprobs.
+
+    A group whose sequences are all supervised needs no logprobs.
+    """
+    samples.require_logprobs(group)
+    for name, ids in (("tokens", group.tokens), ("masks", group.masks)):
+        if len(ids) and (highest := int(ids.max())) >= vocab_size:
+            raise GroupError(
+                f"{name}: id {highest} in a group of environment {group.env_id}, and the model knows the ids below "
+                f"{vocab_size}: give the environment the tokenizer of the model that is trained"
+            )
+
+
 def make_batch(groups: Sequence[ScoredGroup], options: DataOptions) -> Batch:
     """Turn the groups of one step into micro-batches.
 
-    Raises GroupError for token ids outside the model's vocabulary, and for a group without sampled logprobs unless all
-    its sequences are supervised.
+    The groups have passed `require_trainable`.
     """
     all_rows = [row for i, group in enumerate(groups) for row in _rows(group, i, options)]
     if options.baseline in ("batch", "group_batch"):
@@ -252,15 +263,6 @@ def without_weight(micro_batch: MicroBatch) -> MicroBatch:
 # Groups -> rows.
 
 
-def _refuse_unknown_tokens(group: ScoredGroup, vocab_size: int) -> None:
-    for name, ids in (("tokens", group.tokens), ("masks", group.masks)):
-        if len(ids) and (highest := int(ids.max())) >= vocab_size:
-            raise GroupError(
-                f"{name}: id {highest} in a group of environment {group.env_id}, and the model knows the ids below "
-                f"{vocab_size}: give the environment the tokenizer of the model that is trained"
-            )
-
-
 def _reason_to_skip(row: Row, options: DataOptions) -> SkipReason | None:
     if len(row.tokens) >= options.seq_len:
         return "too_long"
@@ -271,8 +273,6 @@ def _reason_to_skip(row: Row, options: DataOptions) -> SkipReason | None:
 
 def _rows(group: ScoredGroup, number: int, options: DataOptions) -> Iterator[Row]:
     """Yield the sequences of `group`, which is number `number` of its step."""
-    if options.vocab_size is not None:
-        _refuse_unknown_tokens(group, options.vocab_size)
     no_overrides: list[dict[str, Any] | None] = [None] * group.num_sequences
     overrides = group.overrides or no_overrides
     starts = group.offsets

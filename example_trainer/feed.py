@@ -23,7 +23,7 @@ from atroposlib.client import (
     TrainerNotRegistered,
     TrainerRegistration,
 )
-from atroposlib.errors import HubError, HubRejected, HubUnavailable
+from atroposlib.errors import GroupError, HubError, HubRejected, HubUnavailable
 from atroposlib.patience import Backoff
 from atroposlib.scored_data import ScoredGroup, Strictness
 from atroposlib.wire import join_packed, pack_group, split_packed, unpack_group
@@ -42,6 +42,8 @@ RETRY_S = 5.0
 """How long the client itself retries a control call; between such calls the run can stop."""
 FIRST_WAIT_S = 120.0
 """Limit for the first registration, while the hub may still be starting. Later waits have no limit."""
+MAX_UNTRAINABLE = 16
+"""The run ends after so many untrainable groups in a row, if no batch follows: there may be no others."""
 
 
 class Follower:
@@ -95,6 +97,7 @@ class Leader(Follower):
         world: World,
         *,
         experiment: str | None,
+        require_trainable: Callable[[ScoredGroup], None],
         is_stopping: Callable[[], bool],
         on_no_batch: Callable[[], None],
     ) -> None:
@@ -102,6 +105,10 @@ class Leader(Follower):
         self._hub = hub
         self._config = config
         self._log = log
+        self._require_trainable = require_trainable
+        """Raises GroupError for a group that this model cannot be trained on; the hub then sets it aside."""
+        self._faults: list[GroupError] = []
+        """Of the untrainable groups since the last trainable one."""
         self._is_stopping = is_stopping
         self._on_no_batch = on_no_batch
         """Called every few seconds while no batch comes; an exception from it ends the run."""
@@ -126,6 +133,8 @@ class Leader(Follower):
         while self._leased is None and not self._is_stopping():
             self._leased = self._lease(step)
             if self._leased is None:
+                if len(self._faults) >= MAX_UNTRAINABLE:
+                    raise self._faults[-1]
                 self._on_no_batch()
         if self._leased is None or self._is_stopping():
             if self._leased is not None:
@@ -242,12 +251,21 @@ class Leader(Follower):
                 reply.forgotten_steps or 0,
             )
 
+    def _check(self, group: ScoredGroup) -> None:
+        try:
+            self._require_trainable(group)
+        except GroupError as fault:
+            self._faults.append(fault)
+            raise
+        self._faults.clear()
+
     def _lease(self, step: int) -> LeasedBatch | None:
         """Request a batch; None if there is none yet, the run was registered again, or it must stop."""
         wait_s, ttl_s = BATCH_WAIT_S, self._config.lease_s
         try:
             return self._patiently(
-                "no batch is taken", lambda: self._hub.lease_batch(wait_s=wait_s, ttl_s=ttl_s)
+                "no batch is taken",
+                lambda: self._hub.lease_batch(wait_s, ttl_s=ttl_s, check=self._check),
             )
         except TrainerNotRegistered:
             logger.warning("this run is unknown to the hub; registering again at step %d", step)

@@ -167,7 +167,6 @@ def data_options(config: TrainerConfig, policy: Policy | None = None) -> DataOpt
         layout="packed" if config.packs_sequences and may_pack else "padded",
         pad_to_multiple_of=config.pad_to_multiple_of,
         keep_zero_advantage=bool(config.kl_coef or config.distill_coef or config.entropy_coef),
-        vocab_size=None if policy is None else policy.vocab_size,
         processed_logprobs=config.reports_processed,
     )
 

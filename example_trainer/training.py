@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -26,7 +27,7 @@ from atroposlib.utils.tracing import record_step
 from example_trainer.bridges import EngineWatch, make_bridge
 from example_trainer.checkpointing import Checkpoints, Start
 from example_trainer.config import TrainerConfig
-from example_trainer.data import make_batch
+from example_trainer.data import make_batch, require_trainable
 from example_trainer.feed import RETRY_S, Follower, Leader
 from example_trainer.gap import LogprobGap
 from example_trainer.memory import sizes_of, what_does_not_fit
@@ -54,7 +55,7 @@ def train(config: TrainerConfig) -> None:
 
     On SIGTERM or Ctrl-C, finish and save the current step and return; a second signal exits at once, except under
     torchrun. Raises ConfigError for an unusable model, device or path, EngineError if weights cannot be published or
-    engine and trainer disagree, GroupError for groups that cannot be trained on, HubError if the hub rejects a call.
+    engine and trainer disagree, GroupError if no group can be trained on, HubError if the hub rejects a call.
     """
     set_up_torch(config)
     with ExitStack() as stack:
@@ -87,6 +88,7 @@ def train(config: TrainerConfig) -> None:
                 log,
                 world,
                 experiment=experiment,
+                require_trainable=partial(require_trainable, vocab_size=policy.vocab_size),
                 is_stopping=stopping.is_set,
                 on_no_batch=EngineWatch(bridge, patience_s=config.engine_retry_s).look,
             )

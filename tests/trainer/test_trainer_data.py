@@ -15,6 +15,7 @@ from example_trainer.data import (
     Layout,
     MicroBatch,
     make_batch,
+    require_trainable,
 )
 from tests.trainer.helpers_trainer import PROMPT, make_group
 
@@ -236,17 +237,17 @@ def test_micro_batches_weigh_as_one_batch(loss_mean: str, limit: dict[str, int])
 def test_null_logprobs_name_the_environment_and_the_cure() -> None:
     group = make_group([1.0, 0.0], env_id=7).replace(inference_logprobs=None)
     with pytest.raises(GroupError, match=r"inference_logprobs.*environment 7.*managed_server"):
-        make_batch([group], OPTIONS)
+        require_trainable(group, vocab_size=1000)
 
 
 def test_tokens_that_the_model_does_not_know_are_named_with_their_environment() -> None:
     group = dataclasses.replace(make_group([1.0, 0.0]), env_id=7)
     highest = int(group.tokens.max())
-    make_batch([group], dataclasses.replace(OPTIONS, vocab_size=highest + 1))
+    require_trainable(group, vocab_size=highest + 1)
     with pytest.raises(
         GroupError, match=f"tokens: id {highest} .* environment 7.* below {highest}"
     ):
-        make_batch([group], dataclasses.replace(OPTIONS, vocab_size=highest))
+        require_trainable(group, vocab_size=highest)
 
 
 def test_temperature_counts_only_for_processed_logprobs() -> None:

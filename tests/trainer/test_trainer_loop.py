@@ -164,6 +164,24 @@ def test_a_group_that_cannot_be_trained_on_costs_itself_alone(
     assert "1 groups of batch 0 cannot be trained on and are rejected" in caplog.text
 
 
+def test_an_environment_with_another_tokenizer_costs_its_groups_alone(
+    configure: Configure, hub_url: str
+) -> None:
+    groups = pairs(6)
+    other = make_group([1.0, 0.0], seed=9).to_dict()
+    other["tokens"][1][0] = 50_000
+    for row in (groups[0], groups[1].replace(inference_logprobs=None), *groups[2:4]):
+        send(hub_url, [row], prefix=f"{row.tokens[:4]}")
+    httpx.post(f"{hub_url}/scored_data", json=other).raise_for_status()
+    send(hub_url, groups[4:], prefix="later")
+    train(configure(num_steps=2))
+    ledger = ledger_of(hub_url)
+    assert (ledger["trained"], ledger["dead"]) == (4, 2)
+    reasons = sorted(dead["reason"] for dead in httpx.get(f"{hub_url}/dead").json()["groups"])
+    assert "inference_logprobs is null" in reasons[0]
+    assert "id 50000 in a group of environment" in reasons[1]
+
+
 def test_a_lost_lease_is_counted_and_the_run_goes_on(
     configure: Configure,
     hub_url: str,
@@ -265,10 +283,14 @@ def test_an_engine_on_other_weights_stops_the_run_before_it_learns_from_them(
         train(configure(max_logprob_gap=1e-3))
 
 
-def test_null_logprobs_end_the_run_with_a_cure(configure: Configure, hub_url: str) -> None:
-    send(hub_url, [group.replace(inference_logprobs=None) for group in pairs(2)])
+def test_a_run_whose_groups_are_all_untrainable_ends_with_a_cure(
+    configure: Configure, hub_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("example_trainer.feed.BATCH_WAIT_S", 0.1)
+    send(hub_url, [group.replace(inference_logprobs=None) for group in pairs(16)])
     with pytest.raises(GroupError, match="managed_server"):
         train(configure())
+    assert ledger_of(hub_url) == {"dead": 16}
 
 
 def test_the_trainer_waits_for_a_hub_that_is_away(

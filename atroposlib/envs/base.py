@@ -163,11 +163,7 @@ class BaseEnv(ABC):
         self.process_options: Any = None
         self.curr_step = 0
         self.max_token_len = -1
-        self.max_num_workers = max_workers(
-            configured=config.max_num_workers,
-            per_node=config.max_num_workers_per_node,
-            num_servers=len(self.server.servers),
-        )
+        self.max_num_workers = max_workers(config, num_servers=len(self.server.servers))
         self.checkpoint_dir = ""
         self.checkpoint_interval = -1
         self.status_dict: dict[str, Any] = {}

@@ -329,7 +329,10 @@ class DatasetEnv(BaseEnv):
             nodes = chat.nodes()
         return [
             Rollout(
-                messages=[*messages, _answer(choice)],
+                messages=[
+                    *messages,
+                    {"role": "assistant", "content": choice.message.content or ""},
+                ],
                 nodes=nodes[i : i + 1],
                 finish_reason=choice.finish_reason,
             )
@@ -748,7 +751,3 @@ def _raise_if_all_raised(outcomes: Sequence[Outcome]) -> None:
 
 def _rollout_of(sample: Sample) -> Rollout:
     return Rollout(messages=sample["messages"], nodes=[], finish_reason=sample.get("finish_reason"))
-
-
-def _answer(choice: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": choice.message.content or ""}

@@ -113,6 +113,7 @@ def workers_are_set(config: BaseEnvConfig) -> bool:
     )
 
 
-def max_workers(*, configured: int, per_node: int, num_servers: int) -> int:
-    """Return the limit of items in flight; `configured` of 0 or less means `per_node` for each server."""
-    return configured if configured > 0 else max(1, per_node * num_servers)
+def max_workers(config: BaseEnvConfig, *, num_servers: int) -> int:
+    """Return the limit of items in flight; without max_num_workers it is that of a node for each server."""
+    per_node = config.max_num_workers_per_node
+    return config.max_num_workers if config.max_num_workers > 0 else max(1, per_node * num_servers)

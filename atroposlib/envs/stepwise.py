@@ -109,7 +109,7 @@ class SteppedEnv:
         env.config.group_size = 1
         _OuterPolicy(env.tokenizer).serve(env.server)
         if isinstance(env, DatasetEnv):
-            env.shape_group = _unshaped  # type: ignore[method-assign]
+            env.shape_group = lambda row, group: group  # type: ignore[method-assign]
         if isinstance(env, JudgeEnv) and env.judge is env.server:
             env.judge = _NoJudge()  # type: ignore[assignment]
         self.env = env
@@ -327,10 +327,6 @@ class _NoJudge:
 
     async def close(self) -> None:
         """Close nothing."""
-
-
-def _unshaped(row: Any, group: ScoredDataGroup) -> ScoredDataGroup:
-    return group
 
 
 def _dicts(entries: Any) -> list[dict[str, Any]]:

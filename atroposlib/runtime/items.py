@@ -14,13 +14,13 @@ import time
 import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from atroposlib.client import EnvStatus
 from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.collecting import collect_timed
-from atroposlib.envs.env_config import EvalHandlingEnum, max_workers, workers_are_set
+from atroposlib.envs.env_config import BaseEnvConfig, EvalHandlingEnum, max_workers, workers_are_set
 from atroposlib.errors import EngineError, EngineUnavailable, EnvError, cause_of
 from atroposlib.inference.servers.sampling_notes import noting_sampling
 from atroposlib.runtime.capacity import Demand, History, Load, num_to_start, num_wanted
@@ -59,8 +59,9 @@ class Outcomes:
     the run, whatever their number: an attempt that began after the first of them must fail as well.
     """
 
-    def __init__(self, *, max_consecutive: int) -> None:
-        self._max_consecutive = max_consecutive
+    def __init__(self, config: BaseEnvConfig) -> None:
+        self._max_consecutive = config.max_consecutive_failures
+        self._max_attempts = config.max_item_attempts
         self._consecutive: Counter[str] = Counter()
         self._since: dict[str, int] = {}
         """By type: `num_failed` when its current series of failures began."""
@@ -125,6 +126,16 @@ class Outcomes:
             raise EnvError(
                 f"{self._consecutive[kind]} items in a row failed with {kind}: {error}"
             ) from error
+
+    def may_retry(self, work: Work, error: BaseException) -> bool:
+        """Count a failed attempt against its item; if it was the last one, give the item up and return False."""
+        work.num_failures += 1
+        if work.num_failures < self._max_attempts:
+            return True
+        kind = type(error).__name__
+        self.given_up[kind] += 1
+        logger.error("item given up after %d attempts: %s", work.num_failures, kind)
+        return False
 
     def summary(self) -> str:
         """Return one line that counts every started item exactly once."""
@@ -210,7 +221,7 @@ class Items:
         self._engine = EngineOutage(timings)
         self._idle_since: float | None = None
         self._num_idle_reminders = 0
-        self.outcomes = Outcomes(max_consecutive=env.config.max_consecutive_failures)
+        self.outcomes = Outcomes(env.config)
         self._history = History()
         self.num_wanted = 0
         """Items that should be in flight, when it was last decided."""
@@ -238,11 +249,7 @@ class Items:
         env, config, status = self._env, self._env.config, self._link.status
         if status is None or self._link.hub_unavailable or self._outbox.hub_unavailable:
             return 0
-        workers = max_workers(
-            configured=config.max_num_workers,
-            per_node=config.max_num_workers_per_node,
-            num_servers=len(env.server.servers),
-        )
+        workers = max_workers(config, num_servers=len(env.server.servers))
         demand = self._demand(status)
         if demand is not None:
             workers = max(workers, self._num_served())
@@ -306,8 +313,8 @@ class Items:
                 num_started = started
                 break
             key = str(uuid.uuid4())
-            work.is_settled = False  # here, because the task may be cancelled before its first step
-            self._work[key] = work
+            # A copy for each attempt, as the task of the one before may not have ended.
+            work = self._work[key] = replace(work, is_settled=False)
             task = self._start_task(self._work_on(key, work), name=f"item-{key[:8]}")
             self._env.running_items[key] = {
                 "item": work.item,
@@ -437,14 +444,8 @@ class Items:
             self._engine.begin(error)
             return
         self.outcomes.log_failure("item", error)
-        work.num_failures += 1
-        if work.num_failures < self._env.config.max_item_attempts:
+        if self.outcomes.may_retry(work, error):
             self._retries.append(work)
-        else:
-            self.outcomes.given_up[type(error).__name__] += 1
-            logger.error(
-                "item given up after %d attempts: %s", work.num_failures, type(error).__name__
-            )
         try:
             self.outcomes.failed(error, began_after=work.began_after)
         except Exception as fatal:  # noqa: BLE001 - raised again by the run

@@ -154,7 +154,7 @@ class _Run:
         self._outbox = outbox
         self.usage: dict[tuple[str, str], Usage] = {}
         """By (base_url, model), failed items included."""
-        self._outcomes = Outcomes(max_consecutive=env.config.max_consecutive_failures)
+        self._outcomes = Outcomes(env.config)
         self._retries: deque[Work] = deque()
         self._running: deque[_Attempt] = deque()
         self._num_given = 0
@@ -211,11 +211,7 @@ class _Run:
 
     async def _fill(self) -> None:
         env = self._env
-        width = max_workers(
-            configured=env.config.max_num_workers,
-            per_node=env.config.max_num_workers_per_node,
-            num_servers=len(env.server.servers),
-        )
+        width = max_workers(env.config, num_servers=len(env.server.servers))
         num_empty = 0
         has_more = True
         while self._num_missing() > 0:
@@ -304,12 +300,7 @@ class _Run:
             outcomes.by_type[type(error).__name__] += 1
         else:
             outcomes.failed(error, began_after=outcomes.num_failed)
-        work.num_failures += 1
-        if work.num_failures >= self._env.config.max_item_attempts:
-            outcomes.given_up[type(error).__name__] += 1
-            logger.error(
-                "item given up after %d attempts: %s", work.num_failures, type(error).__name__
-            )
+        if not outcomes.may_retry(work, error):
             return False
         self._retries.append(work)
         return True

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atroposlib.envs.env_config import max_workers
+from atroposlib.envs.env_config import BaseEnvConfig, max_workers
 from atroposlib.runtime.capacity import MIN_YIELD, Demand, History, Load, num_to_start, stock
 from benchmarks._pace_settings import try_setting
 from benchmarks._pace_simulation import Environment, simulate
@@ -73,8 +73,8 @@ def test_idle_environment_with_an_empty_queue_always_works(load: Load) -> None:
 
 
 def test_workers_follow_the_servers_unless_set() -> None:
-    assert max_workers(configured=-1, per_node=8, num_servers=3) == 24
-    assert max_workers(configured=5, per_node=8, num_servers=3) == 5
+    assert max_workers(BaseEnvConfig(), num_servers=3) == 24
+    assert max_workers(BaseEnvConfig(max_num_workers=5), num_servers=3) == 5
 
 
 # Without a set number of workers

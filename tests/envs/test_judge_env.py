@@ -72,13 +72,16 @@ def make(
     return env
 
 
-async def test_answers_are_marked_by_the_judge_beside_the_policy() -> None:
+async def test_unreadable_verdict_is_dropped_and_counted_not_scored_zero() -> None:
     env = make()
     group = await group_of(env, "Write an essay.")
     assert check_group(group, strictness=Strictness.MEANING).scores.tolist() == [1.0, 0.5, 0.0]
     assert len(env.server.servers[0].requests) == 1
     asked = [request["messages"][0]["content"] for request in env.judge.servers[0].requests]
     assert len(asked) == 4
+    # The last answer's verdict is unreadable: it is dropped, not scored zero.
+    assert [messages[-1]["content"] for messages in group["messages"]] == ANSWERS[:3]
+    assert (env.counts["judge_unparsable"], env.num_reward_failures) == (1, 1)
     assert all("Is it good?" in text and "Write an essay." in text for text in asked)
 
 
@@ -96,14 +99,6 @@ async def test_temperature_of_the_judge_is_not_that_of_the_samples(has_own_judge
         await env.collect_trajectories("Write an essay.")
     assert env.counts["judge_calls"] == 4
     assert notes.temperatures == {0.7}
-
-
-async def test_unreadable_verdict_is_dropped_and_counted_not_scored_zero() -> None:
-    env = make()
-    group = await group_of(env, "Write an essay.")
-    assert [messages[-1]["content"] for messages in group["messages"]] == ANSWERS[:3]
-    assert env.counts["judge_unparsable"] == 1
-    assert env.num_reward_failures == 1
 
 
 async def test_unreadable_verdict_is_asked_for_again_where_configured() -> None:
@@ -164,17 +159,14 @@ async def test_verdict_that_was_cut_off_is_no_verdict() -> None:
     assert lost == {"unjudged": 4, "judge_cut_off": 4}
 
 
-async def test_policy_judges_itself_without_a_judge_of_its_own() -> None:
-    env = Essays(JudgeEnvConfig(use_wandb=False), [ENGINE])
-    assert env.judge is env.server
-
-
 def test_judge_has_flags_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--judge.base_url", "http://judge:1/v1", "--judge.api_key", "secret"]
     env: Any = build_environment(Essays, "process", flags, prog="essays")
     assert env.judge.servers[0].config.base_url == "http://judge:1/v1"
     assert env.server.servers[0].config.base_url == ENGINE.base_url
     assert "secret" not in capsys.readouterr().out
+    env = build_environment(Essays, "process", [], prog="essays")
+    assert env.judge is env.server
 
 
 @pytest.mark.parametrize(

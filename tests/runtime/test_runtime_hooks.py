@@ -364,10 +364,13 @@ async def test_evaluation_starts_when_a_multiple_is_reached_or_jumped_over(
             assert env.at == evaluated_at
 
 
-async def test_failing_save_checkpoint_and_wandb_log_do_not_end_the_run(
+async def test_failing_evaluate_save_checkpoint_and_wandb_log_do_not_end_the_run(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Failing(ScriptedEnv):
+        async def evaluate(self, *args: Any, **kwargs: Any) -> None:
+            raise RuntimeError("no eval set")
+
         def save_checkpoint(self, step: int, data: Any = None) -> None:
             raise OSError("disk full")
 
@@ -378,9 +381,9 @@ async def test_failing_save_checkpoint_and_wandb_log_do_not_end_the_run(
         hub.registration.save_checkpoint_interval = 1
         await hub.coordinator.reset()
         await hub.start_trainer()
-        await serve_steps(
-            Failing(rollout_server_url=hub.url, min_items_sent_before_logging=0), hub, steps=2
-        )
+        fields = {"min_items_sent_before_logging": 0, "steps_per_eval": 1}
+        await serve_steps(Failing(rollout_server_url=hub.url, **fields), hub, steps=2)
+    assert "evaluate failed at step" in caplog.text
     assert "save_checkpoint failed at step" in caplog.text
     assert "wandb_log failed at step" in caplog.text
 

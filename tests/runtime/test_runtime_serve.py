@@ -225,27 +225,21 @@ async def test_failing_item_is_tried_three_times_then_counted() -> None:
     assert env.started.count(0) == 3
 
 
-async def test_same_failure_many_times_in_a_row_ends_the_run() -> None:
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (ValueError("the reward is broken"), "5 items in a row failed with ValueError: the reward"),
+        (make_group() | {"masks": [[-100, 6, 7], [-100]]}, r"sequences\[1\].masks: 1 values for 3 tokens"),
+    ],
+)  # fmt: skip
+async def test_same_failure_many_times_in_a_row_ends_the_run(answer: Any, message: str) -> None:
     async with LoopbackHub() as hub:
         env = ScriptedEnv(
-            rollout_server_url=hub.url,
-            answer=lambda item: ValueError("the reward is broken"),
-            max_consecutive_failures=5,
+            rollout_server_url=hub.url, answer=lambda item: answer, max_consecutive_failures=5
         )
-        with pytest.raises(EnvError, match="5 items in a row failed with ValueError: the reward"):
+        with pytest.raises(EnvError, match=message):
             await serve(env, timings=FAST)
         assert not env.running_items
-
-
-async def test_malformed_groups_end_the_run_with_their_path() -> None:
-    group = make_group()
-    group["masks"][1] = [-100]
-    async with LoopbackHub() as hub:
-        env = ScriptedEnv(
-            rollout_server_url=hub.url, answer=lambda item: group, max_consecutive_failures=3
-        )
-        with pytest.raises(EnvError, match=r"sequences\[1\].masks: 1 values for 3 tokens"):
-            await serve(env, timings=FAST)
         assert produced(hub) == 0
 
 
@@ -299,25 +293,6 @@ async def test_environment_waits_for_hub_and_trainer() -> None:
         await hub.start_trainer()
         await until(lambda: produced(hub) >= 2)
     await hub.__aexit__()
-
-
-async def test_evaluation_runs_once_per_interval_and_its_error_does_not_end_the_run(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    class Failing(ScriptedEnv):
-        async def evaluate(self, *args: Any, **kwargs: Any) -> None:
-            await super().evaluate()
-            raise RuntimeError("no eval set")
-
-    async with LoopbackHub(batch_size=2) as hub:
-        env = Failing(rollout_server_url=hub.url, steps_per_eval=2, total_steps=5)
-        run = asyncio.create_task(serve(env, timings=FAST))
-        for step in range(1, 6):
-            await hub.train(step)
-            await until(lambda step=step: env.curr_step == step)  # type: ignore[misc]
-        await run
-    assert env.num_evaluations == 2
-    assert "evaluate failed at step" in caplog.text
 
 
 async def test_deadline_spent_waiting_for_the_engine_is_no_failure() -> None:

@@ -94,7 +94,7 @@ async def process(
         env.jsonl_writer = log
         outbox = Outbox(env, environment=env.registered_name, log=log, provenance=Provenance(env))
         env.group_sink = outbox
-        run = _Run(env, log, outbox, epochs=options.epochs)
+        run = _FileRun(env, log, outbox, epochs=options.epochs)
         try:
             if config.use_wandb:
                 start_wandb(env, project=None, group=None)
@@ -145,7 +145,7 @@ class _Attempt:
     task: asyncio.Task[Any] = field(init=False)
 
 
-class _Run:
+class _FileRun:
     """The items of one run, from `get_next_item` to the file."""
 
     def __init__(self, env: BaseEnv, log: GroupLog, outbox: Outbox, *, epochs: int | None) -> None:

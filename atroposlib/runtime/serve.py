@@ -3,7 +3,7 @@
 Tasks: the driver follows the trainer's steps and starts items; each item is an owned task with a deadline; the outbox
 sends; the watcher polls the hub's status. `run` cancels and awaits them all. While the hub or the engine is
 unavailable, groups are held, items in flight continue, no new ones start, and each change is logged once. The
-environment's hooks are called through the instance; `_Run` is the `Runtime` behind their defaults.
+environment's hooks are called through the instance; `_HubRun` is the `Runtime` behind their defaults.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ async def serve(
     if env.config.use_wandb:
         require_wandb(env)  # fail before `setup` loads anything
     async with HubClient(env.config.rollout_server_url) as hub:
-        return await _Run(env, hub, timings or Timings(), stop or asyncio.Event()).run()
+        return await _HubRun(env, hub, timings or Timings(), stop or asyncio.Event()).run()
 
 
-class _Run:
+class _HubRun:
     """One run: its tasks, their shutdown, and the trainer's steps."""
 
     def __init__(self, env: BaseEnv, hub: HubClient, timings: Timings, stop: asyncio.Event) -> None:

@@ -79,7 +79,8 @@ def check_env(
     `skip` names rules not to judge. `make(cls)` constructs an environment (default: from `config_init`); it is called
     several times, with `env_cls` or a subclass that has an offline tokenizer, which `tokenizer` replaces. `timeout_s`
     bounds each call of the author's code. `resume_items` also judges the optional rule `items_resume`. Raises
-    ConfigError for an unknown rule or an invalid configuration, EnvError if the environment exits the process.
+    ConfigError for an unknown rule or an invalid configuration, EnvError if the environment exits the process in a
+    task, or `example_answers` or `gold_answer` fails.
 
     While it runs, the check controls the clock, the random state and the group size (at least 8).
     """
@@ -177,8 +178,9 @@ class _Check:
             if not self.execution.items:
                 self.verdicts.skip("there are no items", *BY_NAME.keys() - {"starts"})
                 return
-            self.earnings.knows_answers = any(
-                knows_answers(env, item) for item in self.execution.items
+            self.earnings.knows_answers = await self.execution.ask(
+                lambda: any(knows_answers(env, item) for item in self.execution.items),
+                "example_answers()",
             )
             for index in range(len(self.execution.items)):
                 await self._try_item(env, index)
@@ -211,9 +213,9 @@ class _Check:
     async def _try_item(self, env: BaseEnv, index: int) -> None:
         """Try answers until rewards differ; then repeat the last ones, and vary the right one."""
         telling: Run | None = None
-        for answers in rounds(guesses(env, self.execution.items[index]), self.execution.group_size)[
-            :MAX_ROUNDS
-        ]:
+        item = self.execution.items[index]
+        found = await self.execution.ask(lambda: guesses(env, item), "example_answers()")
+        for answers in rounds(found, self.execution.group_size)[:MAX_ROUNDS]:
             run = await self.execution.collect(env, index, answers)
             if run is None:
                 continue
@@ -291,7 +293,10 @@ class _Check:
             )
         else:
             asked += probes.copied(result, telling.samples[0].prompt_text)
-            golds = [gold_result(env, item) for item in self.execution.items]
+            items = self.execution.items
+            golds = await self.execution.ask(
+                lambda: [gold_result(env, item) for item in items], "gold_answer()"
+            )
             gold = golds[index]
             if result is not None:
                 asked += probes.variants(result)
@@ -342,7 +347,7 @@ class _Check:
     async def _checkpoints(self, env: BaseEnv, folder: Path) -> None:
         rules = ("checkpoint_is_json", "checkpoint_restores", "items_resume")
         try:
-            data = save(env, folder)
+            data = await self.execution.call(lambda: save(env, folder), "save_checkpoint()")
         except Exception as error:  # noqa: BLE001 - boundary: the author's code
             self.verdicts.fail("checkpoint_is_json", describe(error))
             self.verdicts.skip("nothing is saved", *rules)
@@ -358,9 +363,10 @@ class _Check:
             return
         try:
             attach_checkpoints(fresh, folder)
-            fresh.load_checkpoint()
+            await self.execution.call(fresh.load_checkpoint, "load_checkpoint()")
             self.verdicts.look("checkpoint_restores", len(data))
-            for fault in restore_faults(env, fresh, data, save(fresh, folder) or {}):
+            again = await self.execution.call(lambda: save(fresh, folder), "save_checkpoint()")
+            for fault in restore_faults(env, fresh, data, again or {}):
                 self.verdicts.fail("checkpoint_restores", fault)
             if self.verdicts.has_failed("checkpoint_restores"):
                 self.verdicts.skip("checkpoints do not restore", "items_resume")

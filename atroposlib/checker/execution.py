@@ -83,11 +83,26 @@ class Execution:
         self.watch.run += 1
         return await within(call, what, timeout_s=self.timeout_s, give_up=self.engine.release)
 
+    async def call(self, function: Callable[[], T], what: str) -> T:
+        """Call the author's code that is not asynchronous; it ends as in `within`."""
+
+        async def called() -> T:
+            return function()
+
+        return await self.within(called(), what)
+
+    async def ask(self, function: Callable[[], T], what: str) -> T:
+        """Call what the author wrote for the check only; EnvError if it fails, because nothing can then be judged."""
+        try:
+            return await self.call(function, what)
+        except Exception as error:
+            raise EnvError(f"{what} failed: {describe(error)}") from error
+
     async def start(self, folder: Path, rule: str) -> BaseEnv | None:
         """Return an environment after `setup`, with its own engine; None, with a finding, if that fails."""
         env: BaseEnv | None = None
         try:
-            env = self.make()
+            env = await self.call(self.make, "the constructor")
             env.config.use_wandb = False
             env.config.group_size = self.group_size = max(env.config.group_size, MIN_GROUP_SIZE)
             env.config.worker_timeout = self.timeout_s

@@ -19,7 +19,7 @@ from atroposlib.checker import RULES, Report, Status, check_env, clock, leftover
 from atroposlib.checker.calls import LoopWatch, child_processes, heap_set_apart
 from atroposlib.checker.engine import PairTokenizer, tokens_apart
 from atroposlib.envs.base import BaseEnv
-from atroposlib.errors import ConfigError
+from atroposlib.errors import ConfigError, EnvError
 from atroposlib.runtime.command import run_environment
 from tests.checker import rates
 from tests.checker.broken_environments import (
@@ -190,6 +190,34 @@ def test_an_environment_that_ends_the_process_is_no_pass(
 ) -> None:
     assert run_environment(ExitsInATask, ["check"]) == 1
     assert "the environment called sys.exit(0) in a task" in capsys.readouterr().err
+
+
+def spin(*_: Any) -> None:
+    while True:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "rule"),
+    [
+        ("__init__", spin, "starts"),
+        ("save_checkpoint", spin, "checkpoint_is_json"),
+        ("load_checkpoint", lambda *_: sys.exit(3), "checkpoint_restores"),
+    ],
+)
+def test_a_function_that_does_not_return_is_a_finding(name: str, function: Any, rule: str) -> None:
+    env_cls = type("Endless", (Sums,), {"__module__": __name__, name: function})
+    assert check(env_cls, timeout_s=1.0, num_items=1).failed == [rule]
+
+
+@pytest.mark.parametrize("name", ["example_answers", "gold_answer"])
+def test_answers_for_the_check_that_fail_are_named(name: str) -> None:
+    def fail(self: Any, item: Any) -> Any:
+        return item["solutions"]
+
+    env_cls = type("WithoutSolutions", (Sums,), {"__module__": __name__, name: fail})
+    with pytest.raises(EnvError, match=rf"{name}\(\) failed: KeyError: 'solutions' \(test_check"):
+        check(env_cls, num_items=1)
 
 
 STOPPED = """

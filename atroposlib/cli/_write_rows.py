@@ -109,7 +109,7 @@ def _groups_in(path: Path) -> Iterator[Source]:
         given = line
         if line.get("has_token_ids") is False:  # lists of tokens are empty
             given = {**line, "inference_logprobs": None}
-            given |= dict.fromkeys(("tokens", "masks"), [[0]] * len(line["scores"]))
+            given |= dict.fromkeys(("tokens", "masks"), [[0]] * len(line.get("scores") or ()))
         try:
             yield Source(check_group(given, strictness=Strictness.MEANING), line)
         except GroupError as e:

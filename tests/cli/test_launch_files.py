@@ -26,9 +26,9 @@ FULL: dict[str, Any] = {
     "name": "full",
     "model": "Qwen/Qwen3-0.6B",
     "image": "registry.example/atropos:1",
-    "env": {"HF_TOKEN": "${HF_TOKEN}", "OMP_NUM_THREADS": 4},
+    "env": {"HF_TOKEN": "${HF_TOKEN}", "OMP_NUM_THREADS": 4, "TOKENIZERS_PARALLELISM": False},
     "setup": "source .venv/bin/activate",
-    "slurm": {"options": {"partition": "gpu"}},
+    "slurm": {"options": {"partition": "gpu", "exclusive": True, "nice": 1, "x11": False}},
     "hub": {"cpus": 2, "memory": "4G"},
     "engine": {
         "command": ["vllm", "serve", "Qwen/Qwen3-0.6B", "--port", "${PORT}"],
@@ -63,6 +63,7 @@ def programs(tmp_path: Path, run: dict[str, Any], **environ: str) -> dict[str, P
         ({"hub": {"port": 99999}}, r"hub\.port: Input should be less than .*; got 99999"),
         ({"hub": {"count": 2}}, r"hub\.count: several hubs share a database: give .*database"),
         ({"name": "My Run"}, r"name: String should match pattern"),
+        ({"trainer": {"time": 86400}}, r"trainer\.time: write it in quotes, as \"24:00:00\""),
         ({"engine": {"memory": "lots"}}, r"engine\.memory: .*; got lots"),
         ({"environments": {"gsm8k_servr": {}}}, r"gsm8k_servr: .* did you mean gsm8k_server\?"),
         ({"trainer": {"needs": ["enigne"]}}, r"trainer\.needs: .* did you mean engine\?"),
@@ -122,6 +123,7 @@ def test_short_forms_stand_for_commands_with_the_addresses_of_the_others(tmp_pat
     assert found["mine"].argv[:3] == ["python", "my_env.py", "serve"]
     assert found["mine"].needs == ["hub", "engine-0", "engine-1", "judge", "fetch"]
     assert found["hub"].env["HF_TOKEN"] == "secret-2"
+    assert found["hub"].env["TOKENIZERS_PARALLELISM"] == "false"
     assert "secret" not in " ".join(word for each in found.values() for word in each.argv)
 
 
@@ -212,7 +214,8 @@ def test_slurm_scripts_are_valid_and_ask_for_the_resources(tmp_path: Path) -> No
     engine = (tmp_path / "jobs" / "engine.sbatch").read_text()
     assert "#SBATCH --array=0-1\n" in engine
     assert "#SBATCH --gres=gpu:1\n" in engine
-    assert "#SBATCH --partition=gpu\n" in engine
+    assert "#SBATCH --partition=gpu\n#SBATCH --exclusive\n#SBATCH --nice=1\n" in engine
+    assert "x11" not in engine
     assert "#SBATCH --requeue\n" in engine
     assert "source .venv/bin/activate\n" in engine
     assert 'vllm serve Qwen/Qwen3-0.6B --port "${PORT}"' in engine.replace(" \\\n        ", " ")

@@ -336,6 +336,9 @@ def test_a_line_that_is_no_group_is_named_and_one_that_was_cut_off_is_left_out(
         file.write("\n")
     assert sft.main([str(tmp_path / "broken"), *flags]) == 2
     assert f"{stored}, line 2: not JSON" in capsys.readouterr().err
+    lines(stored, {"has_token_ids": False, "tokens": []})
+    assert sft.main([str(tmp_path / "scoreless"), *flags]) == 2
+    assert f"{stored}, line 1: not a group: " in capsys.readouterr().err
     lines(stored, text_group("Q", ["a", "b"], [1, 2]) | {"masks": [[1], [2]]})
     assert sft.main([str(tmp_path / "misaligned"), *flags]) == 2
     assert f"{stored}, line 1: not a group: sequences[0].masks" in capsys.readouterr().err

@@ -47,7 +47,7 @@ class Section(_Strict):
     restart: Restart = "on-failure"
     max_restarts: int = Field(default=5, ge=0)
     """Restarts in a row, after which the run fails; ten minutes without a failure start a new row."""
-    env: dict[str, str | int | float] = {}
+    env: dict[str, bool | str | int | float] = {}
     """Environment variables; ${NAME} is a variable of the environment and passes secrets."""
     cpus: int | None = Field(default=None, ge=1)
     gpus: int = Field(default=0, ge=0)
@@ -59,6 +59,13 @@ class Section(_Strict):
     """Time limit of the job, HH:MM:SS (Slurm)."""
     image: str | None = None
     """Container image, instead of the run's."""
+
+    @field_validator("time", mode="before")
+    @classmethod
+    def _time_in_quotes(cls, time: Any) -> Any:
+        if isinstance(time, int):
+            raise ValueError('write it in quotes, as "24:00:00": YAML reads 24:00:00 as a number')
+        return time
 
     @field_validator("env")
     @classmethod
@@ -122,7 +129,7 @@ class SlurmOptions(_Strict):
     """How to render for Slurm."""
 
     options: dict[str, Scalar] = {}
-    """Options of sbatch for every job, such as `partition` and `account`."""
+    """Options of sbatch for every job, such as `partition`; true: an option without a value, like `exclusive`."""
 
 
 class KubernetesOptions(_Strict):
@@ -140,7 +147,7 @@ class RunFile(_Strict):
     """Its files are in runs/NAME."""
     model: str | None = None
     """Checkpoint directory or name of the model, for engine, trainer and the environments' tokenizer."""
-    env: dict[str, str | int | float] = {}
+    env: dict[str, bool | str | int | float] = {}
     """Environment variables of every part."""
     setup: str = ""
     """Shell lines before every part's command (Slurm, SkyPilot), for example activating a virtual environment."""

@@ -65,7 +65,7 @@ def _job(run: RunFile, parts: Sequence[Part], part: Part, run_dir: Path) -> str:
     restart = "no-requeue" if section.restart == "never" else "requeue"
     head = [
         "#!/bin/bash",
-        *(f"#SBATCH --{name}={value}" for name, value in options.items()),
+        *(_option(name, value) for name, value in options.items() if value is not False),
         f"#SBATCH --{restart}",
         "set -euo pipefail",
         f"export RUN_DIR={shlex.quote(str(run_dir))} INDEX=${{SLURM_ARRAY_TASK_ID:-0}}",
@@ -84,6 +84,10 @@ def _job(run: RunFile, parts: Sequence[Part], part: Part, run_dir: Path) -> str:
     if part.ends_run:
         lines += _end_of_run(parts)
     return "\n".join(lines) + "\n"
+
+
+def _option(name: str, value: object) -> str:
+    return f"#SBATCH --{name}" if value is True or value is None else f"#SBATCH --{name}={value}"
 
 
 def _environment(part: Part) -> list[str]:

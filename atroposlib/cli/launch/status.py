@@ -112,8 +112,8 @@ def describe_ledger(ledger: Ledger) -> str:
         "discarded": ledger.discarded,
         "rejected": sum(ledger.rejected.values()),
     }
-    sum_ = " + ".join(f"{count} {place}" for place, count in places.items() if count)
-    again = f"; {ledger.duplicates} received again" if ledger.duplicates else ""
+    sum_ = " + ".join(f"{count:,} {place}" for place, count in places.items() if count)
+    again = f"; {ledger.duplicates:,} received again" if ledger.duplicates else ""
     return f"{counted(ledger.produced, 'group')}{f' = {sum_}' if sum_ else ''}{again}"
 
 

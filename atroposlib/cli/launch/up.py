@@ -14,7 +14,7 @@ from rich.console import Console
 
 from atroposlib.cli.launch.parts import Part, fill, parts_of, servers
 from atroposlib.cli.launch.run_file import VARIABLE, RunFile, read_run
-from atroposlib.cli.launch.status import HubReader, describe_ledger, is_closed
+from atroposlib.cli.launch.status import TOKEN_VARIABLE, HubReader, describe_ledger, is_closed
 from atroposlib.cli.launch.supervisor import Launcher, Program, launched, locked
 from atroposlib.cli.launch.view import RunView
 from atroposlib.errors import AtroposError, ConfigError
@@ -116,7 +116,7 @@ async def _run(run: RunFile, programs: list[Program], run_dir: Path, console: Co
 def _reader(hub: Program | None) -> contextlib.AbstractAsyncContextManager[HubReader | None]:
     if hub is None or hub.url is None:
         return contextlib.nullcontext(None)
-    return HubReader(hub.url, token=hub.env.get("ATROPOS_HUB_TOKEN"))
+    return HubReader(hub.url, token=hub.env.get(TOKEN_VARIABLE))
 
 
 async def _until_end(run: RunFile, launcher: Launcher) -> None:

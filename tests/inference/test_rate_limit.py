@@ -42,6 +42,15 @@ async def test_an_answer_replaces_the_estimate_and_lets_the_next_request_go() ->
     assert await waiting == 1  # the mean completion is now the estimate
 
 
+def test_a_limiter_is_not_bound_to_an_event_loop() -> None:
+    limiter = RateLimiter(requests_per_minute=600_000, tokens_per_minute=None)
+
+    async def wait_together() -> list[int]:
+        return await asyncio.gather(*(limiter.wait({}) for _ in range(3)))
+
+    assert [asyncio.run(wait_together()) for _ in range(2)] == [[0] * 3] * 2
+
+
 async def test_a_server_sends_no_more_requests_than_its_limit() -> None:
     async with Peer(chat("4")) as peer:
         server = OpenAIServer(peer.config(requests_per_minute=1))

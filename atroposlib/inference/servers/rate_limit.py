@@ -12,6 +12,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from atroposlib.inference.servers.limiter import AsyncSemWithAdaptiveWeight
+
 CHARS_PER_TOKEN = 4
 """Of English text with common tokenizers."""
 DEFAULT_MAX_TOKENS = 1000
@@ -49,7 +51,8 @@ class RateLimiter:
     ) -> None:
         self._requests = Spacing(requests_per_minute) if requests_per_minute else None
         self._tokens = Spacing(tokens_per_minute) if tokens_per_minute else None
-        self._turn = asyncio.Lock()  # first come, first served; its holder waits
+        # First come, first served; its holder waits. Unlike asyncio's locks, it is not bound to an event loop.
+        self._turn = AsyncSemWithAdaptiveWeight(1)
         self._corrected = asyncio.Event()
         self._num_completions = self._num_sampled = 0
 
@@ -60,7 +63,7 @@ class RateLimiter:
             return 0
         async with self._turn:
             while (wait_s := max(limit.wait_s(time.monotonic()) for limit in limits)) > 0:
-                self._corrected.clear()
+                self._corrected = asyncio.Event()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(wait_s):
                         await self._corrected.wait()

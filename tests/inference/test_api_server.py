@@ -25,6 +25,7 @@ from atroposlib.inference.servers.api_server import (
     token_counts,
 )
 from atroposlib.inference.servers.concurrency import ConcurrencyController
+from benchmarks._simulated_fleet import run_virtually
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -97,7 +98,10 @@ async def test_an_account_without_money_fails_after_three_attempts() -> None:
 @pytest.mark.parametrize(
     "error", [EngineUnavailable("broken", status=500), ConnectionResetError("x"), TimeoutError("x")]
 )
-async def test_failures_are_tried_three_times_in_all(error: Exception) -> None:
+async def test_failures_are_tried_three_times_in_all(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ConcurrencyController, "PAUSE_S", 0.01)
     server = Fast()
     server.fail(error, times=3)
     with pytest.raises(EngineUnavailable, match="gave up after 3 attempts") as caught:
@@ -307,11 +311,14 @@ async def test_without_adaptation_the_configured_number_is_used() -> None:
     assert "server/server_0_concurrency_limit" not in metrics
 
 
-async def test_the_limit_grows_to_the_configured_number_at_a_server_that_is_fine() -> None:
-    server = Fast(num_max_requests_at_once=150)
-    server.delay_s = 0.2
-    await asyncio.gather(*(server.chat_completion(messages=HELLO) for _ in range(600)))
-    assert server.sem.capacity == 150
+def test_the_limit_grows_to_the_configured_number_at_a_server_that_is_fine() -> None:
+    async def capacity_after_600() -> int:
+        server = Fast(num_max_requests_at_once=150)
+        server.delay_s = 0.2
+        await asyncio.gather(*(server.chat_completion(messages=HELLO) for _ in range(600)))
+        return server.sem.capacity
+
+    assert run_virtually(capacity_after_600()) == 150
 
 
 async def test_evaluation_takes_its_slots_out_of_the_same_limit() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -75,18 +74,15 @@ class Calls:
     def __init__(self, manager: ServerManager) -> None:
         self._manager = manager
         self.answers: list[TokenCompletions] = []
-        self.took_s: list[float] = []
 
     async def run(self) -> None:
         slots = asyncio.Semaphore(AT_ONCE)
 
         async def call(number: int) -> None:
             async with slots:
-                began = time.monotonic()
                 answer = await self._manager.tokens_and_logprobs_completion(
                     input_ids=[65, number], max_tokens=8
                 )
-                self.took_s.append(time.monotonic() - began)
                 self.answers.append(answer)
 
         async with asyncio.TaskGroup() as group:
@@ -116,26 +112,9 @@ async def test_every_call_is_answered_despite_one_bad_member(kind: str, num: int
 async def test_a_slow_member_gets_its_share_of_the_calls_in_flight_and_no_more(num: int) -> None:
     slow = Member(0, takes_s=20 * ANSWER_S)
     calls = Calls(fleet(num, slow))
-    began = time.monotonic()
     await calls.run()
     assert calls.attempts() == [1] * NUM_CALLS
     assert len(slow.requests) <= 2 * AT_ONCE / num + NUM_CALLS / num / 5
-    assert time.monotonic() - began < 30
-
-
-async def test_a_member_that_recovers_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("AVOID_S", "MAX_AVOID_S"):
-        monkeypatch.setattr(f"atroposlib.inference.servers.api_server.{name}", 0.05)
-    bad = Member(0, FAULTS["failing"])
-    manager = fleet(2, bad)
-    await Calls(manager).run()
-    bad.fault, bad.delay_s = None, ANSWER_S
-    await asyncio.sleep(0.1)
-    before = len(bad.requests)
-    calls = Calls(manager)
-    await calls.run()
-    assert len(bad.requests) - before > NUM_CALLS / 4
-    assert bad.is_avoided is False
 
 
 async def test_a_bad_request_is_refused_by_two_servers_and_blames_neither() -> None:
@@ -184,7 +163,7 @@ async def test_equal_seeds_are_counted_on_over_the_parts_of_a_call(n: int) -> No
 
 # Servers of unequal speed, in virtual time.
 
-STEADY = [(20.0, 60.0)]
+STEADY = [(10.0, 30.0)]
 
 
 def gain(servers: list[Server], num_requests: int, **options: Any) -> float:
@@ -205,7 +184,7 @@ def test_few_requests_prefer_the_faster_server(
     assert gain([kind(1), kind(4)], num, num_managers=num_managers) >= least
 
 
-@pytest.mark.parametrize("num", [8, 32, 128])
+@pytest.mark.parametrize("num", [32, 128])
 @pytest.mark.parametrize("kind", [with_slots, batching])
 def test_equal_servers_lose_nothing(kind: Callable[[float], Server], num: int) -> None:
     assert gain([kind(1), kind(1)], num) >= 0.98
@@ -222,30 +201,30 @@ def test_many_requests_wait_less_at_the_slower_server() -> None:
 
 
 @pytest.mark.parametrize("num", [2, 16])
-def test_a_server_that_is_slow_for_a_minute_is_avoided_then_and_used_again_later(num: int) -> None:
+def test_a_server_that_is_slow_for_a_while_is_avoided_then_and_used_again_later(num: int) -> None:
     async def slow_down(fleet: Fleet) -> None:
         for slowness in (8.0, 1.0):
-            await asyncio.sleep(60)
+            await asyncio.sleep(40)
             fleet.engines[0].server = with_slots(slowness)
 
     servers = [with_slots(), with_slots()]
     before, meanwhile, after = simulate(
-        servers, num, spans=[(0, 60), (70, 120), (130, 180)], change=slow_down
+        servers, num, spans=[(0, 40), (50, 80), (90, 110)], change=slow_down
     )
     assert meanwhile.tokens_per_s >= 0.65 * before.tokens_per_s  # by free slots: 0.56
     assert after.tokens_per_s >= 0.97 * before.tokens_per_s
 
 
-def test_a_server_that_fails_at_once_looks_by_no_means_fast_and_is_fully_used_again() -> None:
+def test_a_server_that_fails_at_once_does_not_look_fast_and_is_fully_used_again() -> None:
     async def fail(fleet: Fleet) -> None:
-        await asyncio.sleep(60)
+        await asyncio.sleep(20)
         fleet.engines[0].server = replace(with_slots(), refuses_all=True)
         await asyncio.sleep(10)
         fleet.engines[0].server = with_slots()
 
     servers = [with_slots(), with_slots()]
     before, meanwhile, after = simulate(
-        servers, 64, spans=[(20, 60), (60, 70), (80, 120)], change=fail
+        servers, 64, spans=[(5, 20), (20, 30), (60, 75)], change=fail
     )
     assert meanwhile.tokens_per_s >= 0.5 * before.tokens_per_s
     assert after.tokens_per_s >= 0.97 * before.tokens_per_s

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Awaitable, Callable
 
 from atroposlib.inference.servers.pacing import PER_ROUND, StartSlots, start_slot
@@ -71,3 +73,15 @@ def test_every_event_loop_has_its_own_queue() -> None:
 
     asyncio.run(leave_waiting())
     assert asyncio.run(rounds_of(start_slot, 2 * PER_ROUND)) == [PER_ROUND, PER_ROUND]
+
+
+def test_a_closed_event_loop_is_released() -> None:
+    loops = [asyncio.new_event_loop() for _ in range(3)]
+    for loop in loops:
+        loop.run_until_complete(start_slot())
+        loop.close()
+    references = [weakref.ref(loop) for loop in loops]
+    del loop
+    loops.clear()
+    gc.collect()
+    assert [reference() is None for reference in references[:2]] == [True, True]

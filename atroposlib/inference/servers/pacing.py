@@ -8,8 +8,8 @@ Sessions, calls and attempts call `start_slot` before they start; answers do not
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import deque
-from weakref import WeakKeyDictionary
 
 PER_ROUND = 6
 """Connecting and sending takes 0.2 to 0.8 ms per request: about 4 ms a round."""
@@ -19,7 +19,7 @@ class StartSlots:
     """The queue of one event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, per_round: int = PER_ROUND) -> None:
-        self._loop = loop
+        self.loop = loop
         self._per_round = per_round
         self._left = per_round
         self._waiters: deque[asyncio.Future[None]] = deque()
@@ -30,11 +30,11 @@ class StartSlots:
         """Return in this round if fewer than `per_round` callers have, else in a later one."""
         if not self._is_counting:
             self._is_counting = True
-            self._loop.call_soon(self._next_round)
+            self.loop.call_soon(self._next_round)
         if self._left > 0 and not self._waiters:
             self._left -= 1
             return
-        waiter = self._loop.create_future()
+        waiter = self.loop.create_future()
         self._waiters.append(waiter)
         await waiter
 
@@ -48,16 +48,21 @@ class StartSlots:
             if not waiter.done():
                 waiter.set_result(None)
                 self._left -= 1
-        self._loop.call_soon(self._next_round)
+        self.loop.call_soon(self._next_round)
 
 
-_slots: WeakKeyDictionary[asyncio.AbstractEventLoop, StartSlots] = WeakKeyDictionary()
+class _OfThread(threading.local):
+    slots: StartSlots | None = None
+    """Of the event loop that asked last."""
+
+
+_of_thread = _OfThread()
 
 
 async def start_slot() -> None:
     """Wait until one more request may start in the running loop."""
     loop = asyncio.get_running_loop()
-    slots = _slots.get(loop)
-    if slots is None:
-        _slots[loop] = slots = StartSlots(loop)
+    slots = _of_thread.slots
+    if slots is None or slots.loop is not loop:
+        _of_thread.slots = slots = StartSlots(loop)
     await slots.take()

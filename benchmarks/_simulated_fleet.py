@@ -11,7 +11,7 @@ import random
 import selectors
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 from unittest import mock
@@ -25,6 +25,7 @@ from benchmarks._simulated_engine import NETWORK_S, TOKEN_TIME_S, Server
 T = TypeVar("T")
 
 LENGTHS = (20, 60)
+TURN_PAUSE_S = 0.3
 
 
 def with_slots(slowness: float = 1.0, *, slots: int = 16) -> Server:
@@ -142,6 +143,12 @@ class MostFreeSlots(ServerManager):
         return max(self.servers, key=rank)
 
 
+async def generated(at: ServerManager | APIServer) -> int:
+    """Send a request; return the number of tokens of its answer."""
+    answer = await at.tokens_and_logprobs_completion(input_ids=[0])
+    return len(answer.output_tokens[0])
+
+
 class Answer(NamedTuple):
     ended_at: float
     seconds: float
@@ -165,12 +172,15 @@ class Fleet:
         *,
         manager_class: type[ServerManager] = ServerManager,
         num_managers: int = 1,
+        num_turns: int = 0,
         seed: int = 0,
     ) -> None:
+        """With `num_turns`, each request is a session of so many at one server, `TURN_PAUSE_S` between them."""
         random.seed(seed)  # of the pauses between attempts
         self.engines = [Engine(server, seed=f"{seed} {i}") for i, server in enumerate(servers)]
         self.answers: list[Answer] = []
         self.num_failed = 0
+        self._num_turns = num_turns
         self._managers = [self._manager(manager_class) for _ in range(num_managers)]
 
     def _manager(self, manager_class: type[ServerManager]) -> ServerManager:
@@ -186,14 +196,20 @@ class Fleet:
 
     async def ask(self, manager: ServerManager) -> None:
         """Send one request and wait for its answer."""
-        began = time.monotonic()
+        began, num_tokens = time.monotonic(), 0
         try:
-            answer = await manager.tokens_and_logprobs_completion(input_ids=[0])
+            if not self._num_turns:
+                num_tokens += await generated(manager)
+            else:
+                async with manager.dedicated_server() as server:
+                    for _ in range(self._num_turns):
+                        num_tokens += await generated(server)
+                        await asyncio.sleep(TURN_PAUSE_S)
         except EngineUnavailable:
             self.num_failed += 1
             return
         now = time.monotonic()
-        self.answers.append(Answer(now, now - began, len(answer.output_tokens[0])))
+        self.answers.append(Answer(now, now - began, num_tokens))
 
     async def keep_asking(self, num_requests: int, *, until: float) -> None:
         """Keep that many requests open."""
@@ -224,7 +240,7 @@ class Fleet:
         return Sample(tokens / (end - began), waits[len(waits) // 2], waits[len(waits) * 99 // 100])
 
 
-Change = Callable[[Fleet], Awaitable[None]]
+Change = Callable[[Fleet], Coroutine[Any, Any, None]]
 """Waits, then changes the engines of a fleet."""
 
 

@@ -14,6 +14,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from atroposlib.inference.manager import ServerManager
 from atroposlib.inference.scripted_engine import Latency, Script
@@ -49,10 +50,15 @@ def means(samples: Sequence[Sample]) -> Sample:
     return Sample(*map(statistics.fmean, zip(*samples, strict=True)))
 
 
-def steady(servers: Sequence[Server], num: int, kind: type[ServerManager], seeds: int) -> Sample:
+def steady(
+    servers: Sequence[Server], num: int, kind: type[ServerManager], seeds: int, **options: Any
+) -> Sample:
     spans = [(BEFORE_S, BEFORE_S + MEASURED_S)]
     return means(
-        [simulate(servers, num, spans=spans, manager_class=kind, seed=s)[0] for s in range(seeds)]
+        [
+            simulate(servers, num, spans=spans, manager_class=kind, seed=s, **options)[0]
+            for s in range(seeds)
+        ]
     )
 
 
@@ -77,6 +83,18 @@ def describe_pairs(seeds: int) -> None:
                 of_sum = [f"{one.tokens_per_s / (first + second):.2f}" for one in both]
                 alone = f"{first / (first + second):.2f}"
                 table.row(name, slowness, num, alone, *of_sum, *map(waits, both))
+
+
+def describe_sessions(seeds: int) -> None:
+    head = ["", "times slower", "sessions", "by slots: tokens per s", "tokens per s"]
+    table = Table("Two servers, sessions of five turns", *head, *COLUMNS[2:])
+    for name, make in KINDS.items():
+        for slowness in (1, 4):
+            for num in (8, 24, 64):
+                pair = [make(1), make(slowness)]
+                both = [steady(pair, num, kind, seeds, num_turns=5) for kind in CHOICES]
+                rates = [f"{one.tokens_per_s:,.0f}" for one in both]
+                table.row(name, slowness, num, *rates, *map(waits, both))
 
 
 def describe_fleets(seeds: int) -> None:
@@ -258,8 +276,11 @@ def main() -> None:
     elif args.sensitivity:
         describe_constant(args.seeds)
     else:
-        for describe in (describe_pairs, describe_fleets, describe_changes, describe_bursts):
-            describe(args.seeds)
+        describe_pairs(args.seeds)
+        describe_sessions(args.seeds)
+        describe_fleets(args.seeds)
+        describe_changes(args.seeds)
+        describe_bursts(args.seeds)
 
 
 if __name__ == "__main__":

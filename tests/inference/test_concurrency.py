@@ -134,6 +134,17 @@ def test_items_that_come_and_go_leave_the_limit_alone() -> None:
         assert one.limiter.limit == CAP
 
 
+def test_the_first_round_begins_with_the_first_request() -> None:
+    limits = []
+    for begins_at in (0.0, 10_000.0):
+        one = client(starts_at=begins_at)
+        simulation = Simulation([one], Server(runs_all=True, token_time=thrashing))
+        for after_s in range(5, 60, 5):
+            simulation.run(begins_at + after_s)
+            limits.append(one.limiter.limit)
+    assert limits[:11] == limits[11:]
+
+
 # Single rules.
 
 

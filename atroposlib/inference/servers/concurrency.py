@@ -62,6 +62,8 @@ class ConcurrencyController:
 
     def start(self, now: float) -> None:
         """Record a sent request."""
+        if not self.in_flight and not self._num_answers:
+            self._begin_round(now)
         self._count(now, 1)
         self._is_used |= self.in_flight >= max(1, int(self.limit * self.share))
 
@@ -101,7 +103,7 @@ class ConcurrencyController:
         self.in_flight += change
 
     def _begin_round(self, now: float) -> None:
-        """Start a round, which ends when as many requests as the limit were sent and answered in it."""
+        """Start a round; it ends when as many requests as the limit were sent and answered in it."""
         self._round_began = self._counted_at = now
         self._area = 0.0
         self._num_answers = self._tokens = 0

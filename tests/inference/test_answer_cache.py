@@ -50,7 +50,7 @@ async def test_a_failed_request_leaves_its_place_to_the_next(tmp_path: Path) -> 
         await later.close()
 
 
-async def test_a_cached_answer_costs_nothing(tmp_path: Path) -> None:
+async def test_a_cached_answer_costs_nothing_and_is_no_fast_answer(tmp_path: Path) -> None:
     async with Peer(chat("one")) as peer:
         config = peer.config(answer_cache=str(tmp_path), prompt_price=1.0)
         for expected in (Usage(1, 2, 3, 2e-6), Usage(0, 0, 0, 0.0)):
@@ -58,4 +58,5 @@ async def test_a_cached_answer_costs_nothing(tmp_path: Path) -> None:
             answer = await server.chat_completion(messages=HELLO)
             assert usage_of(answer, config) == expected
             assert answer.usage.total_tokens == 5
+            assert server.recent.num == expected.num_requests
             await server.close()

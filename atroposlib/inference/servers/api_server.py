@@ -551,7 +551,8 @@ class APIServer(ABC):
             self._num_calls -= 1
 
     def _note_speed(self, answer: Any, seconds: float) -> None:
-        if num_tokens := longest_completion(answer):
+        num_tokens = longest_completion(answer)
+        if num_tokens and not getattr(answer, "is_cached", False):
             for server in self.fleet:
                 server.recent.fade(len(self.fleet))
             self.recent.add(seconds, num_tokens)

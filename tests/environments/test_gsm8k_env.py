@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from atroposlib.scored_data import Strictness, check_group
-from tests.environments.helpers_environments import SharedWorkers, load, make_env
+from tests.environments.helpers_environments import SharedWorkers, load
 
 gsm8k = load("gsm8k_server")
 
@@ -20,28 +20,19 @@ ROWS = [
 ]
 
 
-def write_rows(path: Path, rows: list[dict[str, str]]) -> str:
-    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
-    return str(path)
-
-
 @pytest.fixture
-async def env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    rows = write_rows(tmp_path / "rows.jsonl", ROWS)
-    made = make_env(
+async def env(started: Any, tmp_path: Path) -> Any:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, ROWS)))
+    return await started(
         gsm8k.GSM8kEnv,
-        monkeypatch,
-        respond=lambda request: ANSWERS[request.choice],
+        lambda request: ANSWERS[request.choice],
         group_size=len(ANSWERS),
         max_token_length=100,
-        dataset_path=rows,
-        eval_dataset_path=rows,
+        dataset_path=str(path),
+        eval_dataset_path=str(path),
         data_dir_to_save_evals=str(tmp_path / "evals"),
-        num_reward_workers=1,
     )
-    yield made
-    if hasattr(made, "reward_workers"):
-        await made.reward_workers.close()
 
 
 ANSWERS = [
@@ -53,7 +44,6 @@ ANSWERS = [
 
 
 async def test_a_group_is_judged_and_too_short_answers_are_left_out(env: Any) -> None:
-    await env.setup()
     item = next(problem for problem in env.train_rows if problem.answer == "12")
     group, backlog = await env.collect_trajectories(item)
     assert backlog == []
@@ -69,7 +59,6 @@ async def test_shorter_is_better_when_all_are_right(
     monkeypatch.setitem(
         globals(), "ANSWERS", ["x" * extra + "\\boxed{12}" for extra in (0, 60, 80, 80)]
     )
-    await env.setup()
     item = next(problem for problem in env.train_rows if problem.answer == "12")
     group, _ = await env.collect_trajectories(item)
     assert group["scores"][0] == 1.0
@@ -79,7 +68,6 @@ async def test_shorter_is_better_when_all_are_right(
 async def test_an_answer_that_cannot_be_judged_is_not_scored(
     env: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await env.setup()
     env.reward_workers = SharedWorkers(())  # it is killed: one without math-verify starts fast
     env.config.reward_timeout_s = 0.001
     monkeypatch.setattr(gsm8k, "is_correct", sys.modules[__name__]._hang)
@@ -97,7 +85,6 @@ def _hang(gold: str, text: str) -> bool:
 
 
 async def test_evaluation_counts_greedy_answers(env: Any, tmp_path: Path) -> None:
-    await env.setup()
     await env.evaluate()
     results = json.loads((tmp_path / "evals" / "metrics.json").read_text())["results"]["all"]
     assert results == {

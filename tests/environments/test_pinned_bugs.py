@@ -112,13 +112,6 @@ BUGS = [
     ),
     Bug(
         "text_reversal_environment",
-        "off by one",
-        "given == row[::-1]",
-        "given == row[:0:-1]",
-        {"<reversed_text>c bA</reversed_text>": 1.0, "<reversed_text>c b</reversed_text>": 0.0},
-    ),
-    Bug(
-        "text_reversal_environment",
         "matches a prefix",
         "given == row[::-1]",
         'row[::-1].startswith(given or "?")',
@@ -175,24 +168,10 @@ BUGS = [
     ),
     Bug(
         "fundamental_prediction_environment",
-        "minds case",
-        "direction.lower() != row.direction",
-        "direction != row.direction",
-        {predicted("Raised, +5%"): 2.0, predicted("reduced, -5%"): 0.0},
-    ),
-    Bug(
-        "fundamental_prediction_environment",
         "takes the first of several predictions",
         "if len(found) != 1:",
         "if not found:",
         {predicted("raised, +5%"): 2.0, predicted("raised, +5%", "reduced, -5%"): 0.0},
-    ),
-    Bug(
-        "fundamental_prediction_environment",
-        "swaps error and limit",
-        "if abs(error) <= limit + 1e-9",
-        "if limit + 1e-9 <= abs(error)",
-        {predicted("raised, +5%"): 2.0, predicted("raised, +8%"): 1.7},
     ),
     Bug(
         "tool_calling_server",
@@ -231,13 +210,6 @@ BUGS = [
         "1.0 - COST_OF_A_GUESS * episode.num_turns",
         "1.0 + COST_OF_A_GUESS * episode.num_turns",
         {turns("apple"): 1.0, turns("table", "apple"): 0.9},
-    ),
-    Bug(
-        "game_environments/wordle",
-        "counts letters that were not found",
-        'signs.count("G"))',
-        "len(signs))",
-        {turns("apple"): 1.0, turns("table"): 0.08},
     ),
     Bug(
         "game_environments/hangman",

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.environments.helpers_environments import load, make_env
+from tests.environments.helpers_environments import load
 
 textworld_env = load("game_environments.textworld_env.textworld_env")
 
@@ -58,7 +58,7 @@ def test_the_share_of_games_is_that_of_their_outcomes() -> None:
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("challenge", textworld_env.CHALLENGES)
 async def test_the_solution_wins_and_a_cheap_trick_scores_nothing(
-    monkeypatch: pytest.MonkeyPatch, challenge: str
+    started: Any, challenge: str
 ) -> None:
     pytest.importorskip("textworld")
     answers: dict[str, Any] = {
@@ -68,18 +68,17 @@ async def test_the_solution_wins_and_a_cheap_trick_scores_nothing(
         "looking": lambda prompt: "look",
     }
     player = ""
-    env = make_env(
+    env = await started(
         textworld_env.TextWorldEnv,
-        monkeypatch,
-        respond=lambda request: answers[player](request.prompt),
+        lambda request: answers[player](request.prompt),
         challenge_names=[challenge],
         randomize_challenge_settings=False,
         num_train_seeds=1,
         num_eval_rows=1,
         max_turns=12,
         reward_timeout_s=300.0,
+        dataset_path=None,
     )
-    await env.setup()
     item = await env.get_next_item()
     [answers["solution"]] = env.example_answers(item)
     found = {}
@@ -90,4 +89,3 @@ async def test_the_solution_wins_and_a_cheap_trick_scores_nothing(
     [*losers, winner] = env.played[challenge]
     assert {each.reason for each in losers} == {"max_turns", "length"}  # an echo is too long
     assert (winner.reason, losers[0].num_turns) == ("won", 12)
-    await env.close()

@@ -22,6 +22,7 @@ import pytest
 
 from atroposlib.checker import check_env
 from atroposlib.checker.answers import NONSENSE, verdict
+from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.collecting import close
 from atroposlib.envs.dataset_env import DatasetEnv
 from atroposlib.envs.sandbox import ProcessSandbox, local_sandbox
@@ -58,12 +59,12 @@ def calculate(env: Any, item: Any, request: HarnessRequest) -> str:
     return env.gold_answer(re.search(r"\d+ [*+] \d+", request.prompt)[0])  # type: ignore[index]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Case:
     """One environment of the table."""
 
     module: str
-    cls: str
+    """The environment is its last class."""
     needs: tuple[str, ...] = ()
     """Modules without which the test is skipped."""
     settings: dict[str, Any] = field(default_factory=lambda: {"dataset_path": "sample"})
@@ -76,9 +77,16 @@ class Case:
     has_rule: bool = True
     """Whether it builds on `DatasetEnv`, a fixed rule, not a judge, scores, and a perfect player always wins."""
 
+    @property
+    def env_cls(self) -> Any:
+        module = load(self.module)
+        known = [found for found in vars(module).values() if isinstance(found, type)]
+        own = [found for found in known if found.__module__ == module.__name__]
+        return [found for found in own if issubclass(found, BaseEnv)][-1]
+
     def make(self, monkeypatch: pytest.MonkeyPatch, policy: Policy, **settings: Any) -> Any:
         """Return the environment on an engine that answers by `policy`."""
-        base = getattr(load(self.module), self.cls)
+        base = self.env_cls
 
         async def collect_trajectories(env: Any, item: Any) -> Any:
             ITEM.set(item)
@@ -94,7 +102,7 @@ class Case:
             return said or policy(env, ITEM.get(None), request)
 
         env = make_env(
-            type(self.cls, (base,), namespace),
+            type(base.__name__, (base,), namespace),
             monkeypatch,
             respond=respond,
             weight_version="1",
@@ -104,43 +112,32 @@ class Case:
 
 
 CASES = [
-    Case(module="answer_format_environment.answer_format_environment", cls="AnswerFormatEnv"),
-    Case(module="gsm8k_server", cls="GSM8kEnv", needs=("math_verify",)),
-    Case(module="letter_counting_environment.letter_counting_environment", cls="LetterCountingEnv"),
-    Case(module="text_reversal_environment", cls="TextReversalEnv"),
-    Case(module="mcqa_thinking_env", cls="MCQAThinkingEnv"),
-    Case(module="mmlu_server", cls="MMLUEnv"),
-    Case(module="fundamental_prediction_environment", cls="FundamentalPredictionEnv", best=2.0),
-    Case(module="mcp_env", cls="McpEnv", needs=("mcp",)),
-    Case(module="tool_calling_server", cls="SingleToolCallingEnv"),
-    Case(module="tool_use_interleaved_thinking", cls="InterleavedInlineEnv", best=1.2),
-    Case(module="tool_use_multiturn_server", cls="MultiTurnToolCallingEnv", best=1.5),
+    Case("answer_format_environment.answer_format_environment"),
+    Case("gsm8k_server", needs=("math_verify",)),
+    Case("letter_counting_environment.letter_counting_environment"),
+    Case("text_reversal_environment"),
+    Case("mcqa_thinking_env"),
+    Case("mmlu_server"),
+    Case("fundamental_prediction_environment", best=2.0),
+    Case("mcp_env", needs=("mcp",)),
+    Case("tool_calling_server"),
+    Case("tool_use_interleaved_thinking", best=1.2),
+    Case("tool_use_multiturn_server", best=1.5),
+    Case("tool_use_turnlevel_advantage_server", best=2.0),
+    Case("sql_query_env"),
+    Case("deep_research_env"),
+    Case("math_server", needs=("math_verify",)),
+    Case("math_server_zero", needs=("math_verify",)),
+    Case("code_execution_server.coding_server"),
+    Case("swe_rl_env"),
+    Case("terminal_env", settings={"max_turns": 1, "num_eval_rows": 30}, starts_processes=True),
+    Case("instruction_following_algorithm_environment"),
     Case(
-        module="tool_use_turnlevel_advantage_server",
-        cls="MultiTurnToolUseTurnLevelAdvantageEnv",
-        best=2.0,
-    ),
-    Case(module="sql_query_env", cls="SQLQueryEnv"),
-    Case(module="deep_research_env", cls="DeepResearchEnv"),
-    Case(module="math_server", cls="MathEnv", needs=("math_verify",)),
-    Case(module="math_server_zero", cls="MathZeroEnv", needs=("math_verify",)),
-    Case(module="code_execution_server.coding_server", cls="CodingEnv"),
-    Case(module="swe_rl_env", cls="SWERLEnv"),
-    Case(
-        module="terminal_env",
-        cls="TerminalEnv",
-        settings={"max_turns": 1, "num_eval_rows": 30},
-        starts_processes=True,
-    ),
-    Case(module="instruction_following_algorithm_environment", cls="InstructionFollowingEnv"),
-    Case(
-        module="pydantic_schema_following_environment.pydantic_schema_following_environment",
-        cls="PydanticSchemaFollowingEnv",
+        "pydantic_schema_following_environment.pydantic_schema_following_environment",
         settings={"dataset_path": "sample", "allowed_structured_formats": ["json", "yaml"]},
     ),
     Case(
-        module="dataset_environment.dataset_env",
-        cls="DatasetEnv",
+        "dataset_environment.dataset_env",
         needs=("math_verify",),
         settings={
             "dataset_path": "sample",
@@ -150,72 +147,61 @@ CASES = [
         },
     ),
     Case(
-        module="reasoning_gym_environment.reasoning_gym_environment",
-        cls="ReasoningGymEnv",
+        "reasoning_gym_environment.reasoning_gym_environment",
         needs=("reasoning_gym",),
         settings={"tasks": ["gcd", "basic_arithmetic"], "num_eval_samples_per_task": 4},
     ),
-    Case(module="sft_loader_server", cls="SFTEnv", has_rule=False),
+    Case("sft_loader_server", has_rule=False),
     Case(
-        module="image_question_server",
-        cls="ImageQuestionEnv",
+        "image_question_server",
         needs=("PIL",),
         settings={"num_train_images": 40, "num_eval_rows": 20},
     ),
-    Case(module="rlaif_server", cls="RLAIFEnv", perfect=sensible, has_rule=False),
-    Case(module="rubric_judge_server", cls="RubricJudgeEnv", perfect=sensible, has_rule=False),
-    Case(module="eval_environments.mmlu_eval", cls="MMLUEvalEnv"),
-    Case(module="eval_environments.mmlu_pro_eval", cls="MMLUProEvalEnv"),
-    Case(module="eval_environments.gpqa_eval", cls="GPQAEvalEnv"),
-    Case(module="eval_environments.arc_eval", cls="ARCEvalEnv"),
-    Case(module="eval_environments.hellaswag_eval", cls="HellaSwagEvalEnv"),
-    Case(module="eval_environments.gsm8k_eval", cls="GSM8KEvalEnv", needs=("math_verify",)),
-    Case(module="eval_environments.math500_eval", cls="MATH500EvalEnv", needs=("math_verify",)),
-    Case(module="eval_environments.aime_eval", cls="AIMEEvalEnv", needs=("math_verify",)),
-    Case(module="eval_environments.bbh_eval", cls="BBHEvalEnv"),
-    Case(module="eval_environments.drop_eval", cls="DROPEvalEnv"),
-    Case(module="eval_environments.simpleqa_eval", cls="SimpleQAEvalEnv"),
-    Case(module="eval_environments.ifeval_eval", cls="IFEvalEnv"),
-    Case(module="game_environments.wordle", cls="WordleEnv"),
-    Case(module="game_environments.hangman", cls="HangmanEnv"),
+    Case("rlaif_server", perfect=sensible, has_rule=False),
+    Case("rubric_judge_server", perfect=sensible, has_rule=False),
+    Case("eval_environments.mmlu_eval"),
+    Case("eval_environments.mmlu_pro_eval"),
+    Case("eval_environments.gpqa_eval"),
+    Case("eval_environments.arc_eval"),
+    Case("eval_environments.hellaswag_eval"),
+    Case("eval_environments.gsm8k_eval", needs=("math_verify",)),
+    Case("eval_environments.math500_eval", needs=("math_verify",)),
+    Case("eval_environments.aime_eval", needs=("math_verify",)),
+    Case("eval_environments.bbh_eval"),
+    Case("eval_environments.drop_eval"),
+    Case("eval_environments.simpleqa_eval"),
+    Case("eval_environments.ifeval_eval"),
+    Case("game_environments.wordle"),
+    Case("game_environments.hangman"),
+    Case("game_environments.crosswords", settings={"dataset_path": "sample", "num_puzzles": 40}),
     Case(
-        module="game_environments.crosswords",
-        cls="CrosswordsEnv",
-        settings={"dataset_path": "sample", "num_puzzles": 40},
-    ),
-    Case(
-        module="game_environments.gymnasium.gymnasium_env",
-        cls="GymnasiumEnv",
+        "game_environments.gymnasium.gymnasium_env",
         needs=("gymnasium",),
         settings={"env_kwargs": {"is_slippery": False}},
         perfect=play_table,
     ),
     Case(
-        module="game_environments.gymnasium.gym_taxi",
-        cls="GymTaxiEnv",
+        "game_environments.gymnasium.gym_taxi",
         needs=("gymnasium",),
         settings={},
         perfect=drive_taxi,
     ),
     Case(
-        module="game_environments.gymnasium.blackjack.blackjack_env_no_thinking",
-        cls="BlackjackEnvNoThinking",
+        "game_environments.gymnasium.blackjack.blackjack_env_no_thinking",
         needs=("gymnasium",),
         settings={},
         perfect=play_blackjack,
         has_rule=False,
     ),
     Case(
-        module="game_environments.gymnasium.blackjack.blackjack_env_thinking",
-        cls="BlackjackEnv",
+        "game_environments.gymnasium.blackjack.blackjack_env_thinking",
         needs=("gymnasium",),
         settings={},
         perfect=play_blackjack,
         has_rule=False,
     ),
     Case(
-        module="game_environments.textworld_env.textworld_env",
-        cls="TextWorldEnv",
+        "game_environments.textworld_env.textworld_env",
         needs=("textworld",),
         settings={
             "challenge_names": ["tw-coin_collector"],
@@ -227,16 +213,9 @@ CASES = [
         perfect=lambda env, item, request: "take coin",
         has_rule=False,
     ),
+    Case("agents.arithmetic_agents", settings={"agent": "http"}, perfect=calculate, has_rule=False),
     Case(
-        module="agents.arithmetic_agents",
-        cls="ArithmeticAgents",
-        settings={"agent": "http"},
-        perfect=calculate,
-        has_rule=False,
-    ),
-    Case(
-        module="letter_reversal_server",
-        cls="LetterReversalEnv",
+        "letter_reversal_server",
         settings={"strictly_on_policy": False, "max_token_length": 32},
         has_rule=False,
     ),
@@ -327,15 +306,13 @@ async def made(case: Case, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cal
 @pytest.mark.drill
 @every_case
 def test_check_finds_no_fault(case: Case) -> None:
-    env_cls = getattr(load(case.module), case.cls)
-
     def make(cls: Any) -> Any:
         config, servers = cls.config_init()
         settings = {"use_wandb": False, "num_reward_workers": 1, **case.settings}
         known = {name: value for name, value in settings.items() if hasattr(config, name)}
         return cls(config.model_copy(update=known), servers, False, True)
 
-    report = check_env(env_cls, make=make, num_items=2)
+    report = check_env(case.env_cls, make=make, num_items=2)
     assert report.failed == [], report.to_text()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from atroposlib.envs.rows import sample_path
-from tests.environments.helpers_environments import load, make_env
+from tests.environments.helpers_environments import load
 
 wordle = load("game_environments.wordle")
 hangman = load("game_environments.hangman")
@@ -20,17 +20,20 @@ with open(sample_path(crosswords.CrosswordsEnv, "crosswords")) as sample:
     words = {json.loads(line)["word"] for line in sample}
 
 
-async def score(monkeypatch: Any, env_cls: Any, row: Any, answers: Any) -> float:
+@pytest.fixture
+def score(made: Any) -> Any:
     """Return the score of an episode with these answers, the last one repeated, or with a player of prompts."""
 
-    def respond(request: Any) -> str:
-        if callable(answers):
-            return str(answers(request.prompt))
-        return str(answers[min(request.prompt.count("<assistant>"), len(answers)) - 1])
+    async def play(env_cls: Any, row: Any, answers: Any) -> float:
+        def respond(request: Any) -> Any:
+            if callable(answers):
+                return answers(request.prompt)
+            return answers[min(request.prompt.count("<assistant>"), len(answers)) - 1]
 
-    env = make_env(env_cls, monkeypatch, respond=respond)
-    [rollout] = await env.roll_out(row, 1, split="train")
-    return float(rollout.outcome)
+        [rollout] = await made(env_cls, respond).roll_out(row, 1, split="train")
+        return float(rollout.outcome)
+
+    return play
 
 
 def guess(text: str) -> str:
@@ -52,11 +55,9 @@ WORDLE_SCORES: list[tuple[list[str], float]] = [
 
 
 @pytest.mark.parametrize(("answers", "expected"), WORDLE_SCORES)
-async def test_wordle_scores(
-    monkeypatch: pytest.MonkeyPatch, answers: list[str], expected: float
-) -> None:
+async def test_wordle_scores(score: Any, answers: list[str], expected: float) -> None:
     row = wordle.Word("crepe", "")
-    assert await score(monkeypatch, wordle.WordleEnv, row, answers) == pytest.approx(expected)
+    assert await score(wordle.WordleEnv, row, answers) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -76,9 +77,7 @@ def test_a_letter_gets_as_many_marks_as_the_word_has_of_it(
     assert len(marks) - marks.count("-") == matched
 
 
-async def test_a_player_who_uses_the_marks_finds_every_word(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_player_who_uses_the_marks_finds_every_word(score: Any) -> None:
     candidates = sorted(word for word in words if len(word) == 5)
 
     def play(prompt: str) -> str:
@@ -90,7 +89,7 @@ async def test_a_player_who_uses_the_marks_finds_every_word(
         return guess(left[0])
 
     for word in candidates:
-        assert await score(monkeypatch, wordle.WordleEnv, wordle.Word(word, ""), play) >= 0.5
+        assert await score(wordle.WordleEnv, wordle.Word(word, ""), play) >= 0.5
 
 
 HANGMAN_SCORES: list[tuple[list[str], float]] = [
@@ -105,11 +104,9 @@ HANGMAN_SCORES: list[tuple[list[str], float]] = [
 
 
 @pytest.mark.parametrize(("answers", "expected"), HANGMAN_SCORES)
-async def test_hangman_scores(
-    monkeypatch: pytest.MonkeyPatch, answers: list[str], expected: float
-) -> None:
+async def test_hangman_scores(score: Any, answers: list[str], expected: float) -> None:
     row = hangman.Word("apple", "")
-    assert await score(monkeypatch, hangman.HangmanEnv, row, answers) == pytest.approx(expected)
+    assert await score(hangman.HangmanEnv, row, answers) == pytest.approx(expected)
 
 
 PUZZLE = crosswords.make_puzzle(
@@ -134,10 +131,8 @@ def answered(lines: list[str]) -> str:
         ([answered(WRONG) + answered(LINES)], 0.0),
     ],
 )
-async def test_crossword_scores(
-    monkeypatch: pytest.MonkeyPatch, answers: list[str], expected: float
-) -> None:
-    assert await score(monkeypatch, crosswords.CrosswordsEnv, PUZZLE, answers) == expected
+async def test_crossword_scores(score: Any, answers: list[str], expected: float) -> None:
+    assert await score(crosswords.CrosswordsEnv, PUZZLE, answers) == expected
 
 
 def test_entries_cross_in_one_grid_and_touch_nowhere_else() -> None:
@@ -154,11 +149,8 @@ def test_entries_cross_in_one_grid_and_touch_nowhere_else() -> None:
         assert sorted(runs) == sorted(entry.word for entry in entries)
 
 
-async def test_the_words_of_evaluation_are_not_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    env = make_env(
-        crosswords.CrosswordsEnv, monkeypatch, respond=lambda request: "", dataset_path="sample"
-    )
-    await env.setup()
+async def test_the_words_of_evaluation_are_not_in_training(started: Any) -> None:
+    env = await started(crosswords.CrosswordsEnv)
     train, held_out = (
         {entry.word for puzzle in rows for entry in puzzle}
         for rows in (env.train_rows, env.eval_rows)

@@ -30,8 +30,7 @@ def test_launched_hub_answers_and_is_the_callers_to_stop() -> None:
 
 def test_taken_port_is_an_error_that_says_so() -> None:
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+        taken.bind(("127.0.0.1", 0))  # and no more: a connection is refused at once
         port = taken.getsockname()[1]
         with pytest.raises(HubUnavailable, match=f"port {port} ended with status"):
             launch_api_for_testing(60, port=port)

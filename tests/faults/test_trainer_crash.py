@@ -257,7 +257,7 @@ def test_a_trainer_killed_at_every_point_where_state_changes_ends_as_if_it_had_n
 
 
 @pytest.mark.timeout(120)
-def test_a_trainer_that_is_told_to_stop_finishes_its_step_saves_and_goes_on_later(
+def test_a_trainer_that_is_told_to_stop_saves_and_at_a_second_signal_ends_at_once(
     uncrashed: Course, crashed: Course
 ) -> None:
     for point in ("before leasing", "before training", "before publishing", "before saving"):
@@ -266,14 +266,6 @@ def test_a_trainer_that_is_told_to_stop_finishes_its_step_saves_and_goes_on_late
         assert crashed.checkpoints[-1] == crashed.metrics[-1]["step"]
         assert ledger_of(crashed.hub.url).keys() == {"queued", "trained"}
         assert not crashed.has_leftovers
-    crashed.live_to_the_end()
-    crashed.assert_is(uncrashed)
-
-
-@pytest.mark.timeout(120)
-def test_a_second_signal_ends_at_once_and_leaves_no_half_files(
-    uncrashed: Course, crashed: Course
-) -> None:
     for point in ("after shards", "after training"):
         ended = crashed.live(deeds=[(point, 2, "terminate"), (point, 2, "terminate")])
         assert ended.codes == [143], point
@@ -318,17 +310,17 @@ def test_a_hub_killed_while_the_trainer_holds_a_lease_costs_no_group(
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("point", ["before saving", "before shards"])
 def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(
-    uncrashed: Course, crashed: Course, point: str
+    uncrashed: Course, crashed: Course
 ) -> None:
-    ended = crashed.live(deeds=[(point, 2, "fill the disk")])
-    assert ended.codes == [1]
-    assert crashed.checkpoints == [2]
-    crashed.assert_checkpoints_are_whole()
-    assert not crashed.has_leftovers
-    assert "the checkpoint of step 4 could not be written" in crashed.said
-    assert "step_2" in crashed.said
+    for point, last in (("before saving", 2), ("before shards", 4)):
+        ended = crashed.live(deeds=[(point, 2, "fill the disk")])
+        assert ended.codes == [1], point
+        assert crashed.checkpoints[-1] == last
+        crashed.assert_checkpoints_are_whole()
+        assert not crashed.has_leftovers
+        assert f"the checkpoint of step {last + 2} could not be written" in crashed.said
+        assert f"step_{last}" in crashed.said
     crashed.live_to_the_end()
     crashed.assert_is(uncrashed)
 

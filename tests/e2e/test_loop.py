@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import urllib.request
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -44,29 +45,27 @@ def test_the_loop_trains_and_the_engine_follows(bridge: str, tmp_path: Path) -> 
     model = make_tiny_model(tmp_path / "model")
     engine_port = free_port()
     engine_url = f"http://127.0.0.1:{engine_port}"
-    with hub_process(tmp_path) as hub:
-        environment_argv = parity_argv(model, hub_url=hub.url, engine_url=engine_url)
+    with ExitStack() as stack:
         engine: Process | None = None
         if bridge == "reload":  # with `restart` the trainer owns the engine
-            engine = Process(
-                "engine", engine_argv(model, engine_port), log_path=tmp_path / "engine.log"
-            )
-        try:
-            trainer_args = trainer_argv(hub.url, engine_port, model, bridge, tmp_path)
-            with (
-                running("trainer", trainer_args, log_path=tmp_path / "trainer.log") as trainer,
-                running(
-                    "environment", environment_argv, log_path=tmp_path / "environment.log"
-                ) as environment,
-            ):
-                assert trainer.wait(200) == 0, trainer.log()[-4000:] + environment.log()[-4000:]
-                assert environment.popen.poll() in (None, 0), environment.log()[-4000:]
-                if engine is not None:
-                    assert engine.popen.poll() is None, engine.log()[-4000:]
-                    with urllib.request.urlopen(f"{engine_url}/weight_info") as response:
-                        assert json.load(response)["weight_version"] == str(NUM_STEPS)
-        finally:
+            engine_flags = engine_argv(model, engine_port)
+            engine_log = tmp_path / "engine.log"
+            engine = stack.enter_context(running("engine", engine_flags, log_path=engine_log))
+        hub = stack.enter_context(hub_process(tmp_path))
+        environment_argv = parity_argv(model, hub_url=hub.url, engine_url=engine_url)
+        trainer_args = trainer_argv(hub.url, engine_port, model, bridge, tmp_path)
+        with (
+            running("trainer", trainer_args, log_path=tmp_path / "trainer.log") as trainer,
+            running(
+                "environment", environment_argv, log_path=tmp_path / "environment.log"
+            ) as environment,
+        ):
+            assert trainer.wait(200) == 0, trainer.log()[-4000:] + environment.log()[-4000:]
+            assert environment.popen.poll() in (None, 0), environment.log()[-4000:]
             if engine is not None:
+                assert engine.popen.poll() is None, engine.log()[-4000:]
+                with urllib.request.urlopen(f"{engine_url}/weight_info") as response:
+                    assert json.load(response)["weight_version"] == str(NUM_STEPS)
                 assert engine.stop() in (0, -15)
         if bridge == "restart":
             assert not answers(f"{engine_url}/health"), "the engine was left behind"

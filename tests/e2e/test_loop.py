@@ -15,10 +15,10 @@ from tests.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
-NUM_STEPS = 4
 
-
-def trainer_argv(hub_url: str, engine: int, model: Path, bridge: str, out: Path) -> list[str]:
+def trainer_argv(
+    hub_url: str, engine: int, model: Path, bridge: str, out: Path, *, num_steps: int
+) -> list[str]:
     return [
         "-m",
         "example_trainer.grpo",
@@ -29,7 +29,7 @@ def trainer_argv(hub_url: str, engine: int, model: Path, bridge: str, out: Path)
         f"--vllm_port={engine}",
         f"--engine_url=http://127.0.0.1:{engine}",
         "--batch_size=16",
-        f"--num_steps={NUM_STEPS}",
+        f"--num_steps={num_steps}",
         "--lr=1e-3",
         "--publish_interval=2" if bridge == "restart" else "--publish_interval=1",
         "--checkpoint_interval=2",
@@ -40,8 +40,13 @@ def trainer_argv(hub_url: str, engine: int, model: Path, bridge: str, out: Path)
     ]
 
 
-@pytest.mark.parametrize("bridge", ["reload", pytest.param("restart", marks=pytest.mark.drill)])
-def test_the_loop_trains_and_the_engine_follows(bridge: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("bridge", "num_steps"),
+    [("reload", 4), pytest.param("restart", 2, marks=pytest.mark.drill)],
+)
+def test_the_loop_trains_and_the_engine_follows(
+    bridge: str, num_steps: int, tmp_path: Path
+) -> None:
     model = make_tiny_model(tmp_path / "model")
     engine_port = free_port()
     engine_url = f"http://127.0.0.1:{engine_port}"
@@ -53,7 +58,9 @@ def test_the_loop_trains_and_the_engine_follows(bridge: str, tmp_path: Path) -> 
             engine = stack.enter_context(running("engine", engine_flags, log_path=engine_log))
         hub = stack.enter_context(hub_process(tmp_path))
         environment_argv = parity_argv(model, hub_url=hub.url, engine_url=engine_url)
-        trainer_args = trainer_argv(hub.url, engine_port, model, bridge, tmp_path)
+        trainer_args = trainer_argv(
+            hub.url, engine_port, model, bridge, tmp_path, num_steps=num_steps
+        )
         with (
             running("trainer", trainer_args, log_path=tmp_path / "trainer.log") as trainer,
             running(
@@ -65,7 +72,7 @@ def test_the_loop_trains_and_the_engine_follows(bridge: str, tmp_path: Path) -> 
             if engine is not None:
                 assert engine.popen.poll() is None, engine.log()[-4000:]
                 with urllib.request.urlopen(f"{engine_url}/weight_info") as response:
-                    assert json.load(response)["weight_version"] == str(NUM_STEPS)
+                    assert json.load(response)["weight_version"] == str(num_steps)
                 assert engine.stop() in (0, -15)
         if bridge == "restart":
             assert not answers(f"{engine_url}/health"), "the engine was left behind"
@@ -74,7 +81,7 @@ def test_the_loop_trains_and_the_engine_follows(bridge: str, tmp_path: Path) -> 
         assert ledger["rejected"] in ({}, 0), ledger
 
     steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [s["step"] for s in steps] == list(range(1, NUM_STEPS + 1))
+    assert [s["step"] for s in steps] == list(range(1, num_steps + 1))
     assert all(s["num_sequences"] == 16 for s in steps)
     gaps = [s["logprob_gap_max"] for s in steps if s["logprob_gap_max"] is not None]
     assert gaps, "the logprob comparison never ran"

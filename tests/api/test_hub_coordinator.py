@@ -255,6 +255,30 @@ async def test_same_request_id_returns_the_same_open_batch() -> None:
     assert tags(await leased(coordinator, request_id="r")) == [2]
 
 
+async def test_batch_whose_answer_was_lost_counts_once() -> None:
+    """Once in the shares, the staleness, the tokens and the trainer's times, however often it is delivered."""
+    clock = Clock()
+    coordinator = await started(batch_size=4, clock=clock)
+    await coordinator.set_policy(0)
+    for name in ("first", "second"):
+        await joined(coordinator, desired_name=name)
+    await coordinator.accept([incoming(4, env_id=0, version=0)])
+    first = await leased(coordinator, request_id="r")
+    counted = coordinator.status_env(0)
+    assert (counted.staleness, counted.wanted_share, coordinator.tokens_out) == (0.0, 1.0, 40)
+    # A second record of the batch would differ: its groups are older now, and the other environment has queued some.
+    await coordinator.set_policy(4)
+    await coordinator.accept([incoming(4, env_id=1)])
+    clock.now += 30
+    again = await leased(coordinator, request_id="r")
+    assert (first.is_repeated, again.is_repeated, again.staleness) == (False, True, [4])
+    now = coordinator.status_env(0)
+    assert (now.staleness, now.wanted_share, coordinator.tokens_out) == (0.0, 1.0, 40)
+    # The repeated request is answered: after the batch, the trainer works until it asks again.
+    await coordinator.ack(again.batch_id, again.lease_id)
+    assert coordinator.explain().trainer_waits_s is None
+
+
 async def test_unknown_batch_and_foreign_lease_are_told_apart() -> None:
     coordinator = await started(batch_size=2)
     await coordinator.accept([incoming(2)])

@@ -277,9 +277,10 @@ async def _batch_response(
 ) -> Response:
     began_at = time.time()
     services = _services(request)
-    staleness = services.metrics.staleness.labels(run.name)
-    for steps in delivery.staleness:
-        staleness.observe(steps)
+    if not delivery.is_repeated:
+        staleness = services.metrics.staleness.labels(run.name)
+        for steps in delivery.staleness:
+            staleness.observe(steps)
     meta: dict[str, Any] = {"step": delivery.step}
     if wanted is not None:
         meta |= {

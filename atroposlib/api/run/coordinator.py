@@ -254,7 +254,6 @@ class Coordinator:
                 return None
             payloads = await self._read(batch, is_new=is_new)
             if payloads is not None and self.state.leases.holds(batch):
-                self.state.note_delivery(batch, now=self._clock())
                 return self._delivery(batch, payloads)
 
     async def _read(self, batch: HeldBatch, *, is_new: bool) -> list[bytes] | None:
@@ -282,7 +281,9 @@ class Coordinator:
 
     def _delivery(self, batch: HeldBatch, payloads: list[bytes]) -> Delivery:
         now_version = self.state.current_version
-        self.tokens_out += sum(header.num_tokens for header in batch.headers)
+        is_first = self.state.note_delivery(batch, now=self._clock())
+        if is_first:
+            self.tokens_out += sum(header.num_tokens for header in batch.headers)
         return Delivery(
             batch_id=batch.row.number,
             lease_id=batch.row.lease_id,
@@ -291,6 +292,7 @@ class Coordinator:
             expires_in_s=batch.row.ttl_s,
             payloads=payloads,
             staleness=[max(0, now_version - version_of(header)) for header in batch.headers],
+            is_repeated=not is_first,
         )
 
     def may_deliver(self, lease: LeaseRequest | None) -> bool:

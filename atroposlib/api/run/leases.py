@@ -64,6 +64,8 @@ class HeldBatch:
     leased_at: float = 0.0
     expires_at: float = 0.0
     """Both are meaningless unless leased."""
+    is_delivered: bool = False
+    """Whether a delivery of it was counted; a repeated request does not count it again."""
 
     @property
     def num_bytes(self) -> int:

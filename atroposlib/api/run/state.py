@@ -111,8 +111,12 @@ class RunState:
         """Return the share of recent time that the trainer waited for batches; None if unknown."""
         return self.trainer_times.wait_share(now, num_held=self._num_leased())
 
-    def note_delivery(self, batch: HeldBatch, *, now: float) -> None:
-        """Note that a batch is about to be sent to the trainer."""
+    def note_delivery(self, batch: HeldBatch, *, now: float) -> bool:
+        """Note that a batch is about to be sent to the trainer; return False, and count nothing, if it was before."""
+        if batch.is_delivered:
+            self.trainer_times.deliver_again()
+            return False
+        batch.is_delivered = True
         is_plain = batch.row.is_plain
         num_others = self._num_leased() - (not is_plain)
         self.trainer_times.deliver(
@@ -132,6 +136,7 @@ class RunState:
             left={each.env_id: self.queue.num_sequences(each.env_id) for each in active},
             batch_size=self.batch_size,
         )
+        return True
 
     def _num_leased(self) -> int:
         return sum(not batch.row.is_plain for batch in self.leases.leased.values())

@@ -69,6 +69,10 @@ class TrainerTimes:
         self._asked_at = None
         self._plain_since = now if is_plain else None
 
+    def deliver_again(self) -> None:
+        """Record that a repeated request was answered with a batch whose delivery is already recorded."""
+        self._asked_at = None
+
     def wait_share(self, now: float, *, num_held: int) -> float | None:
         """Return the share of recent time, 0 to 1, that the trainer waited; None before its first step has ended."""
         if not self._steps_s:

@@ -87,6 +87,8 @@ class Delivery:
     payloads: list[bytes]
     staleness: list[int]
     """Per group: policy versions between its sampling and now."""
+    is_repeated: bool = False
+    """Whether an earlier answer to the same request was counted already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

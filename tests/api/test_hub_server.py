@@ -14,9 +14,9 @@ import pytest
 from atroposlib.api.http.handlers import ROUTES
 from atroposlib.api.run.hub import Hub as Runs
 from atroposlib.api.run.types import RunPolicy
-from atroposlib.api.schemas import NATIVE_STATUS_FIELDS
+from atroposlib.api.schemas import NATIVE_STATUS_FIELDS, RegisterEnv, RegisterTrainer
 from atroposlib.api.server import create_app
-from atroposlib.api.stores.base import Durability, GroupStore
+from atroposlib.api.stores.base import Change, Durability, GroupStore, StoreBroken
 from atroposlib.api.stores.disk import DiskStore
 from atroposlib.api.stores.memory import MemoryStore
 from atroposlib.api.stores.runs import DirectoryRuns, MemoryRuns
@@ -732,6 +732,34 @@ async def test_time_goes_on_after_a_failure(
     async with app.router.lifespan_context(app), asyncio.timeout(30):
         await runs.has_gone_on.wait()
     assert "expiry failed" in caplog.text
+
+
+async def test_time_passes_in_every_run_although_the_store_of_one_is_broken() -> None:
+    class Broken(MemoryStore):
+        is_broken = False
+
+        async def commit(self, change: Change) -> None:
+            if self.is_broken:
+                raise StoreBroken("the database is gone")
+            await super().commit(change)
+
+    class OneBroken(MemoryRuns):
+        def store(self, name: str) -> GroupStore:
+            return broken if name == "default" else super().store(name)
+
+    broken = Broken()
+    now_s = 0.0
+    runs = Runs(OneBroken(), policy=RunPolicy(env_timeout_s=60), clock=lambda: now_s)
+    for name in ("default", "later"):
+        run = await runs.run(name)
+        await run.register(RegisterTrainer(**registration()))
+        await run.deliver()
+        await run.register_env(RegisterEnv(**environment()))
+    broken.is_broken, now_s = True, 61.0
+    with pytest.raises(StoreBroken):
+        await runs.tick()
+    [seen] = runs.runs["later"].explain().environments
+    assert seen.state == "silent"
 
 
 async def test_only_a_valid_registration_begins_a_run(hub: Hub) -> None:

@@ -272,10 +272,9 @@ class Hub:
         await self._stores.forget(name)
 
     async def tick(self) -> None:
-        """Expire leases, groups and environments in every run."""
+        """Expire leases, groups and environments in every run; then raise the first error, if any."""
         self._clock()  # also without runs: a gap between reads would count as a stop of the process
-        for run in list(self.runs.values()):
-            await run.tick()
+        await self._of_every_run(Coordinator.tick)
 
     def stop_waiting(self) -> None:
         """Answer every waiting request now, for a quick shutdown."""
@@ -287,10 +286,16 @@ class Hub:
         self.is_open = False
         if self._changing:
             await asyncio.wait(list(self._changing.values()))
-        # At once: a store may wait for its database. All of them, also if one breaks.
-        closing = (run.close() for run in self.runs.values())
-        errors = await asyncio.gather(*closing, return_exceptions=True)
-        self.runs.clear()
-        await self._stores.close()
-        for error in filter(None, errors):
-            raise error
+        try:
+            await self._of_every_run(Coordinator.close)
+        finally:
+            self.runs.clear()
+            await self._stores.close()
+
+    async def _of_every_run(self, call: Callable[[Coordinator], Awaitable[object]]) -> None:
+        """Await a call of every open run, also if one fails; then raise the first error, if any."""
+        # At once: a store may wait for its database.
+        calls = map(call, self.runs.values())
+        for result in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(result, BaseException):
+                raise result

@@ -63,12 +63,13 @@ class Checkpoints:
     keep_last: int | None = None
     """Number to keep; None: all."""
 
-    def begin(self, start: int) -> None:
+    def begin(self, start: int, *, is_resumed: bool = False) -> None:
         """Prepare the directory for a run that continues after step `start`; every process must call it.
 
-        Removes directories that a killed process left, and checkpoints beyond `keep_last`. Moves checkpoints of later
-        steps to `earlier_run_<n>/`, with copies of the records, which lose the steps that this run repeats: it must not
-        resume from the abandoned run.
+        `is_resumed`: the records are this run's own, also before its first checkpoint. Removes directories that a
+        killed process left, and checkpoints beyond `keep_last`. Moves checkpoints of later steps to `earlier_run_<n>/`,
+        with copies of the records, which lose the steps that this run repeats: it must not resume from the abandoned
+        run.
         """
         if self.world.is_main and self.save_path.is_dir():
             for path in list(self.save_path.iterdir()):
@@ -76,7 +77,8 @@ class Checkpoints:
                     shutil.rmtree(path, ignore_errors=True)
             later = [step for step in self.steps() if step > start]
             records = [path for name in RECORDS if (path := self.save_path / name).is_file()]
-            if later or (start == 0 and any(path.stat().st_size for path in records)):
+            is_another = start == 0 and not is_resumed
+            if later or (is_another and any(path.stat().st_size for path in records)):
                 self._set_aside(later, records)
             self.remove_old()
         self.world.barrier()

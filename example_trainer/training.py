@@ -66,7 +66,7 @@ def train(config: TrainerConfig) -> None:
         optimizer = make_optimizer(policy, config)
         saved = Checkpoints(save_path=config.save_path, world=world, keep_last=config.keep_last)
         start, metrics, experiment = resume(config, saved, policy, optimizer)
-        saved.begin(start)
+        saved.begin(start, is_resumed=config.resume)
         log = stack.enter_context(
             MetricsLog(config, start=start, last=metrics, is_main=world.is_main)
         )

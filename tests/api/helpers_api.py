@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
+from types import FrameType
 from typing import Any
 
 import httpx
+import pytest
 import uvicorn
 from fastapi import FastAPI
 from starlette.types import ASGIApp
@@ -19,7 +22,7 @@ from atroposlib.api.http.security import TokenSet
 from atroposlib.api.run.batching import NO_FLOORS, NoBatch, Plan
 from atroposlib.api.run.coordinator import Coordinator, Signal
 from atroposlib.api.run.hub import Hub as Runs
-from atroposlib.api.run.queue import GroupQueue
+from atroposlib.api.run.queue import GroupQueue, _Line
 from atroposlib.api.run.types import GroupHeader, RunPolicy
 from atroposlib.api.server import create_app
 
@@ -62,15 +65,51 @@ def group(num_sequences: int = 2, first_token: int = 7, **changes: Any) -> dict[
     } | changes
 
 
-def plan_batch(
-    groups: Iterable[GroupHeader], *, batch_size: int, floors: Mapping[int, int] = NO_FLOORS
-) -> Plan | NoBatch:
-    """What is cut from a queue of these groups; empty ones never come to a queue."""
+def filled_with(groups: Iterable[GroupHeader]) -> GroupQueue:
+    """A queue of these groups; empty ones never come to a queue."""
     queue = GroupQueue()
     for group in groups:
         if group.num_sequences:
             queue.add(group)
-    return queue.plan(batch_size=batch_size, floors=floors)
+    return queue
+
+
+def plan_batch(
+    groups: Iterable[GroupHeader], *, batch_size: int, floors: Mapping[int, int] = NO_FLOORS
+) -> Plan | NoBatch:
+    """What is cut from a queue of these groups."""
+    return filled_with(groups).plan(batch_size=batch_size, floors=floors)
+
+
+def plan_counted(
+    queue: GroupQueue,
+    *,
+    batch_size: int,
+    floors: Mapping[int, int] = NO_FLOORS,
+    overdue_before: int | None = None,
+) -> tuple[Plan | NoBatch, int]:
+    """Plan a batch, and count the lines of Python that run meanwhile: at least one for every queued group visited."""
+    num_lines = 0
+    visit = _Line.__iter__
+
+    def visit_in_python(line: _Line) -> Iterator[GroupHeader]:
+        for each in visit(line):  # noqa: UP028, `yield from` would run no line for a group
+            yield each
+
+    def count(_frame: FrameType, event: str, _arg: Any) -> Any:
+        nonlocal num_lines
+        num_lines += event == "line"
+        return count
+
+    earlier = sys.gettrace()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_Line, "__iter__", visit_in_python)
+        sys.settrace(count)
+        try:
+            plan = queue.plan(batch_size=batch_size, floors=floors, overdue_before=overdue_before)
+        finally:
+            sys.settrace(earlier)
+    return plan, num_lines
 
 
 class Hub:

@@ -35,7 +35,7 @@ class Environment:
     num_workers: int | None = None
     """Fixed number of items in flight; None: demand."""
     slowness: Callable[[int], float] = lambda step: 1.0
-    """Factor of the time that an item begun in a step takes."""
+    """Factor of the time that an item started in a step takes."""
     max_workers: Callable[[int], int] = lambda step: 512
     """Items that may be in flight in a step."""
     queued: int = 0

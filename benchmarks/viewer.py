@@ -63,9 +63,9 @@ def main() -> None:
         source, page = Path(folder, "groups.jsonl"), Path(folder, "groups.html")
         write_rows(source, num_groups)
         start_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        begun = time.process_time()
+        started = time.process_time()
         write_run_page(find_run_files(source), page, tokenizer=WordTokenizer())
-        cpu_s = time.process_time() - begun
+        cpu_s = time.process_time() - started
         peak_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - start_kb
         sizes = [path.stat().st_size / 1e6 for path in (source, page)]
         table.row(num_groups, *sizes, cpu_s, peak_kb / 1024)

@@ -147,14 +147,14 @@ class ProbeEngine(ServerHarness):
         """Return the persona of the answer that the prompt continues or quotes, else the next one for this prompt."""
         index = self._given[prompt]
         self._given[prompt] += 1
-        begun = [
+        started = [
             sample
             for sample in self.samples
             if len(said := sample.prompt_text + sample.text) < len(prompt)
             and prompt.startswith(said)
         ]
-        if begun:
-            index += max(begun, key=lambda sample: len(sample.prompt_text + sample.text)).persona
+        if started:
+            index += max(started, key=lambda sample: len(sample.prompt_text + sample.text)).persona
         elif quoted := [sample for sample in self.samples if _is_quoted(sample, prompt)]:
             index += max(quoted, key=lambda sample: len(sample.text)).persona
         return index % len(self._answers)

@@ -149,9 +149,9 @@ def stream(answer: AgentAnswer) -> Iterator[bytes]:
 
 def _events(whole: dict[str, Any]) -> Iterator[dict[str, Any]]:
     counts = whole["usage"]
-    begun = {**whole, "content": [], "stop_reason": None, "stop_sequence": None}
-    begun["usage"] = {**counts, "output_tokens": 0}
-    yield {"type": "message_start", "message": begun}
+    started = {**whole, "content": [], "stop_reason": None, "stop_sequence": None}
+    started["usage"] = {**counts, "output_tokens": 0}
+    yield {"type": "message_start", "message": started}
     blocks: Sequence[dict[str, Any]] = whole["content"]
     for index, block in enumerate(blocks):
         if block["type"] == "text":

@@ -231,10 +231,10 @@ def stream(answer: AgentAnswer, body: ResponsesBody) -> Iterator[bytes]:
 
 
 def _events(whole: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    begun = {**whole, "status": "in_progress", "output": [], "usage": None}
-    begun["incomplete_details"] = None
-    yield {"type": "response.created", "response": begun}
-    yield {"type": "response.in_progress", "response": begun}
+    started = {**whole, "status": "in_progress", "output": [], "usage": None}
+    started["incomplete_details"] = None
+    yield {"type": "response.created", "response": started}
+    yield {"type": "response.in_progress", "response": started}
     for index, item in enumerate(whole["output"]):
         at = {"item_id": item["id"], "output_index": index}
         is_call = item["type"] == "function_call"

@@ -6,8 +6,8 @@ latest; one item that takes much longer than the others is older. Workers: the n
 every item counts as a group, or else as many items as the trainer needs (`Demand`). The result says how many items to
 start; running items are never cancelled.
 
-Who limits what: this module decides how many items are begun; `inference/servers/concurrency.py` decides how many
-requests an inference server gets. No item is begun on demand while all servers are at their limit, so that a slow
+Who limits what: this module decides how many items are started; `inference/servers/concurrency.py` decides how many
+requests an inference server gets. No item is started on demand while all servers are at their limit, so that a slow
 server does not make the demand for items, which grows with their durations, overtake it.
 """
 
@@ -141,7 +141,7 @@ def stock(load: Load, demand: Demand) -> float:
 
     An order-up-to level (Scarf 1960, for batch demand every `step_s` and random lead times): a batch's share, plus the
     groups that are expected to be still in flight when the trainer asks, plus a safety for the variances of their
-    number and of what items yield. An item begun j steps before the trainer asks is still in flight if it takes longer
+    number and of what items yield. An item started j steps before the trainer asks is in flight if it takes longer
     than j steps: the expected number is the sum over j of the share times P(duration > j steps), estimated from ended
     items and from the ages of the others (Kaplan and Meier 1958).
 

@@ -66,7 +66,7 @@ class Outcomes:
         self._since: dict[str, int] = {}
         """By type: `num_failed` when its current series of failures began."""
         self._last_logged = ""
-        self.num_begun = 0
+        self.num_started = 0
         """Items, not attempts."""
         self.num_with_groups = 0
         self.num_without_groups = 0
@@ -82,7 +82,7 @@ class Outcomes:
     def num_unfinished(self) -> int:
         """Items in flight or waiting for another attempt."""
         ended = self.num_with_groups + self.num_without_groups + self.given_up.total()
-        return self.num_begun - ended
+        return self.num_started - ended
 
     def log_failure(self, what: str, error: BaseException) -> None:
         """Log a failure before `failed` counts it: the first of its type with its traceback, others in one line.
@@ -140,7 +140,7 @@ class Outcomes:
     def summary(self) -> str:
         """Return one line that counts every started item exactly once."""
         return (
-            f"{self.num_begun} items begun: {self.num_with_groups} gave groups, "
+            f"{self.num_started} items started: {self.num_with_groups} gave groups, "
             f"{self.num_without_groups} gave none, {self.given_up.total()} given up "
             f"({listed(self.given_up)}), {self.num_unfinished} unfinished; "
             f"failed attempts: {listed(self.by_type)}; "
@@ -346,7 +346,7 @@ class Items:
         return self._begin(item)
 
     def _begin(self, item: Any) -> Work:
-        self.outcomes.num_begun += 1
+        self.outcomes.num_started += 1
         return Work(item=item)
 
     def not_idle(self) -> None:

@@ -175,7 +175,7 @@ class _FileRun:
         return self._env.config.total_steps if self._num_rows is None else self._num_rows
 
     def _num_missing(self) -> int:
-        """Groups that may still be begun; the rows alone limit `--epochs`, as a row may give no group or several."""
+        """Groups that may still be started; the rows alone limit `--epochs`, as a row may give no group or several."""
         return self._wanted - self._log.num_groups if self._num_rows is None else sys.maxsize
 
     def status(self) -> RunStatus:
@@ -206,7 +206,7 @@ class _FileRun:
             await asyncio.gather(*tasks, return_exceptions=True)
             for attempt in self._running:
                 self._add_usage(attempt.record)
-            if self._outcomes.num_with_groups < self._outcomes.num_begun:
+            if self._outcomes.num_with_groups < self._outcomes.num_started:
                 logger.info("%s", self._outcomes.summary())
 
     async def _fill(self) -> None:
@@ -253,7 +253,7 @@ class _FileRun:
         work = await self._next_work()
         if work is None:
             return False
-        self._outcomes.num_begun += work.num_failures == 0
+        self._outcomes.num_started += work.num_failures == 0
         attempt = _Attempt(work=work, record=ItemRecord(work.item_id, work.item_json))
         attempt.task = asyncio.create_task(_work_on(self._env, attempt))
         self._running.append(attempt)

@@ -491,8 +491,8 @@ async def test_nothing_succeeds_without_its_scope() -> None:
         # None of these has opened the run it named.
         assert hub.runs == ["default"]
         sent = {"Authorization": f"Bearer {secret_of('admin')}"}
-        begun = await http.post("/runs/math/register", headers=sent, json=registration())
-        assert begun.status_code == 200
+        started = await http.post("/runs/math/register", headers=sent, json=registration())
+        assert started.status_code == 200
         assert hub.runs == ["default", "math"]
         assert (await http.delete("/runs/math", headers=sent)).status_code == 200
         assert hub.runs == ["default"]
@@ -505,8 +505,8 @@ async def test_a_path_through_one_run_deletes_no_other() -> None:
         everywhere = {"Authorization": f"Bearer {secret_of('all')}"}
         for run in ("a", "b"):
             path = f"/runs/{run}/register"
-            begun = await http.post(path, headers=everywhere, json=registration())
-            assert begun.status_code == 200
+            started = await http.post(path, headers=everywhere, json=registration())
+            assert started.status_code == 200
         only_a = {"Authorization": f"Bearer {secret_of('a')}"}
         for path in (
             "/runs/a/runs/b",

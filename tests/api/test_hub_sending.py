@@ -161,9 +161,9 @@ async def test_examples_that_are_not_read_are_not_made() -> None:
         readers = [Reader(hub, "/latest_example", num_pieces=1) for _ in range(25)]
         for _ in range(500):
             await asyncio.sleep(0)
-        begun = [reader for reader in readers if reader.body]
-        assert len(begun) == 4  # 2 pieces each: what is being sent, and what is made meanwhile
-        assert all(len(reader.body) <= PIECE_BYTES for reader in begun)
+        started = [reader for reader in readers if reader.body]
+        assert len(started) == 4  # 2 pieces each: what is being sent, and what is made meanwhile
+        assert all(len(reader.body) <= PIECE_BYTES for reader in started)
         for reader in readers:
             reader.task.cancel()
         await asyncio.gather(*(reader.task for reader in readers), return_exceptions=True)

@@ -620,7 +620,7 @@ async def test_explain_names_the_long_item_that_the_trainer_waits_for() -> None:
         now += 10
         why = await hub.get("/explain")
         assert why["reason"].endswith(
-            "the trainer has waited for 10 s; slow_0 has reported 3 items in flight, the oldest begun 30 s ago"
+            "the trainer has waited for 10 s; slow_0 has reported 3 items in flight, the oldest started 30 s ago"
         )
         assert why["trainer_waits_s"] == 10
         views = [(each["items_in_flight"], each["oldest_item_s"]) for each in why["environments"]]

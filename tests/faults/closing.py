@@ -17,20 +17,20 @@ def closing_counts(log: str) -> dict[str, Any]:
         r"(\d+) groups accepted, (\d+) stored by the hub, (\d+) held; dropped: (.*)", log
     )
     items = re.findall(
-        r"(\d+) items begun: (\d+) gave groups, (\d+) gave none, (\d+) given up \((.*)\),"
+        r"(\d+) items started: (\d+) gave groups, (\d+) gave none, (\d+) given up \((.*)\),"
         r" (\d+) unfinished; failed attempts: (.*); put back",
         log,
     )
     authors = re.findall(MARK + "(.*)", log)
     assert len(groups) == len(items) == len(authors) == 1, log[-4000:]
     accepted, stored, held, dropped = groups[0]
-    begun, with_groups, without, given_up, given_up_as, unfinished, failed = items[0]
+    started, with_groups, without, given_up, given_up_as, unfinished, failed = items[0]
     return {
         "accepted": int(accepted),
         "stored": int(stored),
         "held": int(held),
         "dropped": counted(dropped),
-        "begun": int(begun),
+        "started": int(started),
         "with groups": int(with_groups),
         "without": int(without),
         "given up": int(given_up),

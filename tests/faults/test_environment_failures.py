@@ -62,7 +62,7 @@ async def test_override_that_fails_after_the_groups_are_handed_over_does_not_giv
     assert env.started == [0, 1, 2]
     assert (outbox.num_accepted, outbox.num_stored) == (3, 3)
     counts = closing_counts(caplog.text + MARK + "{}")
-    assert (counts["begun"], counts["with groups"], counts["failed"]) == (3, 3, {})
+    assert (counts["started"], counts["with groups"], counts["failed"]) == (3, 3, {})
 
 
 @pytest.mark.parametrize("is_over", [True, False])

@@ -118,12 +118,12 @@ def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
 
 def items_of(log: pytest.LogCaptureFixture) -> Counter[str]:
     found = re.findall(
-        r"(\d+) items begun: (\d+) gave groups, .*, (\d+) unfinished; (.*)", log.text
+        r"(\d+) items started: (\d+) gave groups, .*, (\d+) unfinished; (.*)", log.text
     )
-    begun, with_groups, unfinished, rest = found[-1]
+    started, with_groups, unfinished, rest = found[-1]
     assert rest.startswith("failed attempts: none;"), rest
     return Counter(
-        {"begun": int(begun), "gave groups": int(with_groups), "unfinished": int(unfinished)}
+        {"started": int(started), "gave groups": int(with_groups), "unfinished": int(unfinished)}
     )
 
 
@@ -142,7 +142,7 @@ async def test_hub_away_for_an_hour_costs_no_group(
         await clock.until(lambda: len(env.running_items) >= 4, within_s=60)
         await hub.stop()
         before = produced(hub)
-        num_begun = env.num_given
+        num_started = env.num_given
         if comes_back == "empty":
             await hub.coordinator.reset()
         hub.calls.clear()
@@ -154,7 +154,7 @@ async def test_hub_away_for_an_hour_costs_no_group(
         outbox: Any = env.group_sink
         held = outbox.num_held
         # What was under way is finished and held; nothing new is started without knowing the hub's state.
-        assert env.num_given - num_begun <= 6
+        assert env.num_given - num_started <= 6
         assert held >= 4
         assert not env.running_items
         assert hub.calls == {}
@@ -188,7 +188,7 @@ async def test_hub_away_for_an_hour_costs_no_group(
     assert (ledger.duplicates, ledger.rejected) == (0, {})
     assert [each.state for each in state] == ["disconnected"]
     items = items_of(log)
-    assert items["begun"] == items["gave groups"] + items["unfinished"]
+    assert items["started"] == items["gave groups"] + items["unfinished"]
     assert items["gave groups"] == outbox.num_accepted
     assert away_s >= duration_s
 
@@ -205,11 +205,11 @@ async def test_engine_away_for_longer_than_any_wait_costs_no_item(
         await engine.stop()
         await take(hub, 2)
         await asyncio.sleep(30)
-        num_begun, before = env.num_given, produced(hub)
+        num_started, before = env.num_given, produced(hub)
         async with clock.without_grace():
             await asyncio.sleep(2.5 * PATIENCE_S)
         assert produced(hub) == before
-        assert env.num_given == num_begun
+        assert env.num_given == num_started
         assert hub.coordinator.explain().environments[0].state == "active"
         await engine.start()
         await clock.until(lambda: produced(hub) >= before + 6, within_s=60)
@@ -218,6 +218,6 @@ async def test_engine_away_for_longer_than_any_wait_costs_no_item(
     outbox: Any = env.group_sink
     ledger = hub.coordinator.ledger()
     items = items_of(log)
-    assert items["begun"] == items["gave groups"] + items["unfinished"]
+    assert items["started"] == items["gave groups"] + items["unfinished"]
     assert items["gave groups"] == outbox.num_accepted == outbox.num_stored == ledger.produced
     assert (outbox.num_held, outbox.dropped, ledger.duplicates) == (0, {}, 0)

@@ -217,7 +217,8 @@ class Judged:
         assert json.loads(re.findall(MARK + "(.*)", log)[-1]) == {"reward failures": unjudged}
         assert f"{self.num_rows} groups accepted, {self.num_rows} stored by the hub, 0 held" in log
         assert (
-            f"{self.num_rows} items begun: {self.num_rows} gave groups, 0 gave none, 0 given" in log
+            f"{self.num_rows} items started: {self.num_rows} gave groups, 0 gave none, 0 given"
+            in log
         )
 
     def expected_scores(self) -> Counter[tuple[float, ...]]:

@@ -331,7 +331,7 @@ def check_skips(member: Member) -> dict[str, Any]:
     names = member.accepted()
     assert counts["accepted"] == len(names) == len(set(names)), member.run
     ended = counts["with groups"] + counts["without"] + counts["given up"]
-    assert counts["begun"] == ended + counts["unfinished"], counts
+    assert counts["started"] == ended + counts["unfinished"], counts
     assert counts["with groups"] == counts["accepted"] + counts["dropped"]["equal_scores"], counts
     assert counts["without"] == author["gave none"], counts
     assert counts["dropped"]["equal_scores"] == author["equal"], counts
@@ -419,7 +419,7 @@ async def test_no_group_is_lost_or_trained_twice_under_a_schedule_of_faults(
         f"{len(FAULTS) + 2 * num_pairs} faults in {time.monotonic() - began:.0f} s, slowest recovery"
         f" {slowest_s:.1f} s; {len(on.left)} environment processes, {len(accepted)} groups accepted,"
         f" all committed once in {on.committed['step']} steps; ledger duplicates"
-        f" {ledger['duplicates']}; items: {sum(each['begun'] for each in counts)} begun,"
+        f" {ledger['duplicates']}; items: {sum(each['started'] for each in counts)} started,"
         f" {sum(each['without'] for each in counts)} gave none, given up {dict(given_up)},"
         f" {sum(each['unfinished'] for each in counts)} unfinished; engine {dict(on.engine.counts)}"
     )

@@ -129,7 +129,7 @@ def test_body_of_a_gigabyte_is_refused_without_being_kept(
 
 def test_slow_and_idle_clients_are_cut_off_and_delay_no_other_client(hub: HubProcess) -> None:
     half_a_head = b"POST /scored_data HTTP/1.1\r\nHost: localhost\r\nX-Slow: "
-    begun = b"POST /scored_data HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n{"
+    started = b"POST /scored_data HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n{"
     large = b'{"tokens": [[' + b"1, " * 70_000 + b'1]], "masks": 0}'
     open_files_before = num_files(hub)
     with ExitStack() as opened:
@@ -145,9 +145,9 @@ def test_slow_and_idle_clients_are_cut_off_and_delay_no_other_client(hub: HubPro
         with unmoved(hub, max_cpu_s=2.0):
             began = time.monotonic()
             heads = connect(100, half_a_head)
-            small = connect(100, begun % 1000)
+            small = connect(100, started % 1000)
             # Eight of these hold the whole budget of bytes under way; the ninth waits for its turn.
-            greedy = connect(9, begun % (64 * MIB))
+            greedy = connect(9, started % (64 * MIB))
             idle = connect(200, b"")
             honest: list[float] = []
 
@@ -185,7 +185,7 @@ def test_crowd_larger_than_the_open_files_of_the_hub_stops_no_work(
 
     While they are busy, only health checks and acknowledgements get through.
     """
-    begun = b"POST /scored_data HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{"
+    started = b"POST /scored_data HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{"
     with ExitStack() as opened:
         hub = opened.enter_context(hub_process(tmp_path, max_files=256))
         hub.register(batch_size=4)
@@ -199,7 +199,7 @@ def test_crowd_larger_than_the_open_files_of_the_hub_stops_no_work(
             each = opened.enter_context(socket.create_connection(("127.0.0.1", hub.port), 30))
             crowd.append(each)
             if is_busy:
-                each.sendall(begun)
+                each.sendall(started)
         assert num_files(hub) < 256
         assert hub.get("/healthz") == {"status": "ok"}
         trainer.ack(held)

@@ -91,7 +91,7 @@ MORE_STATUSES = {
     "POST /batches/{batch_id}/ack": {404, 409},
     "POST /batches/{batch_id}/release": {404, 409},
     "POST /batches/{batch_id}/reject": {404, 409},
-    # 404: the run has not begun
+    # 404: the run has not started
     "POST /checkpoints": {404, 409},
     "POST /policy": {404, 409},
     "POST /dead/requeue": {404},

@@ -189,8 +189,8 @@ def uncrashed(
 
 @pytest.fixture
 def crashed(tmp_path: Path, model_dir: Path, forge: Run) -> Iterator[Course]:
-    with course(tmp_path, model_dir, forge, num_steps=NUM_STEPS) as begun:
-        yield begun
+    with course(tmp_path, model_dir, forge, num_steps=NUM_STEPS) as started:
+        yield started
 
 
 @pytest.mark.timeout(300)

@@ -159,7 +159,7 @@ async def test_attempt_that_is_cancelled_before_it_begins_is_made_again() -> Non
             await super().add_train_workers()
             if self.started and self.running_items and not self.is_cancelled:
                 runtime: Any = self.runtime
-                await runtime._items.sample_again()  # the second attempt has not begun
+                await runtime._items.sample_again()  # the second attempt has not started
                 self.is_cancelled = True
 
     def answer(item: int) -> Any:

@@ -116,13 +116,13 @@ def test_a_run_begun_again_starts_empty_and_says_where_the_earlier_one_is(
     with TrainerClient(hub_url) as earlier:
         earlier.register(registration_of(config), experiment="earlier")
         assert earlier.lease_batch() is not None
-    begun = threading.Thread(target=train, args=[config])
-    begun.start()
+    started = threading.Thread(target=train, args=[config])
+    started.start()
     while ledger_of(hub_url):
         time.sleep(0.05)
     assert ledger_of(f"{hub_url}/runs/default.1") == {"queued": 4, "leased": 2}
     send(hub_url, pairs(2, first_seed=6))
-    begun.join()
+    started.join()
     assert ledger_of(hub_url) == {"trained": 2}
     assert "set its earlier experiment aside as 'default.1'" in caplog.text
 

@@ -2,7 +2,7 @@
 
 `Sender` is ASGI middleware inside of `Access`, so it forwards only what this replica would have served. `Receiver` is
 outside of it: it restores the client's address of a request that another replica forwarded, which proves itself by
-the secret in this member's row of the database. A request is sent twice only if the first owner cannot have begun it.
+the secret in this member's row of the database. A request is sent twice only if the first owner cannot have started it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _KEEP_ALIVE_S = 10.0
 _FORWARDED = "atropos-forwarded"
 """Request header: the owner's secret and the client's address."""
 _NOT_OWNER = "atropos-not-owner"
-"""Response header: the replica has not begun the request, since it does not serve the run."""
+"""Response header: the replica has not started the request, since it does not serve the run."""
 _KEPT_BYTES = 64 * 2**10
 _KEEP_S = 0.5
 """A body that arrives within this size and time is kept, so that it can be sent again to the next owner."""
@@ -166,7 +166,7 @@ class Sender:
             refused_by = owner
 
     async def _forward(self, owner: Member, body: _Body, scope: Scope, send: Send) -> bool:
-        """Pass a request on, and its answer back; False if it was not begun and can be sent to another member."""
+        """Pass a request on, and its answer back; False if it was not started and can be sent to another member."""
         is_started = False
         body.is_sent = False
 
@@ -221,7 +221,7 @@ class Sender:
         return True
 
     async def _pass_on(self, owner: Member, body: _Body, scope: Scope, send: Send) -> bool:
-        """Return whether the owner has begun the request; if so, its answer was passed back."""
+        """Return whether the owner has started the request; if so, its answer was passed back."""
         assert self._session is not None
         async with self._session.request(
             scope["method"],

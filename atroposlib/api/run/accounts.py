@@ -173,7 +173,7 @@ def _oldest_item(run: RunState, env_id: int | None, *, now: float) -> str:
     age_s, oldest = max(ages_s, key=lambda pair: pair[0])
     return (
         f"; {oldest.name} has reported {oldest.items_in_flight} items in flight,"
-        f" the oldest begun {age_s:.0f} s ago"
+        f" the oldest started {age_s:.0f} s ago"
     )
 
 

@@ -435,7 +435,7 @@ class Coordinator:
         """
         environment = self.state.environments.get(env_id, env_uid=env_uid)
         if experiment is not None and experiment != self.state.experiment:
-            raise EnvironmentNotFound("another experiment has begun; register again")
+            raise EnvironmentNotFound("another experiment has started; register again")
         self.state.note_call(environment, now=self._clock())
         return accounts.env_status(self.state, environment, now=self._clock())
 

@@ -290,7 +290,7 @@ class SegmentLog:
             if mark.segment == self._number and mark.offset > 0:
                 self._files.truncate(self._fd, mark.offset)
                 self._end = self.sizes[self._number] = mark.offset
-            else:  # the segment was begun since
+            else:  # the segment was started since
                 self.end_segment()
                 self._files.unlink(self.forget(self._number))
         except OSError as e:

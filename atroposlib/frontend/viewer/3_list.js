@@ -52,7 +52,7 @@ function inOrder(rows) {
   return rows.toSorted((a, b) => (rank(a) === rank(b) ? a - b : rank(b) - rank(a)));
 }
 
-/** Apply the filters; a search is begun where the query or the filters changed. */
+/** Apply the filters; a search is started where the query or the filters changed. */
 function updateList() {
   const rows = passesColumns();
   if (state.q) {

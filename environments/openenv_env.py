@@ -73,7 +73,7 @@ class Refused(Exception):
         self.code = details.get("code", "")
 
 
-class Session:
+class EpisodeConnection:
     """One episode's connection."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse, timeout_s: float) -> None:
@@ -210,7 +210,7 @@ class OpenEnvEnv(ToolEnv):
         note(episode, result)
         return Step(text_of(result["observation"]) or "(no observation)")
 
-    async def _new_session(self, seed: int) -> tuple[Session, dict[str, Any]]:
+    async def _new_session(self, seed: int) -> tuple[EpisodeConnection, dict[str, Any]]:
         """Open a session and reset it; waits while the server has no free one."""
         while True:
             url = await self._url()
@@ -218,7 +218,7 @@ class OpenEnvEnv(ToolEnv):
                 socket = await self._http.ws_connect(f"{url}/ws", max_msg_size=0)
             except (aiohttp.ClientError, OSError) as error:
                 raise EnvError(f"cannot connect to the OpenEnv server at {url}: {error}") from error
-            session = Session(socket, self.config.step_timeout_s)
+            session = EpisodeConnection(socket, self.config.step_timeout_s)
             try:
                 return session, await session.ask(
                     "reset", {"seed": seed, **self.config.reset_arguments}

@@ -198,7 +198,7 @@ def finite(record: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-class _Line(msgspec.Struct):
+class _RecordedStep(msgspec.Struct):
     """The field that is read of a line."""
 
     step: int
@@ -210,7 +210,7 @@ def cut_after(path: Path, step: int) -> int:
     Creates a missing file. Raises ConfigError for a line without a step, and OSError.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    decoder = msgspec.json.Decoder(_Line)
+    decoder = msgspec.json.Decoder(_RecordedStep)
     num_bytes = last_step = 0
     # Truncate instead of rewriting, so that a crash loses no kept line.
     with path.open("a+b") as file:

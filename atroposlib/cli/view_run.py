@@ -29,7 +29,7 @@ from atroposlib.cli.run_api import listen
 from atroposlib.client import TrainerClient, TrainerNotRegistered, TrainerRegistration
 from atroposlib.config import parse_flags
 from atroposlib.errors import ConfigError, GroupError, HubError, HubRejected, cli_boundary, require
-from atroposlib.frontend.page import Index, Row, live_page, row_of
+from atroposlib.frontend.page import Index, IndexRow, live_page, row_of
 from atroposlib.frontend.run_files import find_run_files, write_run_page
 from atroposlib.frontend.view_groups import view_of_group
 from atroposlib.frontend.vocabulary import Decode, Vocabulary, decoder
@@ -228,7 +228,7 @@ def live_routes(seen: SeenGroups, config: ViewConfig) -> list[Route]:
 class _Seen(NamedTuple):
     """A group as the page gets it."""
 
-    row: Row
+    row: IndexRow
     json: msgspec.Raw
     pieces: dict[str, str]
     """Of its tokens, by id."""

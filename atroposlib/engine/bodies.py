@@ -54,7 +54,7 @@ class ApiError(Exception):
         return {"error": error | {"param": self.param, "code": self.status}}
 
 
-class _Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class _SamplingBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Parameters of both routes."""
 
     model: str | None = None
@@ -104,20 +104,20 @@ class _Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 _ACCEPTED = {
     name: annotation.__metadata__[0]
-    for name, annotation in get_type_hints(_Body, include_extras=True).items()
+    for name, annotation in get_type_hints(_SamplingBody, include_extras=True).items()
     if get_origin(annotation) is Annotated
 }
 """Parameters that are not implemented -> their accepted values."""
 
 
-class CompletionBody(_Body, kw_only=True, forbid_unknown_fields=True):
+class CompletionBody(_SamplingBody, kw_only=True, forbid_unknown_fields=True):
     """The body of `/v1/completions`; `prompt` is one prompt or several, as text or as token ids."""
 
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
 
 
-class ChatBody(_Body, kw_only=True, forbid_unknown_fields=True):
+class ChatBody(_SamplingBody, kw_only=True, forbid_unknown_fields=True):
     """The body of `/v1/chat/completions`."""
 
     messages: list[dict[str, Any]]
@@ -183,7 +183,7 @@ def parse_body(raw: bytes, kind: type[T]) -> T:
         body = decode_json(raw, kind)
     except msgspec.ValidationError as e:
         raise _explain(str(e), kind) from e
-    if isinstance(body, _Body):
+    if isinstance(body, _SamplingBody):
         for name, accepted in _ACCEPTED.items():
             value = getattr(body, name)
             if value not in accepted:

@@ -166,7 +166,7 @@ class Index:
         self._reasons: dict[str, int] = {}
         self._score_sum, self._num_scores = 0.0, 0
 
-    def add(self, row: Row, *, chunk: int = 0) -> str:
+    def add(self, row: IndexRow, *, chunk: int = 0) -> str:
         """Add a group and return its id, which is another one if an earlier group has it."""
         name, copy = row.id, 1
         while name in self._ids:
@@ -206,7 +206,7 @@ def _number_of(name: Any, numbers: dict[str, int]) -> int:
     return -1 if name is None else numbers.setdefault(str(name), len(numbers))
 
 
-class Row(NamedTuple):
+class IndexRow(NamedTuple):
     """What the index holds of a group."""
 
     id: str
@@ -217,7 +217,7 @@ class Row(NamedTuple):
     """Those that are finite."""
 
 
-def row_of(group: ViewGroup) -> Row:
+def row_of(group: ViewGroup) -> IndexRow:
     """Return a group's row of the index."""
     sequences: Sequence[Mapping[str, Any]] = group["sequences"]
     scores = [s for each in sequences if (s := each.get("score")) is not None and math.isfinite(s)]
@@ -230,7 +230,7 @@ def row_of(group: ViewGroup) -> Row:
         if trainer is not None and sampled is not None
     ]
     advantages = [abs(a) for each in sequences if (a := each.get("advantage")) is not None]
-    return Row(
+    return IndexRow(
         str(group["id"]),
         group.get("environment"),
         group.get("dropped"),

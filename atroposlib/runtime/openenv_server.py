@@ -67,7 +67,7 @@ def create_app(stepped: SteppedEnv, *, max_sessions: int) -> ASGIApp:
         group: dict[str, Any] | None = None
         reason: str = ""
 
-    class Session(openenv.Environment):  # type: ignore[name-defined,misc]
+    class OpenEnvSession(openenv.Environment):  # type: ignore[name-defined,misc]
         """The episodes of one connection, one after another."""
 
         SUPPORTS_CONCURRENT_SESSIONS = True
@@ -117,7 +117,7 @@ def create_app(stepped: SteppedEnv, *, max_sessions: int) -> ASGIApp:
         return Observation(done=isinstance(turn, EpisodeEnd), **asdict(turn))
 
     app: ASGIApp = openenv.create_fastapi_app(
-        Session,
+        OpenEnvSession,
         Action,
         Observation,
         max_concurrent_envs=max_sessions,

@@ -139,7 +139,7 @@ class Sender:
         name: str = scope["run"]
         is_forwarded = scope.get("is_forwarded", False)
         until = time.monotonic() + (0.0 if is_forwarded else FIND_OWNER_S)
-        body = _Body(receive)
+        body = _ForwardedBody(receive)
         refused_by: Member | None = None
         while True:
             try:
@@ -165,7 +165,7 @@ class Sender:
                 return
             refused_by = owner
 
-    async def _forward(self, owner: Member, body: _Body, scope: Scope, send: Send) -> bool:
+    async def _forward(self, owner: Member, body: _ForwardedBody, scope: Scope, send: Send) -> bool:
         """Pass a request on, and its answer back; False if it was not started and can be sent to another member."""
         is_started = False
         body.is_sent = False
@@ -220,7 +220,7 @@ class Sender:
         await self._answer(503, "the run is moving; try again", scope, body.receive, send)
         return True
 
-    async def _pass_on(self, owner: Member, body: _Body, scope: Scope, send: Send) -> bool:
+    async def _pass_on(self, owner: Member, body: _ForwardedBody, scope: Scope, send: Send) -> bool:
         """Return whether the owner has started the request; if so, its answer was passed back."""
         assert self._session is not None
         async with self._session.request(
@@ -261,7 +261,7 @@ class Sender:
         await JSONResponse({"detail": detail}, status, headers)(scope, receive, send)
 
 
-class _Body:
+class _ForwardedBody:
     """The body of a request that may be sent to several members in turn."""
 
     def __init__(self, receive: Receive) -> None:

@@ -275,13 +275,13 @@ def _what_is_missing(
     )
 
 
-class _Choice(NamedTuple):
+class _Chosen(NamedTuple):
     groups: list[GroupHeader]
     num_kept: int
     """How many of the first floors these groups honour."""
 
 
-def _choose(stock: _Stock, candidates: _Candidates, target: int, floors: _Floors) -> _Choice:
+def _choose(stock: _Stock, candidates: _Candidates, target: int, floors: _Floors) -> _Chosen:
     """Return the earliest batch if it honours the floors; else their parts and the earliest groups to complete them."""
     groups = _earliest(stock.in_order(target), target)
     supplied: Counter[int | None] = Counter()
@@ -289,11 +289,11 @@ def _choose(stock: _Stock, candidates: _Candidates, target: int, floors: _Floors
         for group in groups:
             supplied[group.env_id] += group.num_sequences
     if all(supplied[env_id] >= floor for env_id, floor in floors.items()):
-        return _Choice(groups, len(floors))
+        return _Chosen(groups, len(floors))
     groups, num_kept = _honour(floors, stock, candidates, target)
     target -= sum(map(_size, groups))
     others = stock.without(groups).in_order(target)
-    return _Choice(groups + _earliest(others, target), num_kept)
+    return _Chosen(groups + _earliest(others, target), num_kept)
 
 
 def _choose_with(
@@ -310,7 +310,7 @@ def _choose_with(
     return [group, *others] if num_kept == len(floors) else None
 
 
-def _honour(floors: _Floors, stock: _Stock, candidates: _Candidates, target: int) -> _Choice:
+def _honour(floors: _Floors, stock: _Stock, candidates: _Candidates, target: int) -> _Chosen:
     """Choose the smallest parts for as many of the first floors as one batch can honour.
 
     A batch exists if a sum of parts, made of candidates, and a sum of the other groups add up to the batch size.
@@ -346,7 +346,7 @@ def _honour(floors: _Floors, stock: _Stock, candidates: _Candidates, target: int
         num_own = next(n for n in fitting if others >> num_sequences - n & 1)
         groups += _earliest(own, num_own)
         num_sequences -= num_own
-    return _Choice(groups, num_kept)
+    return _Chosen(groups, num_kept)
 
 
 def _earliest(queue: Iterable[GroupHeader], target: int) -> list[GroupHeader]:

@@ -60,6 +60,7 @@ from atroposlib.cli.hub_settings import (
 from atroposlib.config import parse_flags
 from atroposlib.errors import ConfigError, cli_boundary
 from atroposlib.utils.garbage import collect_less_often
+from atroposlib.utils.wording import counted
 
 logger = logging.getLogger(__name__)
 
@@ -303,7 +304,7 @@ def erased(runs: Sequence[StoredRun], where: str) -> str:
     """Return a line with the names and the size of runs that were erased."""
     names = ", ".join(run.name for run in runs) or "none"
     num_bytes = sum(run.num_bytes for run in runs)
-    return f"erased {len(runs)} runs ({names}), {num_bytes / 2**20:.1f} MiB, in {where}"
+    return f"erased {counted(len(runs), 'run')} ({names}), {num_bytes / 2**20:.1f} MiB, in {where}"
 
 
 def list_runs(runs: Sequence[StoredRun], where: str) -> str:

@@ -350,7 +350,7 @@ def test_the_database_keeps_runs_that_other_hubs_leave_alone(
     assert main(["--list", "--database", postgres_url]) == 0
     assert capsys.readouterr().out.startswith("default ")
     assert main(["--forget", "default", "--database", postgres_url]) == 0
-    assert "erased 1 runs (default)" in capsys.readouterr().out
+    assert "erased 1 run (default)" in capsys.readouterr().out
     assert main(["--list", "--database", postgres_url]) == 0
     assert capsys.readouterr().out == f"{shown} holds no run\n"
 
@@ -402,9 +402,7 @@ def test_fresh_erases_what_is_stored_and_says_how_much(served: Serve) -> None:
         hub.post_group()
     with served("--fresh") as hub:
         assert hub.get("/status")["queue_size"] == 0
-    assert re.search(
-        r"--fresh: erased 1 runs \(default\), \d+\.\d MiB, in atropos-data", hub.errors
-    )
+    assert re.search(r"--fresh: erased 1 run \(default\), \d+\.\d MiB, in atropos-data", hub.errors)
 
 
 def test_two_hubs_never_share_a_data_directory(served: Serve, command: Command) -> None:
@@ -424,7 +422,7 @@ def test_erase_touches_only_what_a_store_made(tmp_path: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(ConfigError, match="a hub uses"):
             erase(tmp_path)
-    assert erase(tmp_path) == f"erased 1 runs (math), 3.0 MiB, in {tmp_path}"
+    assert erase(tmp_path) == f"erased 1 run (math), 3.0 MiB, in {tmp_path}"
     assert erase(tmp_path) == f"erased 0 runs (none), 0.0 MiB, in {tmp_path}"
     assert erase(tmp_path / "absent").startswith("erased 0 runs")
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["lock", "precious", "thesis.tex"]
@@ -445,7 +443,7 @@ def test_kept_runs_are_listed_and_forgotten_by_name(
     assert re.fullmatch(r"default +\d+\.\d MiB  changed \d{4}-\d\d-\d\d \d\d:\d\d", first)
     assert second.endswith("set aside: run default at step 0")
     assert main(["--forget", "default.1"]) == 0
-    assert capsys.readouterr().out.startswith("erased 1 runs (default.1)")
+    assert capsys.readouterr().out.startswith("erased 1 run (default.1)")
     assert main(["--forget", "default.1"]) == 2
     assert "no such run in" in capsys.readouterr().err
     assert [run.name for run in stored_runs(tmp_path / "atropos-data")] == ["default"]

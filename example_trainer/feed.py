@@ -107,8 +107,9 @@ class Leader(Follower):
         self._log = log
         self._require_trainable = require_trainable
         """Raises GroupError for a group that this model cannot be trained on; the hub then sets it aside."""
-        self._faults: list[GroupError] = []
-        """Of the untrainable groups since the last trainable one."""
+        self._num_untrainable = 0
+        """Untrainable groups since the last trainable one."""
+        self._last_fault: GroupError | None = None
         self._is_stopping = is_stopping
         self._on_no_batch = on_no_batch
         """Called every few seconds while no batch comes; an exception from it ends the run."""
@@ -133,8 +134,8 @@ class Leader(Follower):
         while self._leased is None and not self._is_stopping():
             self._leased = self._lease(step)
             if self._leased is None:
-                if len(self._faults) >= MAX_UNTRAINABLE:
-                    raise self._faults[-1]
+                if self._last_fault is not None and self._num_untrainable >= MAX_UNTRAINABLE:
+                    raise self._last_fault
                 self._on_no_batch()
         if self._leased is None or self._is_stopping():
             if self._leased is not None:
@@ -255,9 +256,10 @@ class Leader(Follower):
         try:
             self._require_trainable(group)
         except GroupError as fault:
-            self._faults.append(fault)
+            self._num_untrainable += 1
+            self._last_fault = fault
             raise
-        self._faults.clear()
+        self._num_untrainable = 0
 
     def _lease(self, step: int) -> LeasedBatch | None:
         """Request a batch; None if there is none yet, the run was registered again, or it must stop."""

@@ -10,7 +10,7 @@ PART ?= all
 
 .PHONY: demo test drills lint bench gpu clean
 
-# Tests wait for processes and timers: three workers keep two cores busy (219 s, where two take 280 s). Drills load the
+# Tests wait for processes and timers: three workers keep two cores busy (219 s, where two took 280 s). Drills load the
 # machine themselves.
 #
 # Unset, PYTHONDONTWRITEBYTECODE lets the hundreds of processes that tests start compile each module once.

@@ -227,11 +227,13 @@ def test_the_parts_of_the_compose_file_work_together_as_processes(
         for url in (*urls, *urls):
             httpx.post(f"{url}/scored_data", json=group(2), headers=client).raise_for_status()
         assert len(httpx.get(f"{urls[1]}/batch", headers=client).json()["batch"]) == 2
-        status = httpx.get(f"{urls[1]}/status", headers=client).json()
-        assert {each["address"]: each["runs"] for each in status["replicas"]} == {
-            urls[0]: ["default"],
-            urls[1]: [],
-        }
+
+        def are_both_known() -> bool:
+            status = httpx.get(f"{urls[1]}/status", headers=client).json()
+            known = {each["address"]: each["runs"] for each in status["replicas"]}
+            return known == {urls[0]: ["default"], urls[1]: []}
+
+        until_true(are_both_known, what="both hubs in the status", logs=tmp_path)
         command = ["prometheus", f"--config.file={config}", f"--web.listen-address={prometheus}"]
         command.append(f"--storage.tsdb.path={tmp_path / 'tsdb'}")
         stack.enter_context(here.running(command, tmp_path / "prometheus.log"))

@@ -86,6 +86,7 @@ def test_broken_environment_fails_its_own_rule_alone(
 
 
 @pytest.mark.drill
+@pytest.mark.timeout(300)
 def test_the_rates_of_the_corpus_are_full(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

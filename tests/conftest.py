@@ -9,8 +9,10 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import shutil
 import ssl
 import sys
+import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,6 +41,18 @@ FOLDER_MARKERS = {
     "vllm": "vllm",
 }
 """The marker that every test of a folder has; those of `EVERY_RUN` have none."""
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """End the run where hubs would refuse every group: they keep 2 % of the disk free, and tests need 2 GiB."""
+    disk = shutil.disk_usage(tempfile.gettempdir())
+    needed = max(disk.total // 50, 1 << 30) + (2 << 30)
+    if disk.free < needed:
+        pytest.exit(
+            f"{tempfile.gettempdir()} has {disk.free / 2**30:.1f} GiB free, tests of stored runs"
+            f" need {needed / 2**30:.1f} GiB",
+            returncode=pytest.ExitCode.USAGE_ERROR,
+        )
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -27,7 +27,7 @@ from atroposlib.api.utils import (
     grab_batch_with_minimum_allocations,
     grab_exact_from_heterogeneous_queue,
 )
-from tests.api.helpers_api import filled_with, plan_batch, plan_counted
+from tests.api.helpers_api import plan_batch, plan_counted
 
 
 def queue_of(sizes: list[int], env_ids: list[int | None] | None = None) -> list[GroupHeader]:
@@ -427,11 +427,11 @@ def test_planning_is_polynomial_in_hostile_queues() -> None:
     # Only even sizes for an odd batch: exponential for naive subset sum, and no early exit.
     queue = queue_of([2, 4, 6, 8, 10, 12] * 400, [0, 1, 2, 3, 4] * 480)
     floors = {0: 100, 1: 100, 2: 200, 3: 300}
-    plan, num_lines = plan_counted(filled_with(queue), batch_size=1025, floors=floors)
+    plan, num_lines = plan_counted(queue, batch_size=1025, floors=floors)
     assert isinstance(plan, NoBatch)
     assert num_lines < 4_000
     mixed = queue_of([7, 11, 13, 8] * 1250, [0, 1, 2, 3, 4] * 1000)
     floors = {0: 100, 1: 100, 2: 100}
-    plan, num_lines = plan_counted(filled_with(mixed), batch_size=1024, floors=floors)
+    plan, num_lines = plan_counted(mixed, batch_size=1024, floors=floors)
     assert isinstance(plan, Plan)
     assert num_lines < 8_000

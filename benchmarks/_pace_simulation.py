@@ -157,6 +157,7 @@ def simulate(
             taken[index] += env.group_size
             staleness.append(version - sampled)
         shares.deliver(
+            num_taken,
             {index: env.weight for index, env in enumerate(environments)},
             taken=taken,
             left={index: env.queued * env.group_size for index, env in enumerate(environments)},

@@ -7,7 +7,7 @@ import errno
 import logging
 import os
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -277,6 +277,51 @@ async def test_batch_whose_answer_was_lost_counts_once() -> None:
     # The repeated request is answered: after the batch, the trainer works until it asks again.
     await coordinator.ack(again.batch_id, again.lease_id)
     assert coordinator.explain().trainer_waits_s is None
+
+
+async def _give_back(run: Coordinator, batch: Delivery) -> None:
+    await run.release(batch.batch_id, batch.lease_id)
+
+
+async def _let_expire(run: Coordinator, batch: Delivery) -> None:
+    run.state.leases.leased[batch.batch_id].expires_at = 0.0
+
+
+async def _reject_the_last(run: Coordinator, batch: Delivery) -> None:
+    await run.reject_groups(batch.batch_id, batch.lease_id, [1], reason="x")
+    [dead] = run.dead()
+    await run.requeue_dead([dead.number])
+
+
+async def _replay(run: Coordinator, batch: Delivery) -> None:
+    await resumed(run, batch.step - 1)
+
+
+async def _requeue(run: Coordinator, batch: Delivery) -> None:
+    await resumed(run, batch.step - 1, resume="requeue")
+
+
+@pytest.mark.parametrize(
+    "come_back", [_give_back, _let_expire, _reject_the_last, _replay, _requeue]
+)
+async def test_batch_that_was_leased_twice_counts_once_in_the_shares(
+    come_back: Callable[[Coordinator, Delivery], Awaitable[None]],
+) -> None:
+    runs = [await started(batch_size=16), await started(batch_size=16)]
+    for run in runs:
+        for name in ("first", "second"):
+            await joined(run, desired_name=name)
+        # The second batch has 5 groups of the first environment and leaves one of the second.
+        for num_first in (4, 5):
+            groups = [incoming(2, env_id=0, tag=tag) for tag in range(num_first)]
+            await run.accept([*groups, *(incoming(2, env_id=1) for _ in range(4))])
+            batch = await leased(run)
+            if num_first == 4:
+                await run.ack(batch.batch_id, batch.lease_id)
+    await come_back(run, batch)
+    assert tags(await leased(run)) == tags(batch)
+    once, twice = ([run.status_env(env_id).wanted_share for env_id in (0, 1)] for run in runs)
+    assert once == twice != [0.5, 0.5]
 
 
 async def test_unknown_batch_and_foreign_lease_are_told_apart() -> None:

@@ -27,8 +27,8 @@ def test_fair_shares_fill_a_batch_and_exceed_nothing_queued(
 
 def delivered(*, taken: dict[int, int], left: dict[int, int], times: int = 1) -> Shares:
     shares = Shares()
-    for _ in range(times):
-        shares.deliver({0: 0.5, 1: 0.5}, taken=Counter(taken), left=left, batch_size=16)
+    for number in range(times):
+        shares.deliver(number, {0: 0.5, 1: 0.5}, taken=Counter(taken), left=left, batch_size=16)
     return shares
 
 
@@ -51,8 +51,7 @@ def test_an_environment_that_queued_enough_but_was_passed_over_catches_up() -> N
 
 def test_only_recent_batches_count() -> None:
     shares = delivered(taken={0: 0, 1: 16}, left={0: 0, 1: 0}, times=NUM_BATCHES)
-    for _ in range(NUM_BATCHES):
-        shares.deliver(
-            {0: 0.5, 1: 0.5}, taken=Counter({0: 8, 1: 8}), left={0: 0, 1: 0}, batch_size=16
-        )
+    for number in range(NUM_BATCHES, 2 * NUM_BATCHES):
+        taken = Counter({0: 8, 1: 8})
+        shares.deliver(number, {0: 0.5, 1: 0.5}, taken=taken, left={0: 0, 1: 0}, batch_size=16)
     assert (shares.wanted(0, own=0.5), shares.wanted(1, own=0.5)) == (0.5, 0.5)

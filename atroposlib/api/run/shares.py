@@ -8,8 +8,9 @@ their status.
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from statistics import fmean
 
 NUM_BATCHES = 12
 """Recent batches that count."""
@@ -24,28 +25,40 @@ class Shares:
     """What recent batches took from each environment, compared with its fair share."""
 
     def __init__(self) -> None:
-        self._fair: deque[Mapping[int, float]] = deque(maxlen=NUM_BATCHES)
-        self._taken: deque[Mapping[int, float]] = deque(maxlen=NUM_BATCHES)
+        self._batches: dict[int, dict[int, tuple[float, float]]] = {}
+        """Of recent batches, oldest first: each environment's fair share and the share taken."""
         self._means: dict[int, tuple[float, float]] = {}
-        """Mean fair share and mean share taken, of each environment that had a share of the last batch."""
+        """The same, averaged, of each environment that had a share of the last batch."""
 
     def deliver(
         self,
+        number: int,
         own: Mapping[int, float],
         *,
         taken: Counter[int | None],
         left: Mapping[int, int],
         batch_size: int,
     ) -> None:
-        """Record a batch: sequences `taken` from each environment of `own`, and those `left` in the queue."""
+        """Record a batch: sequences `taken` from each environment of `own`, and those `left` in the queue.
+
+        A batch that is replayed replaces its earlier record.
+        """
+        self.forget(number)
         able = {
             env_id: (taken[env_id] + left[env_id]) / batch_size
             + max(0.0, share - self.wanted(env_id, own=share))  # what it was asked to hold back
             for env_id, share in own.items()
         }
-        self._fair.append(fair_shares(own, able))
-        self._taken.append({env_id: taken[env_id] / batch_size for env_id in own})
-        self._means = {env_id: self._mean(env_id) for env_id in self._fair[-1]}
+        fair = fair_shares(own, able)
+        self._batches[number] = {e: (share, taken[e] / batch_size) for e, share in fair.items()}
+        if len(self._batches) > NUM_BATCHES:
+            del self._batches[next(iter(self._batches))]
+        self._update_means()
+
+    def forget(self, number: int) -> None:
+        """Remove the record of a batch that is delivered again or whose groups were given back."""
+        if self._batches.pop(number, None) is not None:
+            self._update_means()
 
     def wanted(self, env_id: int, *, own: float) -> float:
         """Return the share of a batch, 0 to 1, that an environment with this share of its own should supply."""
@@ -54,11 +67,15 @@ class Shares:
         fair, taken = self._means[env_id]
         return min(1.0, max(0.0, max(own, fair) + GAIN * (fair - taken)))
 
-    def _mean(self, env_id: int) -> tuple[float, float]:
-        batches = zip(self._fair, self._taken, strict=True)
-        known = [(fair[env_id], taken[env_id]) for fair, taken in batches if env_id in fair]
-        fairs, takens = zip(*known, strict=True)
-        return sum(fairs) / len(known), sum(takens) / len(known)
+    def _update_means(self) -> None:
+        batches = list(self._batches.values())
+        for_last = batches[-1] if batches else {}
+        self._means = {env_id: _mean(env_id, batches) for env_id in for_last}
+
+
+def _mean(env_id: int, batches: Iterable[Mapping[int, tuple[float, float]]]) -> tuple[float, float]:
+    fairs, takens = zip(*(batch[env_id] for batch in batches if env_id in batch), strict=True)
+    return fmean(fairs), fmean(takens)
 
 
 def fair_shares(own: Mapping[int, float], able: Mapping[int, float]) -> dict[int, float]:

@@ -131,6 +131,7 @@ class RunState:
             taken[header.env_id] += header.num_sequences
         active = [each for each in self.environments if each.is_active]
         self.shares.deliver(
+            batch.row.number,
             {each.env_id: self.environments.own_share(each) for each in active},
             taken=taken,
             left={each.env_id: self.queue.num_sequences(each.env_id) for each in active},
@@ -169,8 +170,10 @@ class RunState:
         self._move(batch.headers, place, batch=batch.row.number)
         self._batches.append(batch)
 
-    def note_end(self, batch: HeldBatch) -> None:
+    def note_end(self, batch: HeldBatch, *, is_trained: bool = False) -> None:
         self._closed_batches.append(batch.row.number)
+        if not is_trained:
+            self.shares.forget(batch.row.number)
 
     @property
     def has_moves(self) -> bool:
@@ -343,7 +346,7 @@ class RunState:
         """Remove trained batches and end their groups."""
         for batch in batches:
             self.leases.free(batch)
-            self.note_end(batch)
+            self.note_end(batch, is_trained=True)
             self.end(batch.headers, Fate.TRAINED)
 
     # Incoming groups

@@ -1,13 +1,5 @@
 """The hub over HTTP: the table of routes, rights, limits, bodies and metrics."""
 
-__all__ = [
-    "connections",
-    "decoding",
-    "handlers",
-    "limits",
-    "metrics",
-    "payloads",
-    "routes",
-    "security",
-    "sending",
-]
+import pkgutil
+
+__all__ = [module.name for module in pkgutil.iter_modules(__path__)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from atroposlib.api.run.batching import NoBatch, sequence_floors
 from atroposlib.api.run.environments import Environment
@@ -13,18 +13,146 @@ from atroposlib.api.schemas import (
     EnvironmentView,
     EnvStatus,
     Explanation,
+    HubInfo,
     HubStatus,
     Ledger,
+    WandbInfo,
 )
 from atroposlib.api.stores.base import Fate
 
 
-def status(run: RunState) -> HubStatus:
-    return HubStatus(
-        current_step=run.current_step,
-        queue_size=len(run.queue) + _num_groups(run.leases.to_replay),
-        policy_version=run.policy_version,
-    )
+class Accounts:
+    """What a run reports about itself."""
+
+    state: RunState
+    _clock: Callable[[], float]
+
+    def status(self) -> HubStatus:
+        run = self.state
+        return HubStatus(
+            current_step=run.current_step,
+            queue_size=len(run.queue) + _num_groups(run.leases.to_replay),
+            policy_version=run.policy_version,
+        )
+
+    def ledger(self) -> Ledger:
+        """Count the groups by place. `produced` is counted independently, so that a leak shows."""
+        run = self.state
+        return Ledger(
+            produced=run.num_accepted + run.rejected.total(),
+            queued=len(run.queue) + _num_groups(run.leases.to_replay),
+            buffered=sum(len(environment.buffered) for environment in run.environments),
+            leased=_num_groups(run.leases.leased.values()),
+            trained=run.ended[Fate.TRAINED] + _num_groups(run.leases.trained.values()),
+            expired=run.ended[Fate.EXPIRED],
+            dead=run.ended[Fate.DEAD] + len(run.dead),
+            discarded=run.ended[Fate.DISCARDED],
+            dead_reasons=run.dead.reasons() or None,
+            rejected=dict(run.rejected),
+            duplicates=run.num_duplicates,
+        )
+
+    def summary(self) -> str:
+        """Summarise what the run holds, for a log line."""
+        held = self.ledger()
+        return (
+            f"step {self.state.current_step}, {held.queued} groups queued, {held.buffered} buffered,"
+            f" {held.leased} leased, {held.trained} trained, {held.dead} dead,"
+            f" {len(self.state.environments)} environments"
+        )
+
+    def dead(self) -> Iterator[DeadGroup]:
+        """Describe the groups now set aside as dead, oldest first; the run may change during the iteration."""
+        run = self.state
+        return (
+            DeadGroup(
+                number=header.number,
+                env_id=header.env_id,
+                reason=reason,
+                deliveries=run.deliveries.get(header.number, 0),
+                num_sequences=header.num_sequences,
+                num_tokens=header.num_tokens,
+            )
+            for header, reason in list(run.dead)
+        )
+
+    def explain(self) -> Explanation:
+        """Explain why there is no batch, or that there is one."""
+        run, now = self.state, self._clock()
+        plan = None if run.trainer is None else run.look()
+        num_leased = len(run.leases.leased)
+        blocker, reason = None, "a batch is ready"
+        env_id = have = need = None
+        if plan is None:
+            blocker, reason = (
+                "no_trainer",
+                "no trainer has registered, so the batch size is unknown",
+            )
+        elif isinstance(plan, NoBatch) and not run.leases.to_replay:
+            blocker, reason = str(plan.blocker), plan.reason
+            env_id, have, need = plan.env_id, plan.have, plan.need
+            buffered = sum(each.num_buffered_sequences for each in run.environments)
+            if buffered:
+                reason += f"; {buffered} sequences of odd-sized groups are buffered"
+            if num_leased:
+                are = "batch is" if num_leased == 1 else "batches are"
+                reason += f"; {num_leased} {are} leased to the trainer"
+            waits_s = run.trainer_waits_s(now)
+            if waits_s is not None:
+                reason += f"; the trainer has waited for {waits_s:.0f} s"
+            reason += _oldest_item(run, env_id, now=now)
+        floors = sequence_floors(run.batch_size, run.environments.shares()) if plan else {}
+        return Explanation(
+            batch="ready" if blocker is None else "none",
+            blocker=blocker,
+            reason=reason,
+            env_id=env_id,
+            have=have,
+            need=need,
+            batch_size=run.batch_size if plan else None,
+            current_step=run.current_step,
+            queued_groups=len(run.queue),
+            queued_sequences=run.queue.total_sequences,
+            leased_batches=num_leased,
+            replay_batches=len(run.leases.to_replay),
+            trainer_waits_s=run.trainer_waits_s(now),
+            oldest_version=min(run.queue.versions(), default=None),
+            policy_version=run.current_version,
+            max_staleness=run.max_staleness,
+            dead=run.dead.reasons(),
+            conflicts=run.conflicts,
+            environments=[
+                EnvironmentView(
+                    env_id=each.env_id,
+                    name=each.name,
+                    state=_state(each),
+                    last_seen_s=now - each.last_seen,
+                    queued_sequences=run.queue.num_sequences(each.env_id),
+                    buffered_sequences=each.num_buffered_sequences,
+                    floor=floors.get(each.env_id, 0),
+                    items_in_flight=each.items_in_flight,
+                    oldest_item_s=_age_s(each, now=now),
+                )
+                for each in run.environments
+            ],
+        )
+
+    def lease_ages_s(self) -> list[float]:
+        now = self._clock()
+        return [now - batch.leased_at for batch in self.state.leases.leased.values()]
+
+    def info(self) -> HubInfo:
+        """-1 before a trainer has registered."""
+        trainer = self.state.trainer
+        if trainer is None:
+            return HubInfo(batch_size=-1, max_token_len=-1)
+        return HubInfo(batch_size=trainer.batch_size, max_token_len=trainer.max_token_len)
+
+    def wandb_info(self) -> WandbInfo:
+        trainer = self.state.trainer
+        if trainer is None:
+            return WandbInfo(group=None, project=None)
+        return WandbInfo(group=trainer.wandb_group, project=trainer.wandb_project)
 
 
 def env_status(run: RunState, environment: Environment, *, now: float) -> EnvStatus:
@@ -55,108 +183,8 @@ def env_status(run: RunState, environment: Environment, *, now: float) -> EnvSta
     )
 
 
-def ledger(run: RunState) -> Ledger:
-    """Count the groups by place. `produced` is counted independently, so that a leak shows."""
-    return Ledger(
-        produced=run.num_accepted + run.rejected.total(),
-        queued=len(run.queue) + _num_groups(run.leases.to_replay),
-        buffered=sum(len(environment.buffered) for environment in run.environments),
-        leased=_num_groups(run.leases.leased.values()),
-        trained=run.ended[Fate.TRAINED] + _num_groups(run.leases.trained.values()),
-        expired=run.ended[Fate.EXPIRED],
-        dead=run.ended[Fate.DEAD] + len(run.dead),
-        discarded=run.ended[Fate.DISCARDED],
-        dead_reasons=run.dead.reasons() or None,
-        rejected=dict(run.rejected),
-        duplicates=run.num_duplicates,
-    )
-
-
 def _num_groups(batches: Iterable[HeldBatch]) -> int:
     return sum(len(batch.headers) for batch in batches)
-
-
-def summary(run: RunState) -> str:
-    """Summarise what the run holds, for a log line."""
-    held = ledger(run)
-    return (
-        f"step {run.current_step}, {held.queued} groups queued, {held.buffered} buffered,"
-        f" {held.leased} leased, {held.trained} trained, {held.dead} dead,"
-        f" {len(run.environments)} environments"
-    )
-
-
-def dead_groups(run: RunState) -> Iterator[DeadGroup]:
-    """Describe the groups now set aside as dead, oldest first; the run may change during the iteration."""
-    return (
-        DeadGroup(
-            number=header.number,
-            env_id=header.env_id,
-            reason=reason,
-            deliveries=run.deliveries.get(header.number, 0),
-            num_sequences=header.num_sequences,
-            num_tokens=header.num_tokens,
-        )
-        for header, reason in list(run.dead)
-    )
-
-
-def explain(run: RunState, *, now: float) -> Explanation:
-    """Explain why there is no batch, or that there is one."""
-    plan = None if run.trainer is None else run.look()
-    num_leased = len(run.leases.leased)
-    blocker, reason = None, "a batch is ready"
-    env_id = have = need = None
-    if plan is None:
-        blocker, reason = "no_trainer", "no trainer has registered, so the batch size is unknown"
-    elif isinstance(plan, NoBatch) and not run.leases.to_replay:
-        blocker, reason = str(plan.blocker), plan.reason
-        env_id, have, need = plan.env_id, plan.have, plan.need
-        buffered = sum(each.num_buffered_sequences for each in run.environments)
-        if buffered:
-            reason += f"; {buffered} sequences of odd-sized groups are buffered"
-        if num_leased:
-            are = "batch is" if num_leased == 1 else "batches are"
-            reason += f"; {num_leased} {are} leased to the trainer"
-        waits_s = run.trainer_waits_s(now)
-        if waits_s is not None:
-            reason += f"; the trainer has waited for {waits_s:.0f} s"
-        reason += _oldest_item(run, env_id, now=now)
-    floors = sequence_floors(run.batch_size, run.environments.shares()) if plan else {}
-    return Explanation(
-        batch="ready" if blocker is None else "none",
-        blocker=blocker,
-        reason=reason,
-        env_id=env_id,
-        have=have,
-        need=need,
-        batch_size=run.batch_size if plan else None,
-        current_step=run.current_step,
-        queued_groups=len(run.queue),
-        queued_sequences=run.queue.total_sequences,
-        leased_batches=num_leased,
-        replay_batches=len(run.leases.to_replay),
-        trainer_waits_s=run.trainer_waits_s(now),
-        oldest_version=min(run.queue.versions(), default=None),
-        policy_version=run.current_version,
-        max_staleness=run.max_staleness,
-        dead=run.dead.reasons(),
-        conflicts=run.conflicts,
-        environments=[
-            EnvironmentView(
-                env_id=each.env_id,
-                name=each.name,
-                state=_state(each),
-                last_seen_s=now - each.last_seen,
-                queued_sequences=run.queue.num_sequences(each.env_id),
-                buffered_sequences=each.num_buffered_sequences,
-                floor=floors.get(each.env_id, 0),
-                items_in_flight=each.items_in_flight,
-                oldest_item_s=_age_s(each, now=now),
-            )
-            for each in run.environments
-        ],
-    )
 
 
 def _oldest_item(run: RunState, env_id: int | None, *, now: float) -> str:

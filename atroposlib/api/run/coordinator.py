@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from atroposlib.api.run import accounts, admission, experiments
+from atroposlib.api.run import admission, experiments
+from atroposlib.api.run.accounts import Accounts, env_status
 from atroposlib.api.run.batching import Plan
 from atroposlib.api.run.environments import EnvironmentNotFound
 from atroposlib.api.run.leases import HeldBatch, LeaseRequest
@@ -30,18 +31,12 @@ from atroposlib.api.run.types import (
     version_of,
 )
 from atroposlib.api.schemas import (
-    DeadGroup,
     EnvRegistration,
     EnvStatus,
-    Explanation,
-    HubInfo,
-    HubStatus,
-    Ledger,
     RegisterEnv,
     RegisterTrainer,
     RegistrationReply,
     RejectReply,
-    WandbInfo,
 )
 from atroposlib.api.stores.base import (
     Appended,
@@ -80,7 +75,7 @@ class Signal:
                 await self._event.wait()
 
 
-class Coordinator:
+class Coordinator(Accounts):
     """One run: what is registered, what is queued, who holds which batch. Call `open` first."""
 
     def __init__(
@@ -437,7 +432,7 @@ class Coordinator:
         if experiment is not None and experiment != self.state.experiment:
             raise EnvironmentNotFound("another experiment has started; register again")
         self.state.note_call(environment, now=self._clock())
-        return accounts.env_status(self.state, environment, now=self._clock())
+        return env_status(self.state, environment, now=self._clock())
 
     def note_items(self, env_id: int, num_in_flight: int, *, oldest_s: float | None) -> None:
         """Record how many items an environment has in flight and how long ago the oldest began."""
@@ -530,42 +525,8 @@ class Coordinator:
             return None
         return payload
 
-    # Reports
-
     def overload(self) -> str | None:
         return admission.overload(self.state)
-
-    def status(self) -> HubStatus:
-        return accounts.status(self.state)
-
-    def ledger(self) -> Ledger:
-        return accounts.ledger(self.state)
-
-    def explain(self) -> Explanation:
-        return accounts.explain(self.state, now=self._clock())
-
-    def summary(self) -> str:
-        return accounts.summary(self.state)
-
-    def lease_ages_s(self) -> list[float]:
-        now = self._clock()
-        return [now - batch.leased_at for batch in self.state.leases.leased.values()]
-
-    def dead(self) -> Iterator[DeadGroup]:
-        return accounts.dead_groups(self.state)
-
-    def info(self) -> HubInfo:
-        """-1 before a trainer has registered."""
-        trainer = self.state.trainer
-        if trainer is None:
-            return HubInfo(batch_size=-1, max_token_len=-1)
-        return HubInfo(batch_size=trainer.batch_size, max_token_len=trainer.max_token_len)
-
-    def wandb_info(self) -> WandbInfo:
-        trainer = self.state.trainer
-        if trainer is None:
-            return WandbInfo(group=None, project=None)
-        return WandbInfo(group=trainer.wandb_group, project=trainer.wandb_project)
 
 
 def _at(index: int, groups: Sequence[object]) -> str:

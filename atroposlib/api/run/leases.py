@@ -270,20 +270,12 @@ class Leases:
         self.trained[batch.row.number] = batch
         self._trained_bytes += batch.num_bytes
 
-    def surplus(self, policy: RunPolicy) -> list[HeldBatch]:
-        """Return the oldest trained batches beyond the limits for batches without a checkpoint."""
-        num_batches, num_bytes = len(self.trained), self._trained_bytes
-        surplus: list[HeldBatch] = []
-        for batch in self.trained.values():
-            if (
-                num_batches <= policy.keep_trained_batches
-                and num_bytes <= policy.keep_trained_bytes
-            ):
-                break
-            num_batches -= 1
-            num_bytes -= batch.num_bytes
-            surplus.append(batch)
-        return surplus
+    def are_too_many(self, policy: RunPolicy) -> bool:
+        """Whether the trained batches exceed the limits for batches without a checkpoint."""
+        return (
+            len(self.trained) > policy.keep_trained_batches
+            or self._trained_bytes > policy.keep_trained_bytes
+        )
 
     def free(self, batch: HeldBatch) -> None:
         """Remove a trained batch, or a completed plain delivery."""

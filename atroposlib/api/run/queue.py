@@ -40,7 +40,7 @@ class GroupQueue:
         """Environments whose groups were added or removed since `Backlog` cleared this."""
         self._num_groups = 0
         self._lines: defaultdict[int, _Line] = defaultdict(_Line)
-        self._environments: defaultdict[int | None, _OwnLine] = defaultdict(_OwnLine)
+        self._environments: defaultdict[int | None, _Line] = defaultdict(_Line)
         self._versions: defaultdict[int, dict[int, GroupHeader]] = defaultdict(dict)
 
     def __len__(self) -> int:
@@ -130,7 +130,7 @@ class GroupQueue:
         With `overdue_before`, groups of an older version take precedence: of the oldest of each size and of each
         environment with a floor, the first that can be part of a batch is part of this one.
         """
-        own: dict[int | None, _OwnLine] = {
+        own: dict[int | None, _Line] = {
             each: self._environments[each] for each in floors if each in self._environments
         }
         overdue: list[GroupHeader] = []
@@ -149,7 +149,7 @@ class GroupQueue:
 class _Line:
     """Queued groups of one size or of one environment, oldest first."""
 
-    __slots__ = ("_arrived", "_returned")
+    __slots__ = ("_arrived", "_returned", "sizes")
 
     def __init__(self) -> None:
         # Iteration skips entries removed at the front: 1 ms after 200,000 groups. An OrderedDict would not, but takes
@@ -157,6 +157,8 @@ class _Line:
         self._arrived: dict[int, GroupHeader] = {}
         self._returned: list[GroupHeader] = []
         """By number. Short: only groups that return after later ones have arrived."""
+        self.sizes: dict[int, int] = {}
+        """Groups by number of sequences; no entry for a size without any."""
 
     def __len__(self) -> int:
         return len(self._arrived) + len(self._returned)
@@ -171,30 +173,13 @@ class _Line:
             self._arrived[header.number] = header
         else:
             insort(self._returned, header, key=_number)
+        self.sizes[header.num_sequences] = self.sizes.get(header.num_sequences, 0) + 1
 
     def remove(self, header: GroupHeader) -> None:
         if header.number in self._arrived:
             del self._arrived[header.number]
         else:
             del self._returned[bisect_left(self._returned, header.number, key=_number)]
-
-
-class _OwnLine(_Line):
-    """Queued groups of one environment."""
-
-    __slots__ = ("sizes",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: dict[int, int] = {}
-        """Groups by number of sequences; no entry for a size without any."""
-
-    def add(self, header: GroupHeader) -> None:
-        super().add(header)
-        self.sizes[header.num_sequences] = self.sizes.get(header.num_sequences, 0) + 1
-
-    def remove(self, header: GroupHeader) -> None:
-        super().remove(header)
         self.sizes[header.num_sequences] -= 1
         if not self.sizes[header.num_sequences]:
             del self.sizes[header.num_sequences]

@@ -340,7 +340,8 @@ class RunState:
         for header in batch.headers:
             self.deliveries.pop(header.number, None)
         self.note_batch(batch, Place.TRAINED)
-        self.free(self.leases.surplus(self.policy))
+        while self.leases.are_too_many(self.policy):
+            self.free([next(iter(self.leases.trained.values()))])
 
     def free(self, batches: Iterable[HeldBatch]) -> None:
         """Remove trained batches and end their groups."""

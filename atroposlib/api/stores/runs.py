@@ -124,6 +124,7 @@ class MemoryRuns:
                 await self.forget(older.name)
         kept = kept_as(name, self._stores, experiment, step)
         self._stores[kept.name] = self._stores.pop(name)
+        self._kept.pop(name, None)
         self._kept[kept.name] = kept
         return kept.name
 

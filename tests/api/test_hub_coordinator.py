@@ -383,6 +383,19 @@ async def test_resumed_trainer_gets_what_came_after_its_checkpoint(mode: str) ->
     assert seen == list(enumerate(expected, start=2))
 
 
+class SlowAppends(MemoryStore):
+    """Appended groups are acknowledged when the event is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_answer = asyncio.Event()
+
+    async def append(self, groups: Sequence[NewGroup]) -> list[Appended]:
+        outcomes = await super().append(groups)
+        await self.may_answer.wait()
+        return outcomes
+
+
 class SlowFirstRead(MemoryStore):
     """The first look at payloads takes until `go_on`."""
 
@@ -695,6 +708,22 @@ async def test_no_group_larger_than_the_batch_is_queued_wherever_it_comes_from()
     assert coordinator.ledger().dead == 2
     assert coordinator.explain().dead == {"larger than the trainer's batch of 4 sequences": 2}
     check_balance(coordinator.ledger())
+
+
+async def test_group_that_is_stored_while_a_trainer_with_smaller_batches_registers_is_dead() -> (
+    None
+):
+    store = SlowAppends()
+    coordinator = Coordinator(store)
+    await coordinator.open()
+    sending = asyncio.create_task(coordinator.accept([incoming(5), incoming(4, tag=1)]))
+    await asyncio.sleep(0.01)
+    await coordinator.register(RegisterTrainer(**registration(batch_size=4)))
+    store.may_answer.set()
+    await sending
+    for run in (coordinator, await restarted(coordinator, store)):
+        assert run.explain().dead == {"larger than the trainer's batch of 4 sequences": 1}
+        assert run.ledger().queued == 1
 
 
 async def test_the_number_of_queued_groups_is_bounded() -> None:
@@ -1080,15 +1109,7 @@ async def test_group_that_the_disk_cannot_read_is_set_aside_and_the_others_are_d
 
 
 async def test_group_whose_sender_left_while_it_was_stored_is_queued() -> None:
-    class Slow(MemoryStore):
-        may_answer = asyncio.Event()
-
-        async def append(self, groups: Sequence[NewGroup]) -> list[Appended]:
-            outcomes = await super().append(groups)
-            await self.may_answer.wait()
-            return outcomes
-
-    store = Slow()
+    store = SlowAppends()
     coordinator = Coordinator(store)
     await coordinator.open()
     sending = asyncio.create_task(coordinator.accept([incoming(2, group_id="a")]))

@@ -394,6 +394,8 @@ class RunState:
         if group.place is Place.QUEUED or environment is None:
             self.latest = group.payload
             self.queue.add(group.header)
+            if not self.fits(group.header.num_sequences):
+                self.bury_oversized()  # a trainer has registered while the group was stored
             return Receipt(env_id=env_id)
         version = self.queue.version
         self.buffer(group.header)

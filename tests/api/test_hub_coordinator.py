@@ -625,12 +625,13 @@ async def test_environments_that_the_next_experiment_takes_over_survive_a_restar
     earlier = await started()
     await joined(earlier, desired_name="living")
     store = MemoryStore()
-    following = Coordinator(store)
-    await following.open()
+    following = await started(store=store)
+    for name in ("replaced", "gone"):
+        await joined(following, desired_name=name)
     await following.take_over(earlier)
-    again = await restarted(following, store)
-    assert again.state.environments.num_active == 1
-    assert again.state.environments.find(0) is not None
+    for run in (following, await restarted(following, store)):
+        states = [(each.name, each.state) for each in run.explain().environments]
+        assert states == [("living_0", "active"), ("gone_0", "disconnected")]
 
 
 async def test_a_name_longer_than_128_characters_is_refused() -> None:

@@ -193,8 +193,11 @@ class Environments:
         self._claimed = None
 
     def adopt(self, earlier: Environments) -> None:
-        """Copy the environments of an earlier experiment, with their ids and nothing buffered."""
-        self._all = [replace(environment, buffered=[]) for environment in earlier]
+        """Copy the environments of an earlier experiment, with their ids and nothing buffered; others disconnect."""
+        others = self._all[len(earlier) :]
+        for environment in others:
+            environment.is_connected = False
+        self._all = [*(replace(each, buffered=[]) for each in earlier), *others]
         self._changed()
 
     @property

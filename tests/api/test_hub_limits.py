@@ -23,10 +23,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from atroposlib.api.http.handlers import ROUTES
 from atroposlib.api.http.limits import (
-    IS_GONE_EXTENSION,
     ByteBudget,
     HubLimits,
-    Ladder,
     RequestBodies,
     Share,
     inflate,
@@ -34,7 +32,7 @@ from atroposlib.api.http.limits import (
 from atroposlib.api.http.security import Access
 from atroposlib.api.run.types import Overloaded
 from atroposlib.http_bodies import BodyRefused
-from tests.api.helpers_api import FullRun, registration, running_hub
+from tests.api.helpers_api import FullRun, running_hub
 
 MIB = 2**20
 ROOT = Path(__file__).resolve().parents[2]
@@ -642,24 +640,6 @@ async def test_beyond_the_places_to_hold_original_clients_get_503_at_once() -> N
     assert run.outcomes == {"default overflowed": 1, "default held": 2}
 
 
-async def test_client_that_hangs_up_while_held_frees_its_place(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(Ladder, "CHECK_S", 0.01)
-    run = FullRun()
-    is_gone = False
-    extensions = {IS_GONE_EXTENSION: lambda: is_gone}
-    scope = scope_of("/scored_data", 0, extensions=extensions)
-    held = asyncio.create_task(run.ladder(echo)(scope, unexpected_receive, Answers().send))
-    await settle()
-    assert run.num_held() == 1
-    is_gone = True
-    async with asyncio.timeout(30):
-        await held
-    assert run.num_held() == 0
-    assert run.outcomes == {"default gone": 1}
-
-
 async def test_held_clients_get_503_when_the_hub_stops() -> None:
     run = FullRun()
     async with client(run.ladder(echo)) as http, asyncio.timeout(30):
@@ -727,18 +707,14 @@ async def test_a_request_is_held_once_and_no_longer_than_promised(
 
 GROUP = json.dumps({"tokens": [[1, 2]], "masks": [[-100, 2]], "scores": [1.0]}).encode()
 HOSTILE = {
-    "gzip header on a plain body": (GROUP, "gzip", 400),
     "truncated gzip": (gzip.compress(GROUP)[:-4], "gzip", 400),
-    "corrupt gzip": (gzip.compress(GROUP)[:-8] + bytes(4) + gzip.compress(GROUP)[-4:], "gzip", 400),
     "stacked gzip": (gzip.compress(gzip.compress(GROUP)), "gzip, gzip", 415),
     "gzip of gzip": (gzip.compress(gzip.compress(GROUP)), "gzip", 422),
-    "zstd header on a plain body": (GROUP, "zstd", 400),
     "truncated zstd": (zstandard.compress(GROUP)[:-1], "zstd", 400),
     "gzip bomb with a valid group": (gzip.compress(GROUP + b" " * 10 * MIB), "gzip", 413),
     "zstd bomb": (zstandard.compress(GROUP + b" " * 10 * MIB), "zstd", 413),
     "bomb of zero tokens": (gzip.compress(b'{"tokens":[[' + b"0," * 5 * MIB), "gzip", 413),
     "empty": (b"", None, 422),
-    "empty gzip": (b"", "gzip", 422),
     "nothing in gzip": (gzip.compress(b""), "gzip", 422),
     "not JSON": (b"{", None, 422),
     "invalid UTF-8": (b'{"tokens": [["\xff"]]}', None, 422),
@@ -760,18 +736,3 @@ async def test_hostile_body_is_a_4xx_and_the_hub_goes_on(path: str) -> None:
             assert response.status_code in ({400, 422} if status == 422 else {status}), name
             good = await hub.http.post("/scored_data", content=GROUP)
             assert good.json() == {"status": "received"}, name
-
-
-@pytest.mark.parametrize("encoding", ["gzip", "zstd"])
-async def test_groups_and_control_bodies_may_come_compressed(encoding: str) -> None:
-    headers = {"Content-Encoding": encoding, "Content-Type": "application/json"}
-    async with running_hub() as hub:
-        for path, body in [
-            ("/register", json.dumps(registration()).encode()),
-            ("/scored_data", GROUP),
-            ("/scored_data", GROUP + b" " * 100_000),
-        ]:
-            content = compress(body, encoding)
-            response = await hub.http.post(path, content=content, headers=headers)
-            assert response.status_code == 200
-        assert (await hub.balanced_ledger())["queued"] == 2

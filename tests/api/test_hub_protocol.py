@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from atroposlib.api.http.connections import RESERVED_CONNECTIONS, Connections, HubProtocol
 from atroposlib.api.http.handlers import ROUTES
-from atroposlib.api.http.limits import IS_GONE_EXTENSION, HubLimits, Ladder, RequestBodies
+from atroposlib.api.http.limits import HubLimits, Ladder, RequestBodies
 from atroposlib.api.http.security import Access
 from tests.api.helpers_api import FullRun
 
@@ -208,15 +208,6 @@ async def test_unread_body_may_end_but_not_continue_for_ever() -> None:
         await asyncio.gather(pouring, return_exceptions=True)
 
 
-async def test_slow_body_is_408_and_closed() -> None:
-    limits = HubLimits(receive_grace_s=0.1)
-    async with serving(RequestBodies(read_all, limits)) as server:
-        client = await server.connect()
-        client.writer.write(b"POST / HTTP/1.1\r\nHost: hub\r\nContent-Length: 100000\r\n\r\nabc")
-        assert await client.answer() == b"HTTP/1.1 408 Request Timeout"
-        assert await client.is_closed()
-
-
 async def test_oversized_body_is_413_and_the_answer_arrives_while_it_is_sent() -> None:
     limits = HubLimits(max_control_body_bytes=1000)
     async with serving(RequestBodies(read_all, limits)) as server:
@@ -250,20 +241,6 @@ async def test_held_client_that_hangs_up_frees_its_place_with_its_body_unread(
                 await asyncio.sleep(0.01)
         assert run.outcomes == {"default gone": 1}
         assert run.num_held() == 0
-
-
-async def test_application_can_ask_whether_the_client_is_gone() -> None:
-    asked: list[bool] = []
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        asked.append(scope["extensions"][IS_GONE_EXTENSION]())
-        await hello(scope, receive, send)
-
-    async with serving(app) as server:
-        client = await server.connect()
-        client.writer.write(GET)
-        await client.answer()
-    assert asked == [False]
 
 
 # More connections than there is room for

@@ -15,6 +15,7 @@ from atroposlib.api.http.limits import ABORT_EXTENSION, HubLimits
 from atroposlib.api.http.payloads import even_pieces
 from atroposlib.api.http.sending import PIECE_BYTES
 from atroposlib.api.run.types import GroupHeader
+from atroposlib.api.schemas import DeadGroup
 from atroposlib.scored_data import Strictness, check_group
 from tests.api.helpers_api import Hub, group, registration, running_hub
 
@@ -227,15 +228,7 @@ async def test_a_long_list_of_dead_groups_leaves_the_event_loop_to_others() -> N
     async with running_hub() as hub:
         await hub.post("/register", registration())
         for number in range(num_groups):
-            header = GroupHeader(
-                number=number,
-                env_id=None,
-                num_sequences=1,
-                policy_version=None,
-                arrival_step=0,
-                num_tokens=1,
-                num_bytes=1,
-            )
+            header = GroupHeader(number=number, env_id=None, num_sequences=1)
             hub.coordinator.state.dead.add(header, "larger than the batch")
         num_turns = 0
         asking = asyncio.create_task(hub.get("/dead"))
@@ -244,13 +237,6 @@ async def test_a_long_list_of_dead_groups_leaves_the_event_loop_to_others() -> N
             await asyncio.sleep(0)
         groups = (await asking)["groups"]
         assert [each["number"] for each in groups] == list(range(num_groups))
-        assert list(groups[0]) == [
-            "number",
-            "env_id",
-            "reason",
-            "deliveries",
-            "num_sequences",
-            "num_tokens",
-        ]
+        assert list(groups[0]) == list(DeadGroup.model_fields)
         assert num_turns >= num_groups / 500
         assert await hub.get("/runs/none/dead") == {"groups": []}

@@ -23,7 +23,6 @@ from atroposlib.api.stores.runs import DirectoryRuns, MemoryRuns
 from atroposlib.errors import ConfigError
 from atroposlib.scored_data import Strictness, check_group
 from atroposlib.wire import (
-    CONTENT_TYPE_JSON,
     CONTENT_TYPE_PACKED,
     join_packed,
     pack_group,
@@ -121,23 +120,13 @@ async def test_groups_that_come_before_the_trainer_are_kept(hub: Hub) -> None:
 async def test_environments_wait_for_the_first_request_for_a_batch(hub: Hub) -> None:
     wait = {"status": "wait for trainer to start"}
     assert await hub.post("/register-env", environment()) == wait
-    await hub.post("/register", registration())
-    assert await hub.post("/register-env", environment()) == wait
-    await hub.get("/batch")
+    await hub.start()
     replies = [
         await hub.post("/register-env", environment(desired_name=name))
         for name in ("foo", "bar", "foo")
     ]
-    assert replies[0] == {
-        "status": "success",
-        "env_id": 0,
-        "wandb_name": "foo_0",
-        "checkpoint_dir": "ck",
-        "starting_step": 0,
-        "checkpoint_interval": 1,
-        "num_steps": 3,
-    }
-    assert [(r["env_id"], r["wandb_name"]) for r in replies[1:]] == [(1, "bar_0"), (2, "foo_1")]
+    named = [(reply["env_id"], reply["wandb_name"]) for reply in replies]
+    assert named == [(0, "foo_0"), (1, "bar_0"), (2, "foo_1")]
 
 
 async def test_environment_that_joins_late_starts_at_the_current_step(hub: Hub) -> None:
@@ -173,32 +162,6 @@ async def test_batches_leave_oldest_first_and_step_advances_at_delivery(hub: Hub
         assert await hub.get("/status") == {"current_step": step + 1, "queue_size": 4 - 2 * step}
     assert await hub.get("/batch") == {"batch": None}
     assert await hub.get("/status") == {"current_step": 3, "queue_size": 0}
-
-
-async def test_group_is_handed_out_as_it_was_sent_with_fourteen_keys_in_order(hub: Hub) -> None:
-    sent = group(
-        4,
-        scores=[1, 0, 0.1, -2.5],
-        inference_logprobs=[[1.0, -0.123456789012345]] * 4,
-        advantages=[],
-        messages=[[{"role": "user", "content": None, "extra": {"a": 1}}]] * 4,
-        overrides=[{"x": 1}, {}, {}, {}],
-        group_overrides={"k": [1]},
-        generation_params={"temperature": 1},
-        images=["data"],
-        group_id="never handed out",
-        policy_version=3,
-        unknown="ignored",
-    )
-    await hub.start()
-    await hub.post("/scored_data", sent)
-    latest = await hub.get("/latest_example")
-    [received] = (await hub.get("/batch"))["batch"]
-    assert list(received) == FOURTEEN_KEYS
-    assert latest == received
-    for key in FOURTEEN_KEYS:
-        assert received[key] == sent.get(key), key
-    assert isinstance(received["scores"][0], float)
 
 
 async def test_group_larger_than_the_environments_size_is_queued_not_lost(hub: Hub) -> None:
@@ -246,20 +209,6 @@ async def test_list_with_one_bad_group_is_refused_whole(hub: Hub) -> None:
     assert (await hub.balanced_ledger())["rejected"] == {"larger_than_batch": 2}
 
 
-async def test_body_that_is_no_group_is_422(hub: Hub) -> None:
-    packed_bodies = (b"", b"\xc1", join_packed([], {}), join_packed([b"x"], {}))
-    json_bodies = (b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 100_000)
-    for content_type, bodies in (
-        (CONTENT_TYPE_JSON, json_bodies),
-        (CONTENT_TYPE_PACKED, packed_bodies),
-    ):
-        for content in bodies:
-            headers = {"Content-Type": content_type}
-            response = await hub.http.post("/scored_data", content=content, headers=headers)
-            assert response.status_code == 422, content[:9]
-            assert response.json()["detail"][0]["msg"]
-
-
 async def test_repeated_group_id_is_a_duplicate_and_is_stored_once(hub: Hub) -> None:
     await hub.start(environment(group_size=4), batch_size=8)
     odd = group(2, env_id=0, group_id="a")
@@ -290,15 +239,6 @@ async def test_same_group_under_another_environment_id_is_a_duplicate(hub: Hub) 
     await hub.post("/scored_data", group(2, 1, group_id="a", env_id=3))
     again = await hub.post("/scored_data", group(2, 1, group_id="a", env_id=4))
     assert again == {"status": "duplicate"}
-
-
-async def test_delivered_group_stays_known(hub: Hub) -> None:
-    await hub.start()
-    await hub.post("/scored_data", group(4, group_id="a"))
-    assert (await hub.get("/batch"))["batch"]
-    assert await hub.post("/scored_data", group(4, group_id="a")) == {"status": "duplicate"}
-    assert await hub.get("/batch") == {"batch": None}
-    assert (await hub.balanced_ledger())["trained"] == 1
 
 
 # Leases
@@ -339,15 +279,6 @@ async def test_released_batch_comes_again_and_its_old_lease_is_409(hub: Hub) -> 
     assert late.status_code == 409
     assert late.json()["detail"]["type"] == "lease_expired"
     assert (await hub.http.post("/batches/9/ack", json=lease)).status_code == 404
-
-
-async def test_packed_batch_carries_its_lease(hub: Hub) -> None:
-    await hub.start()
-    await hub.post("/scored_data", group(4, 1))
-    response = await hub.http.get("/batch?lease=1", headers={"Accept": CONTENT_TYPE_PACKED})
-    meta = split_packed(response.content).meta
-    assert meta.keys() == {"step", "batch_id", "lease_id", "epoch", "expires_in_s"}
-    await hub.post("/batches/0/ack", {"lease_id": meta["lease_id"]})
 
 
 # Status without asking
@@ -462,18 +393,10 @@ async def test_waiting_ends_without_a_batch(hub: Hub) -> None:
 async def test_status_env_answers_body_query_and_post_alike(hub: Hub) -> None:
     await hub.start(environment())
     await hub.post("/scored_data_list", [group(2, env_id=0)] * 6)
-    expected = {
-        "current_step": 0,
-        "queue_size": 6,
-        "unallocated_fraction": 1.0,
-        "self_queue_size": 6,
-        "max_group_size": 2,
-        "env_weight": 1.0,
-    }
-    body = await hub.http.request("GET", "/status-env", json={"env_id": 0})
-    assert body.json() == expected
-    assert await hub.get("/status-env", params={"env_id": 0}) == expected
-    assert await hub.post("/status-env", {"env_id": 0}) == expected
+    from_body = (await hub.http.request("GET", "/status-env", json={"env_id": 0})).json()
+    assert from_body["queue_size"] == 6
+    assert await hub.get("/status-env", params={"env_id": 0}) == from_body
+    assert await hub.post("/status-env", {"env_id": 0}) == from_body
 
 
 @pytest.mark.parametrize("env_id", [0, 5, -1])
@@ -481,9 +404,6 @@ async def test_unknown_environment_is_404_json(hub: Hub, env_id: int) -> None:
     response = await hub.http.request("GET", "/status-env", json={"env_id": env_id})
     assert response.status_code == 404
     assert f"environment {env_id} is not registered" in response.json()["detail"]
-    failure = await hub.post("/disconnect-env", {"env_id": env_id})
-    assert failure["status"] == "failure"
-    assert failure["error"]
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"not json", b'{"env_id": null}', b"[]"])
@@ -497,11 +417,6 @@ async def test_single_sequence_groups_of_others_are_counted(hub: Hub) -> None:
     await hub.start(environment(group_size=1), environment(group_size=1))
     await hub.post("/scored_data_list", [group(1, env_id=1)] * 3)
     assert (await hub.get("/status-env", params={"env_id": 0}))["queue_size"] == 3
-
-
-async def test_zero_weights_give_the_least_weight(hub: Hub) -> None:
-    await hub.start(environment(weight=0.0), environment(weight=-1.0))
-    assert (await hub.get("/status-env", params={"env_id": 0}))["env_weight"] == 0.01
 
 
 async def test_policy_version_is_shown_once_announced(hub: Hub) -> None:

@@ -6,13 +6,6 @@ from atroposlib.api.run.trainer_times import TrainerTimes
 from atroposlib.api.run.types import GroupHeader
 
 
-def header(env_id: int, num_sequences: int) -> GroupHeader:
-    return GroupHeader(
-        number=0, env_id=env_id, num_sequences=num_sequences, policy_version=None,
-        arrival_step=0, num_tokens=1, num_bytes=1,
-    )  # fmt: skip
-
-
 def test_a_trainer_with_leases_works_until_it_acknowledges() -> None:
     times = TrainerTimes()
     times.ask(0.0)
@@ -53,7 +46,11 @@ def test_wait_share_and_staleness_are_those_of_recent_batches() -> None:
         times.ask(asked_at)
         waited_s = 8.0 if step == 0 else 2.0  # the start is forgotten
         times.deliver(
-            asked_at + waited_s, [header(0, 1)] * 2, version=step, is_plain=False, num_held=0
+            asked_at + waited_s,
+            [GroupHeader(number=0, env_id=0, num_sequences=1)] * 2,
+            version=step,
+            is_plain=False,
+            num_held=0,
         )
         times.acknowledge(asked_at + 10.0, leased_at=asked_at + waited_s)
     assert times.wait_share(60.0, num_held=0) == 0.2

@@ -502,14 +502,6 @@ async def test_status_env_follows_the_original_formula(hub: Hub) -> None:
     assert (await hub.get("/status-env", params={"env_id": 2}))["env_weight"] == 0.01
 
 
-async def test_asking_for_the_status_changes_nothing(hub: Hub) -> None:
-    await hub.start(environment(group_size=2))
-    await hub.post("/scored_data", group(4, env_id=0))
-    first = await hub.get("/status-env", params={"env_id": 0})
-    assert first == await hub.get("/status-env", params={"env_id": 0})
-    assert await hub.post("/scored_data", group(2, env_id=0)) == {"status": "received"}
-
-
 # Compression
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +27,7 @@ from atroposlib.api.utils import (
     grab_batch_with_minimum_allocations,
     grab_exact_from_heterogeneous_queue,
 )
-from tests.api.helpers_api import plan_batch, plan_counted
+from tests.api.helpers_api import plan_batch
 
 
 def queue_of(sizes: list[int], env_ids: list[int | None] | None = None) -> list[GroupHeader]:
@@ -252,47 +252,19 @@ def test_random_queues_give_what_brute_force_over_all_subsets_says(seed: int) ->
     assert outcomes["waived"] > 0
 
 
-def slow_choice(case: Case) -> list[int] | None:
-    """The batch by sets of (sequences, supply of each floor, capped), one group at a time; None when there is none."""
-    queue, batch_size, floors = case
-    start = (0, *(0 for _ in floors))
-    goal = (batch_size, *floors.values())
-
-    def extended(states: set[tuple[int, ...]], group: GroupHeader) -> set[tuple[int, ...]]:
-        more = set(states)
-        for total, *supply in states:
-            if total + group.num_sequences <= batch_size:
-                more.add((total + group.num_sequences, *supplied(supply, group)))
-        return more
-
-    def supplied(supply: list[int], group: GroupHeader) -> Iterator[int]:
-        for have, (env_id, floor) in zip(supply, floors.items(), strict=True):
-            yield min(floor, have + group.num_sequences) if env_id == group.env_id else have
-
-    states = {start}
-    prefix: list[GroupHeader] = []
-    for group in queue:
-        prefix.append(group)
-        states = extended(states, group)
-        if goal in states:
-            break
-    else:
-        return None
-    after = [{start}]
-    for group in reversed(prefix):
-        after.append(extended(after[-1], group))
-    chosen: list[int] = []
-    total, *supply = start
-    for group, states in zip(prefix, after[-2::-1], strict=True):
-        with_it = total + group.num_sequences, *supplied(supply, group)
-        if any(
-            with_it[0] + more == batch_size
-            and all(h + m >= f for h, m, f in zip(with_it[1:], rest, floors.values(), strict=True))
-            for more, *rest in states
-        ):
-            chosen.append(group.number)
-            total, *supply = with_it
-    return chosen
+def is_possible(case: Case) -> bool:
+    """Whether a batch honours every floor, by sets of (sequences, supply of each floor, capped), group by group."""
+    goal = (case.batch_size, *case.floors.values())
+    states = {(0, *(0 for _ in case.floors))}
+    for group in case.queue:
+        for total, *supply in states.copy():
+            if total + group.num_sequences <= case.batch_size:
+                supplied = (
+                    min(floor, have + group.num_sequences) if env_id == group.env_id else have
+                    for have, (env_id, floor) in zip(supply, case.floors.items(), strict=True)
+                )
+                states.add((total + group.num_sequences, *supplied))
+    return goal in states
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -310,8 +282,7 @@ def test_longer_queues_give_what_a_search_group_by_group_says(seed: int) -> None
         queue = queue_of([rng.choice(sizes[env_id]) for env_id in env_ids], list(env_ids))
         case = Case(queue, rng.randint(20, 36), {0: rng.randint(5, 9), 1: rng.randint(6, 12)})
         plan = plan_batch(case.queue, batch_size=case.batch_size, floors=case.floors)
-        expected = slow_choice(case)
-        if expected is None:
+        if not is_possible(case):
             assert isinstance(plan, NoBatch) or plan.waived, case
             num_stuck += 1
         else:
@@ -421,17 +392,3 @@ def test_no_size_starves_while_groups_of_all_sizes_keep_coming(sizes: list[int])
     longest_wait = max(longest_wait, *(num_cut - queued_at[group.number] for group in queue), 0)
     assert num_cut > 400
     assert longest_wait <= 32
-
-
-def test_planning_is_polynomial_in_hostile_queues() -> None:
-    # Only even sizes for an odd batch: exponential for naive subset sum, and no early exit.
-    queue = queue_of([2, 4, 6, 8, 10, 12] * 400, [0, 1, 2, 3, 4] * 480)
-    floors = {0: 100, 1: 100, 2: 200, 3: 300}
-    plan, num_lines = plan_counted(queue, batch_size=1025, floors=floors)
-    assert isinstance(plan, NoBatch)
-    assert num_lines < 4_000
-    mixed = queue_of([7, 11, 13, 8] * 1250, [0, 1, 2, 3, 4] * 1000)
-    floors = {0: 100, 1: 100, 2: 100}
-    plan, num_lines = plan_counted(mixed, batch_size=1024, floors=floors)
-    assert isinstance(plan, Plan)
-    assert num_lines < 8_000

@@ -191,18 +191,6 @@ async def test_what_no_trainer_can_use_is_refused_when_packed_and_handed_on_as_j
     assert text["inference_logprobs"] == sent["inference_logprobs"]
 
 
-async def test_a_large_body_is_decoded_in_a_process_that_is_kept(codec: GroupCodec) -> None:
-    body = json_body(big_group(120_000))
-    assert len(body) > 2**20
-    pids = set()
-    for _ in range(2):
-        [got] = await codec.decode(body, content_type=CONTENT_TYPE_JSON, many=False)
-        assert got.facts.num_tokens == 120_000
-        pids.add(process_id(codec))
-    assert len(pids) == 1
-    assert None not in pids
-
-
 async def test_objects_by_the_thousand_are_decoded_in_a_process(codec: GroupCodec) -> None:
     messages = [[{"role": "user", "content": i} for i in range(12_000)]] * 2
     sent = group(messages=messages)
@@ -226,6 +214,7 @@ async def test_the_event_loop_runs_while_a_body_is_decoded(codec: GroupCodec) ->
         num_turns += 1
         await asyncio.sleep(0)
     assert num_turns > 100
+    assert process_id(codec) is not None
     [got] = await task
     assert got.facts.num_tokens == 400_000
 

@@ -143,21 +143,6 @@ TestQueueAgainstList = QueueAgainstList.TestCase
 TestQueueAgainstList.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
-def test_a_returned_batch_is_served_before_what_came_later() -> None:
-    queue = GroupQueue()
-    for number in range(8):
-        queue.add(header(number))
-    first, second = [header(0), header(1)], [header(2), header(3)]
-    queue.remove([*first, *second])
-    for group in reversed(second):
-        queue.add(group)
-    for group in first:
-        queue.add(group)
-    plan = queue.plan(batch_size=12)
-    assert isinstance(plan, Plan)
-    assert [group.number for group in plan.groups] == [0, 1, 2]
-
-
 @pytest.mark.parametrize(("patience", "served_in_step"), [(3, 3), (7, 7), (None, None)])
 def test_a_group_that_is_passed_over_is_served_once_it_is_overdue(
     patience: int | None, served_in_step: int | None
@@ -220,16 +205,6 @@ def test_removal_of_an_absent_group_changes_nothing() -> None:
         queue.remove([header(2)])
     assert list(queue) == [header(1)]
     assert queue.total_sequences == 4
-
-
-def test_an_unknown_policy_version_is_that_of_the_arrival() -> None:
-    queue = GroupQueue()
-    queue.add(header(0, arrival_step=3))
-    queue.add(header(1, arrival_step=9, policy_version=2))
-    queue.add(header(2, arrival_step=9))
-    assert queue.versions() == {2: 1, 3: 1, 9: 1}
-    assert [group.number for group in queue.stale(9)] == [0, 1]
-    assert queue.stale(2) == []
 
 
 # What a plan costs, in lines of Python that run. The limits are about twice what was counted; benchmarks/planner.py has

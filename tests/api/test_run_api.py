@@ -573,27 +573,13 @@ def certificate(
 ) -> Certificate:
     """A certificate for an address: self-signed, or by an authority, which is such a certificate itself."""
     made = Certificate(directory / f"{name}.pem", directory / f"{name}.key")
-    by = (
-        ["-addext", "basicConstraints=critical,CA:FALSE", "-CA", authority.cert]
-        if authority
-        else []
-    )
-    by += ["-CAkey", authority.key] if authority else []
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
-        + [
-            "-nodes",
-            "-days",
-            "2",
-            "-subj",
-            f"/CN={name}",
-            "-addext",
-            f"subjectAltName=IP:{address}",
-        ]
-        + [*by, "-out", made.cert, "-keyout", made.key],
-        check=True,
-        capture_output=True,
-    )
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2"
+    command += f" -subj /CN={name} -addext subjectAltName=IP:{address}"
+    files = ["-out", made.cert, "-keyout", made.key]
+    if authority is not None:
+        command += " -addext basicConstraints=critical,CA:FALSE"
+        files += ["-CA", authority.cert, "-CAkey", authority.key]
+    subprocess.run([*command.split(), *files], check=True, capture_output=True)
     return made
 
 

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 from atroposlib.api.http.limits import HubLimits, Ladder
 from atroposlib.api.http.metrics import HubMetrics
 from atroposlib.api.http.security import TokenSet
-from atroposlib.api.run.batching import NO_FLOORS, NoBatch, Plan
+from atroposlib.api.run.batching import NoBatch, Plan
 from atroposlib.api.run.coordinator import Coordinator, Signal
 from atroposlib.api.run.hub import Hub as Runs
 from atroposlib.api.run.queue import GroupQueue
@@ -74,10 +74,10 @@ def _filled_with(groups: Iterable[GroupHeader]) -> GroupQueue:
 
 
 def plan_batch(
-    groups: Iterable[GroupHeader], *, batch_size: int, floors: Mapping[int, int] = NO_FLOORS
+    groups: Iterable[GroupHeader], *, batch_size: int, floors: Mapping[int, int] | None = None
 ) -> Plan | NoBatch:
     """What is cut from a queue of these groups."""
-    return _filled_with(groups).plan(batch_size=batch_size, floors=floors)
+    return _filled_with(groups).plan(batch_size=batch_size, floors=floors or {})
 
 
 class TracedHeader(GroupHeader):
@@ -93,7 +93,7 @@ def plan_counted(
     groups: Iterable[GroupHeader],
     *,
     batch_size: int,
-    floors: Mapping[int, int] = NO_FLOORS,
+    floors: Mapping[int, int],
     overdue_before: int | None = None,
 ) -> tuple[Plan | NoBatch, int]:
     """Plan a batch, and count the lines of Python that run meanwhile: at least one for every group that is read."""

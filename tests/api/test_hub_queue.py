@@ -154,7 +154,7 @@ def test_a_group_that_is_passed_over_is_served_once_it_is_overdue(
     served = None
     for step in range(12):
         overdue_before = None if patience is None else step - patience + 1
-        plan = queue.plan(batch_size=8, overdue_before=overdue_before)
+        plan = queue.plan(batch_size=8, floors={}, overdue_before=overdue_before)
         assert isinstance(plan, Plan)
         queue.remove(plan.groups)
         if any(group.number == 0 for group in plan.groups):
@@ -166,7 +166,7 @@ def test_a_group_that_fits_no_batch_does_not_hold_up_the_others_when_overdue() -
     queue = GroupQueue()
     for number, size in enumerate([3, 9, 4, 8, 4]):
         queue.add(header(number, size))
-    plan = queue.plan(batch_size=8, overdue_before=10)
+    plan = queue.plan(batch_size=8, floors={}, overdue_before=10)
     assert isinstance(plan, Plan)
     assert [group.number for group in plan.groups] == [2, 4]
 
@@ -186,7 +186,7 @@ def test_no_group_is_passed_over_for_long_where_floors_bind_and_sizes_are_mixed(
         plan = queue.plan(
             batch_size=batch_size, floors={0: 8, 1: 8}, overdue_before=step - patience
         )
-        num_binding += plan != queue.plan(batch_size=batch_size)
+        num_binding += plan != queue.plan(batch_size=batch_size, floors={})
         assert isinstance(plan, Plan)
         assert plan.waived == ()
         queue.remove(plan.groups)

@@ -281,16 +281,14 @@ class _ForwardedBody:
         if not self._pieces:
             try:
                 async with asyncio.timeout(_KEEP_S):
-                    while not self._is_whole.is_set() and self._num_kept <= _KEPT_BYTES:
+                    num_kept = 0
+                    while not self._is_whole.is_set() and num_kept <= _KEPT_BYTES:
                         self._pieces.append(await self._next())
+                        num_kept += len(self._pieces[-1])
             except TimeoutError:
                 pass
             self.is_kept = self._is_whole.is_set()
         return (b"".join(self._pieces) or None) if self.is_kept else self._stream()
-
-    @property
-    def _num_kept(self) -> int:
-        return sum(map(len, self._pieces))
 
     async def _next(self) -> bytes:
         message = await self.receive()

@@ -448,15 +448,9 @@ async def reset_data(run: RunOrBlank) -> str:
     return "Reset successful"
 
 
-def _addressed_run(request: Request, run: str) -> str:
-    """Return the run that `Access` authorised; the parameter `run` is for the OpenAPI document only."""
-    return _run_name(request)
-
-
-async def end_run(
-    request: Request, name: Annotated[str, Depends(_addressed_run)]
-) -> schemas.Acknowledgement:
-    services = _services(request)
+async def end_run(request: Request, run: str) -> schemas.Acknowledgement:
+    # The one that `Access` authorised; the parameter is for the OpenAPI document only.
+    services, name = _services(request), _run_name(request)
     if not await services.hub.forget(name):
         raise HTTPException(404, f"there is no run {name!r}")
     services.metrics.forget_run(name)

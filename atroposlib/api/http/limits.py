@@ -437,14 +437,13 @@ class Ladder:
         reason = None if run is None else run.overload()
         if reason is None:
             return None
-        if is_native(scope):
-            outcome = "refused"
-        else:
-            outcome = await self._hold(name, scope)
+        outcome = "refused" if is_native(scope) else await self._hold(name, scope)
         self._count.labels(name, outcome).inc()
         if outcome == "held":
             return None
-        return self._answer(429 if outcome == "refused" else 503, reason)
+        headers = {"Retry-After": str(self._limits.retry_after_s)}
+        detail = {"type": "overloaded", "msg": reason}
+        return JSONResponse({"detail": detail}, 429 if outcome == "refused" else 503, headers)
 
     async def _hold(self, name: str, scope: Scope) -> str:
         if self._num_held >= self._limits.max_held:
@@ -470,8 +469,3 @@ class Ladder:
         finally:
             self._num_held -= 1
             scope["held_s"] = now() - began
-
-    def _answer(self, status: int, reason: str) -> JSONResponse:
-        headers = {"Retry-After": str(self._limits.retry_after_s)}
-        detail = {"type": "overloaded", "msg": reason}
-        return JSONResponse({"detail": detail}, status, headers)

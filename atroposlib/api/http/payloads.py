@@ -89,13 +89,13 @@ class DecoderUnavailable(AtroposError):
 class GroupCodec:
     """Decodes and encodes for one application, on one event loop, until `close`."""
 
-    def __init__(self, *, decoder_timeout_s: float = 60.0, num_threads: int = 2) -> None:
+    def __init__(self, *, decoder_timeout_s: float = 60.0) -> None:
         self._decoder_timeout_s = decoder_timeout_s
         self._decoder: _DecoderProcess | None = None
         """Started for the first heavy body, and kept."""
         self._decoder_lock = asyncio.Lock()
         """The decoder takes one body at a time."""
-        self._threads = ThreadPoolExecutor(num_threads, "hub-codec")
+        self._threads = ThreadPoolExecutor(2, "hub-codec")
         self._turn = asyncio.Lock()
         """For work of milliseconds on the event loop: one piece per iteration."""
 

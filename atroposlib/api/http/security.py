@@ -118,7 +118,10 @@ def add_token(
         raise ConfigError(
             f"the token file {str(path)!r} is not a plain list; add the token by hand"
         )
-    _replace(path, text)
+    try:
+        replace_file(path, text, is_durable=True, mode=0o600)
+    except OSError as e:
+        raise ConfigError(f"cannot write the token file {str(path)!r}: {e.strerror}") from e
     return secret
 
 
@@ -127,13 +130,6 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
         raise ConfigError(f"cannot read the token file {str(path)!r}: {e}") from e
-
-
-def _replace(path: Path, text: str) -> None:
-    try:
-        replace_file(path, text, is_durable=True, mode=0o600)
-    except OSError as e:
-        raise ConfigError(f"cannot write the token file {str(path)!r}: {e.strerror}") from e
 
 
 def _parse(text: str, path: Path) -> list[Token]:

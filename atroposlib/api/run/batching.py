@@ -20,13 +20,11 @@ from dataclasses import dataclass
 from itertools import islice
 from math import gcd
 from operator import attrgetter
-from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from atroposlib.api.run.sums import add, positions, sums_of
 from atroposlib.api.run.types import GroupHeader
 
-NO_FLOORS: Mapping[int, int] = MappingProxyType({})
 _LOOK_AHEAD_GROUPS = 12
 _LOOK_AHEAD_FLOORS = 2
 """An environment's part is chosen among its oldest groups: at least this many, with this many times its floor.
@@ -141,14 +139,14 @@ def plan_lines(
     lines: Mapping[int, Line],
     *,
     batch_size: int,
-    floors: Mapping[int, int] = NO_FLOORS,
+    floors: Mapping[int, int],
     own: Mapping[int | None, Iterable[GroupHeader]],
     overdue: Iterable[GroupHeader] = (),
 ) -> Plan | NoBatch:
     """Choose the next batch from `lines`, queued groups by their size, which is positive.
 
-    `floors` are sequences that an environment must supply, in order of importance; `own` are the groups of these
-    environments, oldest first. If an environment has not queued its floor, there is no batch. If all have, but the
+    `floors` are the sequences, positive, that an environment must supply, in order of importance; `own` are its groups,
+    oldest first. If an environment has not queued its floor, there is no batch. If all have, but the
     oldest groups cannot honour every floor at once, the last floors are waived until a batch exists: waiting would not
     help.
 
@@ -158,7 +156,7 @@ def plan_lines(
     """
     lines = {size: line for size, line in lines.items() if size <= batch_size}
     stock = _Stock(lines, {size: len(line) for size, line in lines.items()})
-    needed: _Floors = {env_id: floor for env_id, floor in floors.items() if floor > 0}
+    needed: _Floors = dict(floors.items())
     candidates = {
         env_id: _oldest(own.get(env_id, ()), floor, batch_size) for env_id, floor in needed.items()
     }
@@ -182,8 +180,7 @@ def plan_lines(
         if with_it is not None:
             groups = with_it
             break
-    waived = [env_id for env_id in floors if env_id in needed and env_id not in kept]
-    return Plan(groups=tuple(sorted(groups, key=_number)), waived=tuple(waived))
+    return Plan(groups=tuple(sorted(groups, key=_number)), waived=tuple(floors)[num_kept:])
 
 
 def oldest_subset(sizes: Sequence[int], target: int) -> list[int]:

@@ -128,7 +128,10 @@ class Environments:
         """
         environment = self._returning(registration)
         if environment is None and len(self._all) >= MAX_ENVIRONMENTS:
-            environment = self._oldest_inactive()
+            inactive = [each for each in self._all if not each.is_active]
+            if not inactive:
+                raise TooManyEnvironments(f"{MAX_ENVIRONMENTS} environments take part already")
+            environment = min(inactive, key=lambda each: each.last_seen)
             environment.name = f"{registration.desired_name}_{environment.env_id}"
         if environment is None:
             wanted = registration.desired_name
@@ -157,12 +160,6 @@ class Environments:
             if each.registration.desired_name == name and not each.is_active
         )
         return next(same_name if uid is None else chain(same_uid, same_name), None)
-
-    def _oldest_inactive(self) -> Environment:
-        inactive = [each for each in self._all if not each.is_active]
-        if not inactive:
-            raise TooManyEnvironments(f"{MAX_ENVIRONMENTS} environments take part already")
-        return min(inactive, key=lambda each: each.last_seen)
 
     def disconnect(self, environment: Environment) -> None:
         environment.is_connected = False

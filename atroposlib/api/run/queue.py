@@ -7,7 +7,7 @@ batch.
 >>> queue = GroupQueue()
 >>> for number, size in enumerate([3, 4, 4]):
 ...     queue.add(GroupHeader(number=number, env_id=0, num_sequences=size))
->>> batch = queue.plan(batch_size=8)
+>>> batch = queue.plan(batch_size=8, floors={})
 >>> [group.number for group in batch.groups]
 [1, 2]
 >>> queue.remove(batch.groups)
@@ -23,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from operator import attrgetter
 
-from atroposlib.api.run.batching import NO_FLOORS, NoBatch, Plan, plan_lines
+from atroposlib.api.run.batching import NoBatch, Plan, plan_lines
 from atroposlib.api.run.types import GroupHeader, version_of
 
 
@@ -122,7 +122,7 @@ class GroupQueue:
         self,
         *,
         batch_size: int,
-        floors: Mapping[int, int] = NO_FLOORS,
+        floors: Mapping[int, int],
         overdue_before: int | None = None,
     ) -> Plan | NoBatch:
         """Choose the next batch, see `plan_lines`; nothing is removed.

@@ -68,8 +68,6 @@ class Connections:
 
 
 class HubProtocol(HttpToolsProtocol):
-    """One connection."""
-
     HEAD_TIMEOUT_S = 10.0
     """From the connection, or the first byte of a later request, to the end of the head."""
     MAX_HEAD_BYTES = 64 * 2**10

@@ -57,8 +57,6 @@ Body = bytes | bytearray | memoryview
 
 
 class Reply(msgspec.Struct, omit_defaults=True):
-    """Response of the process."""
-
     groups: list[BlobFacts] = []
     sizes: list[int] = []
     """Bytes of each payload."""

@@ -12,7 +12,6 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -35,23 +34,6 @@ _STALENESS_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 _LATENCY_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _LAG_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5)
 _MAX_LOGGED_CHARS = 200
-
-_GAUGES: Final = {
-    "atropos_queued_sequences": "Sequences queued",
-    "atropos_queued_tokens": "Tokens queued",
-    "atropos_queued_bytes": "Bytes queued",
-    "atropos_step": "Current step",
-    "atropos_environments_connected": "Environments that called the hub within the environment timeout",
-    "atropos_leases": "Open leases",
-    "atropos_oldest_lease_age_seconds": "Age of the oldest open lease",
-    "atropos_store_free_bytes": "Bytes left before the store is full",
-    "atropos_trainer_step_seconds": "Median time of the trainer's last steps, without waiting for batches; 0: none yet",
-}
-_COUNTERS: Final = {
-    "atropos_ingested_tokens": "Tokens of groups taken in",
-    "atropos_delivered_tokens": "Tokens of delivered groups",
-    "atropos_trainer_wait_seconds": "Time the trainer waited for batches, since the hub started",
-}
 
 
 class HubMetrics:
@@ -119,63 +101,66 @@ class _RunCollector(Collector):
         self._runs = runs
 
     def collect(self) -> Iterator[Metric]:
-        groups = GaugeMetricFamily(
-            "atropos_groups", "Groups by where they are now", labels=["run", "place"]
-        )
-        fates = CounterMetricFamily(
-            "atropos_group_fates",
-            "Groups since the run began by what became of them; reason only for rejected",
-            labels=["run", "fate", "reason"],
-        )
-        stored = GaugeMetricFamily(
-            "atropos_store_bytes", "Bytes in the store", labels=["run", "kind"]
-        )
+        families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
+
+        def show(
+            kind: type[GaugeMetricFamily | CounterMetricFamily],
+            name: str,
+            text: str,
+            value: float | None,
+            /,
+            **labels: str,
+        ) -> None:
+            family = families.setdefault(name, kind(name, text, labels=["run", *labels]))
+            if value is not None:
+                family.add_metric([run_name, *labels.values()], value)
+
+        gauge = functools.partial(show, GaugeMetricFamily)
+        counter = functools.partial(show, CounterMetricFamily)
         staleness = HistogramMetricFamily(
             "atropos_queued_staleness_versions",
             "Policy versions that queued groups lie behind now",
             labels=["run"],
         )
-        one_per_run: list[GaugeMetricFamily | CounterMetricFamily] = [
-            *[GaugeMetricFamily(name, text, labels=["run"]) for name, text in _GAUGES.items()],
-            *[CounterMetricFamily(name, text, labels=["run"]) for name, text in _COUNTERS.items()],
-        ]
-        for name, run in self._runs().items():
-            ledger = run.ledger()
-            status = run.status()
-            usage = run.store.usage()
-            queue = run.state.queue
-            ages_s = run.lease_ages_s()
+        for run_name, run in self._runs().items():
+            ledger, status, usage = run.ledger(), run.status(), run.store.usage()
+            queue, ages_s, times = run.state.queue, run.lease_ages_s(), run.state.trainer_times
             # Gauges, since they can fall: trained when a trainer resumes, dead when groups are requeued.
             for place in ("queued", "buffered", "leased", "trained", "dead"):
-                groups.add_metric([name, place], getattr(ledger, place))
-            for fate in ("produced", "expired", "discarded"):
-                fates.add_metric([name, fate, ""], getattr(ledger, fate))
-            fates.add_metric([name, "duplicate", ""], ledger.duplicates)
-            for reason, num_groups in ledger.rejected.items():
-                fates.add_metric([name, "rejected", reason], num_groups)
-            stored.add_metric([name, "payload"], usage.payload_bytes)
-            stored.add_metric([name, "stored"], usage.stored_bytes)
+                text = "Groups by where they are now"
+                gauge("atropos_groups", text, getattr(ledger, place), place=place)
+            fates = [
+                (name, "", getattr(ledger, name)) for name in ("produced", "expired", "discarded")
+            ]
+            fates.append(("duplicate", "", ledger.duplicates))
+            fates += [("rejected", reason, count) for reason, count in ledger.rejected.items()]
+            for fate, reason, num_groups in fates:
+                text = "Groups since the run began by what became of them; reason only for rejected"
+                counter("atropos_group_fates", text, num_groups, fate=fate, reason=reason)
+            for kind, num_bytes in ("payload", usage.payload_bytes), ("stored", usage.stored_bytes):
+                gauge("atropos_store_bytes", "Bytes in the store", num_bytes, kind=kind)
             if status.policy_version is not None:
-                _add_staleness(staleness, name, queue.versions(), status.policy_version)
-            values = {
-                "atropos_queued_sequences": queue.total_sequences,
-                "atropos_queued_tokens": queue.total_tokens,
-                "atropos_queued_bytes": queue.total_bytes,
-                "atropos_step": status.current_step,
-                "atropos_environments_connected": run.state.environments.num_active,
-                "atropos_leases": len(ages_s),
-                "atropos_oldest_lease_age_seconds": max(ages_s, default=0.0),
-                "atropos_store_free_bytes": usage.free_bytes,
-                "atropos_ingested_tokens": run.tokens_in,
-                "atropos_delivered_tokens": run.tokens_out,
-                "atropos_trainer_step_seconds": run.state.trainer_times.step_s or 0.0,
-                "atropos_trainer_wait_seconds": run.state.trainer_times.waited_s,
-            }
-            for family in one_per_run:
-                value = values[family.name]
-                if value is not None:
-                    family.add_metric([name], value)
-        yield from (groups, fates, stored, staleness, *one_per_run)
+                _add_staleness(staleness, run_name, queue.versions(), status.policy_version)
+            gauge("atropos_queued_sequences", "Sequences queued", queue.total_sequences)
+            gauge("atropos_queued_tokens", "Tokens queued", queue.total_tokens)
+            gauge("atropos_queued_bytes", "Bytes queued", queue.total_bytes)
+            gauge("atropos_step", "Current step", status.current_step)
+            text = "Environments that called the hub within the environment timeout"
+            gauge("atropos_environments_connected", text, run.state.environments.num_active)
+            gauge("atropos_leases", "Open leases", len(ages_s))
+            text = "Age of the oldest open lease"
+            gauge("atropos_oldest_lease_age_seconds", text, max(ages_s, default=0.0))
+            text = "Bytes left before the store is full"
+            gauge("atropos_store_free_bytes", text, usage.free_bytes)
+            text = (
+                "Median time of the trainer's last steps, without waiting for batches; 0: none yet"
+            )
+            gauge("atropos_trainer_step_seconds", text, times.step_s or 0.0)
+            counter("atropos_ingested_tokens", "Tokens of groups taken in", run.tokens_in)
+            counter("atropos_delivered_tokens", "Tokens of delivered groups", run.tokens_out)
+            text = "Time the trainer waited for batches, since the hub started"
+            counter("atropos_trainer_wait_seconds", text, times.waited_s)
+        yield from (*families.values(), staleness)
 
 
 class _ReplicaCollector(Collector):

@@ -40,8 +40,6 @@ _size = attrgetter("num_sequences")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """An exact batch."""
-
     groups: tuple[GroupHeader, ...]
     """In arrival order."""
     waived: tuple[int, ...] = ()
@@ -61,14 +59,11 @@ class Blocker(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoBatch:
-    """No exact batch can be cut now."""
-
     blocker: Blocker
     reason: str
     have: int
     """Sequences queued in groups that fit into a batch: of `env_id`, or of all when that is None."""
     need: int
-    """Sequences required."""
     env_id: int | None = None
     """The environment that must queue more; None unless the blocker is MINIMUM."""
 

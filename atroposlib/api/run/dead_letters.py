@@ -10,8 +10,6 @@ from atroposlib.api.run.types import GroupHeader
 
 
 class DeadLetter(NamedTuple):
-    """A group and why it was set aside."""
-
     header: GroupHeader
     reason: str
 

@@ -82,8 +82,6 @@ class Environment:
 
 
 class Environments:
-    """The registry of one run."""
-
     def __init__(self) -> None:
         self._all: list[Environment] = []
         self._demand: float | None = None

@@ -21,8 +21,6 @@ TRAINER_TIMEOUT_S = 60.0
 
 
 class Entry(enum.Enum):
-    """How a trainer enters a run."""
-
     BEGIN = "begin"
     """A new, empty experiment; the current one, if there is one, is set aside."""
     JOIN = "join"

@@ -41,8 +41,6 @@ class Superseded(AtroposError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRequest:
-    """A trainer's request for a leased batch."""
-
     ttl_s: float | None = None
     """None: the run's default."""
     request_id: str | None = None
@@ -69,7 +67,6 @@ class HeldBatch:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its payloads."""
         return sum(header.num_bytes for header in self.headers)
 
 

@@ -98,7 +98,6 @@ class GroupQueue:
         return 0 if own is None else max(own.sizes)
 
     def num_of_size(self, num_sequences: int) -> int:
-        """Queued groups of exactly `num_sequences` sequences."""
         return len(self._lines[num_sequences]) if num_sequences in self._lines else 0
 
     def largest_of_all(self) -> int:

@@ -95,7 +95,6 @@ class RunState:
 
     @property
     def current_step(self) -> int:
-        """Batches delivered and not given back, counted from the trainer's starting step."""
         return self.leases.steps.current
 
     @property
@@ -104,11 +103,9 @@ class RunState:
         return self.current_step if self.policy_version is None else self.policy_version
 
     def trainer_waits_s(self, now: float) -> float | None:
-        """Return how long the trainer has waited for a batch; None if it has one or has not asked."""
         return self.trainer_times.waits_s(now, num_held=self._num_leased())
 
     def trainer_wait_share(self, now: float) -> float | None:
-        """Return the share of recent time that the trainer waited for batches; None if unknown."""
         return self.trainer_times.wait_share(now, num_held=self._num_leased())
 
     def note_delivery(self, batch: HeldBatch, *, now: float) -> bool:
@@ -248,7 +245,6 @@ class RunState:
         self.bury(headers, f"larger than the trainer's batch of {self.batch_size} sequences")
 
     def bury(self, headers: Iterable[GroupHeader], reason: str) -> None:
-        """Set groups aside as dead."""
         headers = list(headers)
         for header in headers:
             self.dead.add(header, reason)

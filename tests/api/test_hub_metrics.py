@@ -155,13 +155,6 @@ def test_observed_figures_are_shown_until_their_run_is_forgotten() -> None:
     assert found["atropos_back_pressure_total{outcome=refused,run=code}"] == 2
 
 
-def test_two_applications_share_nothing() -> None:
-    one, other = HubMetrics(dict), HubMetrics(dict)
-    one.back_pressure.labels("math", "held").inc()
-    assert "math" in one.render().decode()
-    assert "math" not in other.render().decode()
-
-
 # Requests
 
 
@@ -174,8 +167,10 @@ def answering(status: int) -> ASGIApp:
     return app
 
 
-async def call(app: ASGIApp, method: str, path: str) -> httpx.Response:
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False, client=("10.0.0.7", 1))
+async def call(
+    app: ASGIApp, method: str, path: str, *, address: str = "10.0.0.7"
+) -> httpx.Response:
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False, client=(address, 1))
     async with httpx.AsyncClient(transport=transport, base_url="http://hub") as http:
         return await http.request(method, path)
 
@@ -232,25 +227,19 @@ async def test_slow_requests_are_logged_unless_they_asked_to_wait(
     assert line.startswith("request method=GET path=/batch run=- status=200 ")
 
 
-async def test_a_path_cannot_forge_a_log_line(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_path_and_an_address_cannot_forge_a_log_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.INFO)
     app = Observe(answering(404), HubMetrics(dict))
-    await call(app, "GET", "/x%0Arequest%20status=200%20token=admin%22" + "y" * 5000)
+    forged = "1.2.3.4 token=admin\nrequest status=200"  # as a proxy's header would set it
+    path = "/x%0Arequest%20status=200%20token=admin%22" + "y" * 5000
+    await call(app, "GET", path, address=forged)
     [line] = lines(caplog)
+    assert 'client="1.2.3.4 token=admin\\nrequest status=200"' in line
     assert "\n" not in line
     assert line.startswith('request method=GET path="/x\\nrequest status=200 token=admin\\"y')
     assert len(line) < 500
-
-
-async def test_an_address_cannot_forge_a_log_line(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    app = Observe(answering(404), HubMetrics(dict))
-    forged = "1.2.3.4 token=admin\nrequest status=200"
-    transport = httpx.ASGITransport(app, client=(forged, 1))  # as a proxy's header would set it
-    async with httpx.AsyncClient(transport=transport, base_url="http://hub") as http:
-        await http.get("/status")
-    [line] = lines(caplog)
-    assert 'client="1.2.3.4 token=admin\\nrequest status=200"' in line
 
 
 async def test_handler_that_fails_is_a_500_and_its_error_goes_on() -> None:

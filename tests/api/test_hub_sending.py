@@ -34,24 +34,6 @@ async def post_large(hub: Hub) -> None:
     response.raise_for_status()
 
 
-def scope_of(hub: Hub, path: str, query: bytes = b"", **extensions: Any) -> dict[str, Any]:
-    return {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": "GET",
-        "scheme": "http",
-        "path": path,
-        "raw_path": path.encode(),
-        "query_string": query,
-        "root_path": "",
-        "headers": [(b"host", b"hub")],
-        "client": ("127.0.0.1", 1),
-        "server": ("hub", 80),
-        "extensions": extensions,
-    }
-
-
 class Reader:
     """A client that reads `num_pieces` of an answer's body and then no more."""
 
@@ -62,7 +44,8 @@ class Reader:
         self.num_pieces = num_pieces
         self.on_message: Callable[[Any], None] = lambda message: None
         self._has_asked = False
-        scope = scope_of(hub, path, query, **{ABORT_EXTENSION: self._abort})
+        scope = {"type": "http", "method": "GET", "path": path, "query_string": query}
+        scope |= {"headers": [], "extensions": {ABORT_EXTENSION: self._abort}}
         self.task = asyncio.create_task(hub.app(scope, self._receive, self._send))
 
     def _abort(self) -> None:

@@ -561,14 +561,8 @@ async def test_long_poll_of_an_environment_that_died_is_no_sign_of_life() -> Non
         async def send(_: Any) -> None:
             pass
 
-        scope = {
-            "type": "http",
-            "http_version": "1.1",
-            "method": "GET",
-            "path": "/status-env",
-            "query_string": b"env_id=0&wait=60&seen_step=0",
-            "headers": [],
-        }
+        scope = {"type": "http", "method": "GET", "path": "/status-env", "headers": []}
+        scope["query_string"] = b"env_id=0&wait=60&seen_step=0"
         async with asyncio.timeout(30), asyncio.TaskGroup() as calls:
             calls.create_task(hub.app(scope, receive, send))
             await has_body.wait()

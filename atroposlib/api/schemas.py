@@ -407,6 +407,8 @@ class Explanation(BaseModel):
     blocker: str | None = None
     """`no_trainer`, `too_few`, `minimum` or `sizes`."""
     reason: str
+    refusal: str | None = None
+    """Why the store refuses groups now; None: it does not."""
     env_id: int | None = None
     """The environment that must queue more."""
     have: int | None = None

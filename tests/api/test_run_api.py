@@ -300,15 +300,23 @@ async def test_runs_share_one_ballast(tmp_path: Path) -> None:
         (tmp_path / "a" / "ballast").write_bytes(bytes(1000))  # as earlier versions left it
 
 
-@pytest.mark.parametrize(("min_free_bytes", "is_room"), [(0, True), (2**60, False)])
-async def test_min_free_bytes_is_what_groups_leave_free(
-    tmp_path: Path, min_free_bytes: int, is_room: bool
+def test_a_full_disk_is_reported_by_hub_status_and_refusal(
+    served: Serve, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = RunApiConfig(data_dir=tmp_path, min_free_bytes=min_free_bytes)
-    hub = Runs(_stores(config, pytest.fail))
-    await hub.open()
-    assert (hub.runs["default"].store.usage().free_bytes != 0) == is_room
-    await hub.close()
+    native = {"Atropos-Client": "test"}
+    group = {"tokens": [[1]], "masks": [[1]], "scores": [1.0]}
+    with served("--min-free-bytes", "0") as hub:
+        assert httpx.post(f"{hub.url}/scored_data", json=group, headers=native).status_code == 200
+        assert hub.get("/explain")["refusal"] is None
+    with served("--min-free-bytes", str(2**60)) as hub:
+        refused = httpx.post(f"{hub.url}/scored_data", json=group, headers=native)
+        assert main_of_atropos(["status", hub.url]) == 0
+        assert hub.end() == 0
+    assert refused.status_code == 507
+    status = " ".join(capsys.readouterr().out.split())
+    for text in (refused.json()["detail"]["msg"], hub.errors, status):
+        assert re.search(r"[1-9]\d+ MiB are missing", text)
+        assert f"--min-free-bytes (now {2**60})" in text
 
 
 def test_head_without_end_is_refused(served: Serve) -> None:

@@ -18,13 +18,14 @@ from atroposlib.api.schemas import (
     Ledger,
     WandbInfo,
 )
-from atroposlib.api.stores.base import Fate
+from atroposlib.api.stores.base import Fate, GroupStore
 
 
 class Accounts:
     """What a run reports about itself."""
 
     state: RunState
+    store: GroupStore
     _clock: Callable[[], float]
 
     def status(self) -> HubStatus:
@@ -106,6 +107,7 @@ class Accounts:
             batch="ready" if blocker is None else "none",
             blocker=blocker,
             reason=reason,
+            refusal=self.store.usage().refusal,
             env_id=env_id,
             have=have,
             need=need,

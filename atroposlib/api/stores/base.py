@@ -220,6 +220,8 @@ class StoreUsage:
     """Bytes that they occupy, including space not yet reclaimed."""
     free_bytes: int | None = None
     """Left before `StoreFull`; None: not bounded by the store."""
+    refusal: str | None = None
+    """Why groups are refused now; None: they are not."""
 
 
 class GroupStore(Protocol):

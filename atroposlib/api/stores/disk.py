@@ -35,7 +35,6 @@ from atroposlib.api.stores.base import (
     StoreUsage,
 )
 from atroposlib.api.stores.segments import (
-    FULL_ERRNOS,
     LATER_ERRNOS,
     DamagedPayload,
     Files,
@@ -143,6 +142,7 @@ class DiskStore(JobStore):
             payload_bytes=self._segments.payload_bytes(),
             stored_bytes=sum(list(self._log.sizes.values())),
             free_bytes=self._space.room_bytes,
+            refusal=self._space.refusal,
         )
 
     async def close(self) -> None:
@@ -223,7 +223,6 @@ class DiskStore(JobStore):
             self._space.prepare()
             saved = self._recover()
             self._space.measure()
-            self._space.warn_if_full()
         except BaseException as e:
             self._held.close()
             if isinstance(e, OSError | sqlite3.Error):
@@ -369,15 +368,17 @@ class DiskStore(JobStore):
         except OSError as e:
             if e.errno not in LATER_ERRNOS:
                 raise
-            logger.warning("groups cannot be stored in %s now: %s", self._directory, e)
-            refusal = StoreFull(f"{self._directory} cannot be written now: {e.strerror}")
-            self._commit(jobs, refusal=self._space.refusal() if e.errno in FULL_ERRNOS else refusal)
+            self._commit(jobs, refusal=self._refusal(e.strerror))
         except sqlite3.Error as e:
             if not is_full(e):
                 raise
-            logger.warning("the disk of %s is full; the ballast is given up", self._directory)
             with self._space.without_ballast():
-                self._transact(jobs, self._space.refusal())
+                self._transact(jobs, self._refusal("the disk is full"))
+
+    def _refusal(self, reason: str | None) -> StoreFull:
+        refusal = StoreFull(f"{self._directory} cannot be written now: {reason}")
+        logger.warning("groups are refused: %s", refusal)
+        return refusal
 
     def _transact(self, jobs: Sequence[Job], refusal: StoreFull | None) -> None:
         added: dict[int, Location] = {}
@@ -414,8 +415,8 @@ class DiskStore(JobStore):
             else:
                 is_same = known == group.digest
                 outcomes.append(Appended.DUPLICATE if is_same else Appended.CONFLICT)
-        if new and not self._space.take(sum(len(group.payload) for group in new.values())):
-            raise self._space.refusal()
+        if new:
+            self._space.take(sum(len(group.payload) for group in new.values()))
         for group in new.values():
             meta = RecordMeta.of(group)
             location = added[meta.number] = self._log.add(meta, group.payload)

@@ -28,6 +28,8 @@ _NETWORK_FILE_SYSTEMS: Final = frozenset(
 )
 _FREE_SPACE_AGE_S: Final = 0.1
 """Maximum age of the free-space measurement when an append is admitted."""
+_WARNING_PAUSE_S: Final = 60.0
+"""Between warnings that the disk is full."""
 
 
 class DiskSpace:
@@ -55,12 +57,17 @@ class DiskSpace:
         self._has_ballast = False
         self._min_free_bytes = 0
         self._free_bytes = 0
-        self._measured_s = float("-inf")
+        self._measured_s = self._warned_s = float("-inf")
 
     @property
     def room_bytes(self) -> int:
         """Bytes that appends may still use."""
         return max(0, self._free_bytes - self._kept_bytes)
+
+    @property
+    def refusal(self) -> str | None:
+        """Why groups are refused now; None: they are not."""
+        return None if self.room_bytes else str(self._refused(1))
 
     @property
     def _kept_bytes(self) -> int:
@@ -78,36 +85,35 @@ class DiskSpace:
             if self._files.free_bytes(self.directory) < self._ballast_bytes:
                 self._release_ballast()
 
-    def warn_if_full(self) -> None:
-        """Log that appends are refused, if they are."""
-        if not self._has_ballast:
-            logger.warning("%s; no group is taken until there is room", self.refusal())
-
-    def take(self, num_bytes: int) -> bool:
-        """Reserve room for an append; False when the watermark would be crossed."""
+    def take(self, num_bytes: int) -> None:
+        """Reserve room for an append. Raises `StoreFull` if too little would stay free."""
         with self._lock:
             if self._clock() - self._measured_s >= _FREE_SPACE_AGE_S:
                 self.measure()
             if not self._has_ballast or self._free_bytes - num_bytes < self._min_free_bytes:
-                return False
+                raise self._refused(num_bytes)
             self._free_bytes -= num_bytes
-            return True
 
-    def refusal(self) -> StoreFull:
-        """Say why an append was refused."""
+    def _refused(self, num_bytes: int) -> StoreFull:
+        left, kept = self._free_bytes, self._kept_bytes
         return StoreFull(
-            f"the disk of {self.directory} is full: {self._free_bytes} bytes are left,"
-            f" of which {self._kept_bytes} are kept for the hub itself"
+            f"groups are refused: the disk of {self.directory} has {left >> 20} MiB left and"
+            f" {_mib(kept)} MiB must stay free; {_mib(kept + num_bytes - left)} MiB are missing."
+            f" Make room, or change --min-free-bytes (now {self._min_free_bytes})"
         )
 
     def measure(self) -> None:
-        """Measure the free space, and restore the ballast if there is room for it."""
+        """Measure the free space, restore the ballast if there is room for it, and log that the disk is full."""
         with self._lock:
             self._measured_s = self._clock()
             self._free_bytes = self._files.free_bytes(self.directory)
             if not self._has_ballast and self._free_bytes >= self._kept_bytes:
                 self._take_ballast()
                 self._free_bytes = self._files.free_bytes(self.directory)
+            refusal = self.refusal
+            if refusal is not None and self._measured_s - self._warned_s >= _WARNING_PAUSE_S:
+                self._warned_s = self._measured_s
+                logger.warning("%s", refusal)
 
     @contextlib.contextmanager
     def without_ballast(self) -> Iterator[None]:
@@ -133,6 +139,11 @@ class DiskSpace:
     def _release_ballast(self) -> None:
         self._files.unlink(self._ballast_path)
         self._has_ballast = False
+
+
+def _mib(num_bytes: int) -> int:
+    """Return mebibytes, rounded up."""
+    return -(-num_bytes >> 20)
 
 
 def warn_of_network_file_system(directory: Path) -> None:

@@ -28,8 +28,8 @@ from atroposlib.api.stores.base import (
     StoreFull,
 )
 from atroposlib.api.stores.disk import DiskStore
-from atroposlib.api.stores.segments import Location
 from atroposlib.api.stores.space import file_system_of
+from atroposlib.api.stores.writing import Location
 from atroposlib.errors import ConfigError
 from tests.faults.conftest import Open
 from tests.faults.store_faults import SmallDisk, copy_run, new_group, open_store

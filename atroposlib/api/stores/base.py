@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -189,6 +189,12 @@ class Change:
     """Added, or replaced by name; the others stay. For what rarely changes, such as one environment."""
     is_durable: bool = True
     """False: a crash may lose it, but only together with all later changes."""
+
+    def check(self, held: Container[int]) -> None:
+        """Raise KeyError if groups that it moves or ends are not in `held`."""
+        named = [move.number for move in self.moves] + [end.number for end in self.ends]
+        if unknown := [number for number in named if number not in held]:
+            raise KeyError(f"groups {unknown} are not stored")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,19 +14,16 @@ import errno
 import fcntl
 import logging
 import os
-import queue
 import sqlite3
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from atroposlib.api.stores.base import (
     Appended,
-    CorruptGroups,
     Durability,
     NewGroup,
     SavedRun,
@@ -38,7 +35,6 @@ from atroposlib.api.stores.segments import (
     LATER_ERRNOS,
     DamagedPayload,
     Files,
-    Location,
     Mark,
     RecordMeta,
     SegmentLog,
@@ -49,8 +45,10 @@ from atroposlib.api.stores.segments import (
 )
 from atroposlib.api.stores.space import BALLAST, DiskSpace, warn_of_network_file_system
 from atroposlib.api.stores.state import DamagedState, StateDb, is_full
-from atroposlib.api.stores.writing import IDLE_S, Job, JobStore, Segments, answer
+from atroposlib.api.stores.writing import Effects, Job, JobStore, Location, Segments
 from atroposlib.errors import ConfigError
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -65,13 +63,12 @@ class DiskStore(JobStore):
     """One directory. Implements `GroupStore`.
 
     `append` raises `StoreFull` rather than use what `space` keeps free; stores on one disk share it (None: one for this
-    store alone, with `min_free_bytes`). `on_failure` is called once, on the event loop, with the error that broke the
-    store.
+    store alone, with `min_free_bytes`).
     """
 
-    _loop: asyncio.AbstractEventLoop
     _state: StateDb
-    """Both are set by `open`."""
+    """Set by `open`."""
+    _remedy = "; restart the hub to recover"
 
     def __init__(
         self,
@@ -85,12 +82,9 @@ class DiskStore(JobStore):
         files: Files | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__()
         self._directory = Path(directory)
         self.durability = durability
-        self._on_failure = on_failure
         self._files = files or Files()
-        self._clock = clock
         self._is_synced = durability is Durability.POWER
         self._log = SegmentLog(
             self._directory,
@@ -98,97 +92,78 @@ class DiskStore(JobStore):
             segment_bytes=segment_bytes,
             is_synced=self._is_synced,
         )
+        super().__init__(
+            str(directory),
+            sizes=self._log.sizes,
+            max_commit_bytes=_MAX_COMMIT_BYTES,
+            on_failure=on_failure,
+            clock=clock,
+        )
         self._space = space or DiskSpace(
             self._directory, min_free_bytes=min_free_bytes, files=self._files, clock=clock
         )
         self._held = contextlib.ExitStack()
         """Resources held while the store is open."""
-        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hub-store")
+        """Writes; alone uses the database and the log."""
         self._unlinker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hub-unlink")
-        # Written by the writer thread only; read by any thread.
-        self._segments = Segments[Location]()
         self._is_listed_safely = True
         """Whether all transactions so far would survive a loss of power."""
-        self._next_look_s = float("-inf")
 
     # On the event loop.
 
-    async def open(self) -> SavedRun:
-        """See `GroupStore`. Also raises `ConfigError` when another hub uses the directory."""
-        assert self._thread is None, "a store is opened once"
-        self._loop = asyncio.get_running_loop()
-        saved = await asyncio.to_thread(self._open)
-        self._thread = threading.Thread(target=self._write, name="hub-store", daemon=True)
-        self._thread.start()
-        self._is_open = True
-        return saved
+    async def _in_thread(self, work: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
 
-    async def read(self, numbers: Sequence[int]) -> list[bytes]:
-        num_bytes = sum(self._segments.places[number].length for number in numbers)
+    async def _load(self) -> SavedRun:
+        """Also raises `ConfigError` when another hub uses the directory."""
+        return await self._in_thread(self._open)
+
+    async def _fetch(self, wanted: Mapping[int, Location]) -> dict[int, bytes]:
+        num_bytes = sum(location.length for location in wanted.values())
         if _CAN_READ_CACHED and num_bytes <= _INLINE_READ_BYTES:
             # Measured for 4 payloads of 133 KB: 0.24 ms, and 0.40 ms in another thread.
             with contextlib.suppress(OSError):
-                return self._read(numbers, read_cached_payload)
+                return self._read(wanted, read_cached_payload)
         try:
-            return await asyncio.to_thread(self._read, numbers, read_payload)
+            return await asyncio.to_thread(self._read, wanted, read_payload)
         except OSError as e:
             if e.errno not in LATER_ERRNOS:
                 raise
             raise StoreFull(f"{self._directory} cannot be read now: {e.strerror}") from e
 
     def usage(self) -> StoreUsage:
-        return StoreUsage(
-            payload_bytes=self._segments.payload_bytes(),
-            stored_bytes=sum(list(self._log.sizes.values())),
-            free_bytes=self._space.room_bytes,
-            refusal=self._space.refusal,
-        )
+        space = self._space
+        return replace(super().usage(), free_bytes=space.room_bytes, refusal=space.refusal)
 
-    async def close(self) -> None:
-        """See `GroupStore`. A store that is already broken only closes its files.
+    async def _commit(self, jobs: Sequence[Job]) -> None:
+        await self._in_thread(self._commit_jobs, jobs)
 
-        Raises `StoreBroken` if it breaks now; then changes that were not durable may be lost.
-        """
-        if not self._is_open:
-            return
-        self._is_open = False
-        was_broken = self._failure is not None
-        try:
-            if self._thread is not None:
-                job = Job(alone=self._finish)
-                self._put(job)
-                await asyncio.to_thread(self._thread.join)
-                await job.future
-        except StoreBroken:
-            if not was_broken:
-                raise
-        finally:
-            self._held.close()
+    async def _look_after_segments(self, now_s: float) -> None:
+        await self._in_thread(self._look_after_disk, now_s)
 
-    def _put(self, job: Job) -> None:
-        self._jobs.put(job)
+    async def _clear(self) -> None:
+        await self._in_thread(self._erase)
 
-    def _broken(self) -> StoreBroken:
-        error = StoreBroken(f"{self._directory}: {self._failure}; restart the hub to recover")
-        error.__cause__ = self._failure
-        return error
+    async def _finish(self) -> None:
+        await self._in_thread(self._make_durable)
+
+    def _release(self) -> None:
+        self._thread.shutdown()
+        self._held.close()
 
     # Reading, in any thread.
 
     def _read(
-        self, numbers: Sequence[int], read_one: Callable[[int, Location], bytes]
-    ) -> list[bytes]:
+        self, wanted: Mapping[int, Location], read_one: Callable[[int, Location], bytes]
+    ) -> dict[int, bytes]:
         payloads: dict[int, bytes] = {}
-        damaged: list[int] = []
-        by_segment: dict[int, dict[int, Location]] = {}
-        for number in numbers:
-            location = self._segments.places[number]
-            by_segment.setdefault(location.segment, {})[number] = location
-        for segment, wanted in by_segment.items():
+        for segment in {location.segment for location in wanted.values()}:
             try:
                 with opened(segment_path(self._directory, segment)) as fd:
                     for number, location in wanted.items():
+                        if location.segment != segment:
+                            continue
                         try:
                             payloads[number] = read_one(fd, location)
                         except (DamagedPayload, OSError) as e:
@@ -196,17 +171,10 @@ class DiskStore(JobStore):
                             if isinstance(e, OSError) and e.errno != errno.EIO:
                                 raise
                             logger.error("group %d is damaged: %s", number, e)
-                            damaged.append(number)
             except FileNotFoundError:
-                # Compaction may have moved its groups since the locations were looked up.
-                if any(self._segments.places[number].segment == segment for number in wanted):
-                    logger.error("segment %d of %s is missing", segment, self._directory)
-                    damaged += wanted
-                else:
-                    payloads |= zip(wanted, self._read(list(wanted), read_one), strict=True)
-        if damaged:
-            raise CorruptGroups(sorted(damaged))
-        return [payloads[number] for number in numbers]
+                # Damage, unless compaction has moved its groups since their places were looked up.
+                logger.info("segment %d of %s is missing", segment, self._directory)
+        return payloads
 
     # Opening.
 
@@ -268,7 +236,6 @@ class DiskStore(JobStore):
             self._segments.note(number, location)
         self._state.checkpoint()
         self._files.sync_directory(self._directory)
-        self._segments.add(self._log.sizes)
         self._drop_empty_segments()
         num_missing = sum(place.segment not in self._log.sizes for place in locations.values())
         num_bytes = self._segments.payload_bytes()
@@ -304,61 +271,9 @@ class DiskStore(JobStore):
         damaged = f", {num_damaged} damaged stretches skipped" if num_damaged else ""
         return f"{rolled}, {num_cut} unfinished bytes cut off{damaged}"
 
-    # The writer thread.
-
-    def _write(self) -> None:
-        is_last = False
-        while not is_last:
-            jobs = self._next_jobs()
-            is_last = bool(jobs) and jobs[-1].alone == self._finish
-            try:
-                if self._failure is None:
-                    self._do(jobs)
-            except Exception as e:  # after any failure, nothing more may be written
-                logger.error("the store in %s is broken", self._directory, exc_info=e)
-                self._failure = e
-                self._log.end_segment()
-                if self._on_failure is not None:
-                    self._call_on_loop(self._on_failure, e)
-            if self._failure is not None:
-                for job in jobs:
-                    job.answer = self._broken()
-            if jobs:
-                self._call_on_loop(answer, jobs)
-
-    def _next_jobs(self) -> list[Job]:
-        """Wait for a job; return it and later ones, up to the size of a commit or one to do alone. Empty if idle."""
-        jobs: list[Job] = []
-        num_bytes = 0
-        while num_bytes < _MAX_COMMIT_BYTES:
-            try:
-                job = self._jobs.get(block=not jobs, timeout=IDLE_S)
-            except queue.Empty:
-                break
-            jobs.append(job)
-            if job.alone is not None:
-                break
-            num_bytes += sum(len(group.payload) for group in job.groups)
-        return jobs
-
-    def _do(self, jobs: Sequence[Job]) -> None:
-        together = [job for job in jobs if job.alone is None]
-        if together:
-            self._commit(together)
-        if jobs and jobs[-1].alone is not None:
-            jobs[-1].alone()
-        else:
-            self._look_after_disk()
-
-    def _call_on_loop(self, callback: Callable[[Any], None], argument: Any) -> None:
-        try:
-            self._loop.call_soon_threadsafe(callback, argument)
-        except RuntimeError:
-            logger.warning("the event loop closed before the store had answered")
-
     # Committing.
 
-    def _commit(self, jobs: Sequence[Job], *, refusal: StoreFull | None = None) -> None:
+    def _commit_jobs(self, jobs: Sequence[Job], refusal: StoreFull | None = None) -> None:
         """Do the jobs in one transaction; with `refusal`, refuse the appends with it.
 
         If there is no room, refuse the appends: changes that end groups free room, and must be written.
@@ -368,12 +283,13 @@ class DiskStore(JobStore):
         except OSError as e:
             if e.errno not in LATER_ERRNOS:
                 raise
-            self._commit(jobs, refusal=self._refusal(e.strerror))
+            self._commit_jobs(jobs, self._refusal(e.strerror))
         except sqlite3.Error as e:
             if not is_full(e):
                 raise
             with self._space.without_ballast():
                 self._transact(jobs, self._refusal("the disk is full"))
+        self._drop_empty_segments()
 
     def _refusal(self, reason: str | None) -> StoreFull:
         refusal = StoreFull(f"{self._directory} cannot be written now: {reason}")
@@ -381,29 +297,25 @@ class DiskStore(JobStore):
         return refusal
 
     def _transact(self, jobs: Sequence[Job], refusal: StoreFull | None) -> None:
-        added: dict[int, Location] = {}
-        ended: list[int] = []
+        effects = Effects(self._segments)
         is_durable = any(job.change is not None and job.change.is_durable for job in jobs)
         with self._transaction(is_durable=is_durable):
             for job in jobs:
                 try:
                     if job.change is not None:
-                        job.answer = None
+                        effects.end(job.change)
                         self._state.apply(job.change)
-                        ended += [end.number for end in job.change.ends]
+                        job.answer = None
                     elif refusal is not None:
                         job.answer = refusal
                     else:
-                        job.answer = self._append(job.groups, added)
+                        job.answer = self._append(job.groups, effects)
                 except (KeyError, StoreFull) as e:
                     job.answer = e
-        for number, location in added.items():
-            self._segments.note(number, location)
-        for number in ended:
-            self._segments.end(number)
+        self._segments.take_over(effects)
 
-    def _append(self, groups: Sequence[NewGroup], added: dict[int, Location]) -> list[Appended]:
-        """Insert the new groups into the database, the log and `added`; raises `StoreFull` if there is no room."""
+    def _append(self, groups: Sequence[NewGroup], effects: Effects) -> list[Appended]:
+        """Insert the new groups into the database and the log; raises `StoreFull` if there is no room."""
         outcomes = []
         new: dict[str, NewGroup] = {}
         for group in groups:
@@ -419,7 +331,7 @@ class DiskStore(JobStore):
             self._space.take(sum(len(group.payload) for group in new.values()))
         for group in new.values():
             meta = RecordMeta.of(group)
-            location = added[meta.number] = self._log.add(meta, group.payload)
+            location = effects.located[meta.number] = self._log.add(meta, group.payload)
             is_listed = self._state.insert(meta, location)
             assert is_listed, f"arrival number {meta.number} is in use"
         return outcomes
@@ -445,14 +357,10 @@ class DiskStore(JobStore):
 
     # Disk space.
 
-    def _look_after_disk(self) -> None:
-        now_s = self._clock()
-        if now_s >= self._next_look_s:
-            self._next_look_s = now_s + IDLE_S
-            self._space.measure()
-            sizes = self._log.sizes
-            for number in self._segments.sparse(now_s, sizes=sizes, current=self._log.current):
-                self._compact(number)
+    def _look_after_disk(self, now_s: float) -> None:
+        self._space.measure()
+        for number in self._segments.sparse(now_s, current=self._log.current):
+            self._compact(number)
         self._drop_empty_segments()
 
     def _drop_empty_segments(self) -> None:
@@ -460,7 +368,6 @@ class DiskStore(JobStore):
         if empty and not self._is_listed_safely:
             # Otherwise a loss of power could bring back rows whose bytes are gone.
             self._sync_state()
-        self._segments.forget(empty)
         for number in empty:
             # Unlinking 64 MiB can take tens of milliseconds.
             self._unlinker.submit(self._unlink, self._log.forget(number))
@@ -478,7 +385,7 @@ class DiskStore(JobStore):
 
     def _compact(self, number: int) -> None:
         """Copy the last groups of a segment to the end of the log, so that the segment can be deleted."""
-        moved: dict[int, Location] = {}
+        effects = Effects(self._segments)
         try:
             scan = self._log.scan(number, start=0)
             with opened(segment_path(self._directory, number)) as fd:
@@ -493,28 +400,27 @@ class DiskStore(JobStore):
         try:
             with self._transaction(is_durable=True):
                 for meta, payload in copies:
-                    location = moved[meta.number] = self._log.add(meta, payload)
+                    location = effects.located[meta.number] = self._log.add(meta, payload)
                     self._state.relocate(meta.number, location)
         except (OSError, sqlite3.Error) as e:
             if not _may_work_later(e):
                 raise
             logger.warning("there is no room to compact segment %d: %s", number, e)
             return
-        for held, location in moved.items():
-            self._segments.note(held, location)
+        self._segments.take_over(effects)
 
     # Clearing and closing.
 
-    def _clear(self) -> None:
+    def _erase(self) -> None:
         self._log.end_segment()
         with self._transaction(is_durable=True):
             self._state.clear()
         for number in list(self._log.sizes):
             self._files.unlink(self._log.forget(number))
         self._files.sync_directory(self._directory)
-        self._segments = Segments()
+        self._segments = Segments(self._log.sizes)
 
-    def _finish(self) -> None:
+    def _make_durable(self) -> None:
         self._log.sync()
         self._sync_state()
         self._state.checkpoint()

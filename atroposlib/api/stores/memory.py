@@ -67,9 +67,7 @@ class MemoryStore:
         return Appended.STORED
 
     async def commit(self, change: Change) -> None:
-        named = [move.number for move in change.moves] + [end.number for end in change.ends]
-        if unknown := set(named) - self._groups.keys():
-            raise KeyError(f"groups {sorted(unknown)} are not stored")
+        change.check(self._groups)
         for move in change.moves:
             self._groups[move.number] = replace(
                 self._groups[move.number],

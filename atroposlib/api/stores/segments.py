@@ -21,6 +21,7 @@ import msgspec
 from isal.isal_zlib import crc32
 
 from atroposlib.api.stores.base import NewGroup, Place
+from atroposlib.api.stores.writing import Location
 from atroposlib.utils.files import sync_to_disk
 
 _FILE_MAGIC: Final = b"ATROSEG1"
@@ -113,19 +114,6 @@ class RecordMeta(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, 
 
 _meta_encoder = msgspec.json.Encoder()
 _meta_decoder = msgspec.json.Decoder(RecordMeta)
-
-
-class Location(NamedTuple):
-    """Where a payload is stored."""
-
-    segment: int
-    offset: int
-    length: int
-    crc: int
-
-    @property
-    def end(self) -> int:
-        return self.offset + self.length
 
 
 class Mark(NamedTuple):

@@ -13,10 +13,10 @@ import re
 import sqlite3
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -28,7 +28,8 @@ from atroposlib.api.stores.base import (
     StoredGroup,
     UnreadableRun,
 )
-from atroposlib.api.stores.segments import Location, Mark, RecordMeta
+from atroposlib.api.stores.segments import Mark, RecordMeta
+from atroposlib.api.stores.writing import Location
 
 logger = logging.getLogger(__name__)
 
@@ -231,47 +232,34 @@ class StateDb:
         )
 
     def apply(self, change: Change) -> None:
-        """Apply `change`; raise KeyError, with nothing applied, if it names an unknown row."""
-        self._db.execute("savepoint change")
-        try:
-            self._apply(change)
-        except KeyError:
-            self._db.execute("rollback to change")
-            raise
-        self._db.execute("release change")
-
-    def _apply(self, change: Change) -> None:
-        self._alter(
+        """Apply `change`, which names stored groups."""
+        alter = self._db.executemany
+        alter(
             "update groups set place = ?, batch = ?, deliveries = ?, reason = ? where number = ?",
             [(m.place, m.batch, m.deliveries, m.reason, m.number) for m in change.moves],
         )
         if change.ends:
             ended = [(end.number,) for end in change.ends]
-            self._db.executemany(
+            alter(
                 "insert or ignore into done select group_id, digest from groups"
                 " where number = ? and digest != x''",
                 ended,
             )
-            self._alter("delete from groups where number = ?", ended)
-            self._db.executemany(
+            alter("delete from groups where number = ?", ended)
+            alter(
                 "insert into ended values (?, ?) on conflict do"
                 " update set num_groups = num_groups + excluded.num_groups",
                 list(Counter(end.fate for end in change.ends).items()),
             )
-        self._alter(
+        alter(
             "insert or replace into batches values"
             " (:number, :state, :step, :epoch, :lease_id, :ttl_s, :request_id, :is_plain)",
             [asdict(batch) for batch in change.batches],
         )
-        self._alter("delete from batches where number = ?", [(n,) for n in change.closed_batches])
+        alter("delete from batches where number = ?", [(n,) for n in change.closed_batches])
         if change.document is not None:
             self._db.execute("update run set document = ?", (change.document,))
-        self._alter("insert or replace into facts values (?, ?)", list(change.facts.items()))
-
-    def _alter(self, statement: str, rows: Sequence[Any]) -> None:
-        """Run `statement` for each of `rows`; raise KeyError unless each alters one."""
-        if rows and self._db.executemany(statement, rows).rowcount != len(rows):
-            raise KeyError(f"{statement!r} found less than the {len(rows)} rows that were named")
+        alter("insert or replace into facts values (?, ?)", list(change.facts.items()))
 
     def mark(self) -> Mark:
         """The position up to which the records of the log are in the database."""

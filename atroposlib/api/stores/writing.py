@@ -1,18 +1,32 @@
-"""What the durable stores have in common: jobs for one writer, and the places of payloads in segments.
+"""What the durable stores have in common: one task that writes, and the places of payloads in segments.
 
-A call of the store is a job. Jobs that arrive while the writer is busy become one transaction. A segment holds payloads
-until all of its groups have ended, or until the few that are left are moved.
+A call of the store is a job. Jobs that arrive while the writer is busy become one transaction. After an error of a
+transaction nothing more is written. A segment holds payloads until all of its groups have ended, or until the few that
+are left are moved.
 """
 
 from __future__ import annotations
 
 import abc
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final, NamedTuple
 
-from atroposlib.api.stores.base import Appended, Change, NewGroup, StoreBroken
+from atroposlib.api.stores.base import (
+    Appended,
+    Change,
+    CorruptGroups,
+    NewGroup,
+    SavedRun,
+    StoreBroken,
+    StoreUsage,
+    TermLost,
+)
+
+logger = logging.getLogger(__name__)
 
 IDLE_S: Final = 1.0
 """How long a writer waits for work, and the interval at which it looks after the segments."""
@@ -30,71 +44,23 @@ class Job:
     groups: Sequence[NewGroup] = ()
     change: Change | None = None
     alone: Callable[[], Any] | None = None
-    """Called by itself, after all earlier jobs and before all later ones."""
+    """Awaited by itself, after all earlier jobs and before all later ones."""
     answer: Any = None
     """What `future` gets: a result, or an exception to raise."""
 
 
-def answer(jobs: Iterable[Job]) -> None:
-    """Give every job's answer to its caller, unless the caller was cancelled."""
-    for job in jobs:
-        if job.future.done():
-            continue
-        if isinstance(job.answer, BaseException):
-            job.future.set_exception(job.answer)
-        else:
-            job.future.set_result(job.answer)
-
-
-class JobStore(abc.ABC):
-    """The calls of a `GroupStore` that change something, as jobs."""
-
-    def __init__(self) -> None:
-        self._failure: BaseException | None = None
-        """What broke the store; after it, nothing is written."""
-        self._is_open = False
-
-    async def append(self, groups: Sequence[NewGroup]) -> list[Appended]:
-        outcomes: list[Appended] = await self._submit(Job(groups=groups))
-        return outcomes
-
-    async def commit(self, change: Change) -> None:
-        await self._submit(Job(change=change))
-
-    async def clear(self) -> None:
-        await self._submit(Job(alone=self._clear))
-
-    async def _submit(self, job: Job) -> Any:
-        if self._failure is not None:
-            raise self._broken()
-        assert self._is_open, "the store is not open"
-        self._put(job)
-        # Cancelling the caller cancels the future, not the job.
-        return await job.future
-
-    @abc.abstractmethod
-    def _put(self, job: Job) -> None:
-        """Pass a job to the writer."""
-
-    @abc.abstractmethod
-    def _clear(self) -> Any:
-        """Do the job of `clear`."""
-
-    @abc.abstractmethod
-    def _broken(self) -> StoreBroken:
-        """Return the error of calls after `_failure`."""
-
-
-class Located(Protocol):
+class Location(NamedTuple):
     """Where a payload is stored."""
 
-    @property
-    def segment(self) -> int: ...
-    @property
-    def length(self) -> int: ...
+    segment: int
+    offset: int
+    """In the file of a segment; 0 in a database."""
+    length: int
+    crc: int
 
-
-L = TypeVar("L", bound=Located)
+    @property
+    def end(self) -> int:
+        return self.offset + self.length
 
 
 @dataclass(slots=True)
@@ -107,24 +73,47 @@ class _Segment:
     sparse_since_s: float | None = None
 
 
-class Segments(Generic[L]):
+class Effects:
+    """What a transaction does to the places of groups, once it is committed. Contains the groups that it leaves."""
+
+    def __init__(self, segments: Segments) -> None:
+        self._before = segments.places
+        self.located: dict[int, Location] = {}
+        """Groups that were added or moved."""
+        self.ended: set[int] = set()
+
+    def __contains__(self, number: object) -> bool:
+        return number not in self.ended and (number in self.located or number in self._before)
+
+    def end(self, change: Change) -> None:
+        """Note what `change` ends. Raises KeyError, with nothing noted, if it names unknown groups."""
+        change.check(self)
+        self.ended |= {end.number for end in change.ends}
+
+
+class Segments:
     """The places of all held groups. Only the writer changes them; any thread may read them."""
 
-    def __init__(self) -> None:
-        self.places: dict[int, L] = {}
+    def __init__(self, sizes: Mapping[int, int]) -> None:
+        self.sizes = sizes
+        """Bytes of each segment, kept by the store."""
+        self.places: dict[int, Location] = {}
         """By group number. A group that is moved has a place at every moment."""
-        self._all: dict[int, _Segment] = {}
+        self._held: dict[int, _Segment] = {}
+        """Segments with held groups."""
 
-    def add(self, segments: Iterable[int]) -> None:
-        """Count segments, which may hold no group."""
-        for number in segments:
-            self._all.setdefault(number, _Segment())
+    def take_over(self, effects: Effects) -> None:
+        """Apply what a committed transaction did."""
+        for number, place in effects.located.items():
+            self.note(number, place)
+        for number in effects.ended:
+            self.end(number)
 
-    def note(self, number: int, place: L) -> None:
+    def note(self, number: int, place: Location) -> None:
         """Record where a group is, and that it left where it was before."""
         before = self.places.get(number)
         self.places[number] = place
-        segment = self._all.setdefault(place.segment, _Segment())
+        segment = self._held.setdefault(place.segment, _Segment())
         segment.num_groups += 1
         segment.live_bytes += place.length
         if before is not None:
@@ -134,31 +123,209 @@ class Segments(Generic[L]):
         """Forget a group."""
         self._leave(self.places.pop(number))
 
-    def _leave(self, place: L) -> None:
-        segment = self._all[place.segment]
+    def _leave(self, place: Location) -> None:
+        segment = self._held[place.segment]
         segment.num_groups -= 1
         segment.live_bytes -= place.length
+        if not segment.num_groups:
+            del self._held[place.segment]
 
     def payload_bytes(self) -> int:
-        return sum(segment.live_bytes for segment in list(self._all.values()))
+        return sum(segment.live_bytes for segment in list(self._held.values()))
 
     def empty(self, *, current: int | None) -> list[int]:
         """The segments without a held group, except `current`, to which groups are still added."""
-        return [n for n, each in self._all.items() if not each.num_groups and n != current]
+        return [n for n in self.sizes if n not in self._held and n != current]
 
-    def sparse(
-        self, now_s: float, *, sizes: Mapping[int, int], current: int | None
-    ) -> Iterator[int]:
+    def sparse(self, now_s: float, *, current: int | None) -> Iterator[int]:
         """Yield segments of which little has been held for `_SPARSE_S`; each again only after the same time."""
-        for number, segment in list(self._all.items()):
-            if number == current or segment.live_bytes >= _SPARSE_SHARE * sizes.get(number, 0):
+        for number, segment in list(self._held.items()):
+            if number == current or segment.live_bytes >= _SPARSE_SHARE * self.sizes.get(number, 0):
                 segment.sparse_since_s = None
             elif segment.sparse_since_s is None:
                 segment.sparse_since_s = now_s
-            elif segment.num_groups and now_s - segment.sparse_since_s >= _SPARSE_S:
+            elif now_s - segment.sparse_since_s >= _SPARSE_S:
                 segment.sparse_since_s = now_s
                 yield number
 
-    def forget(self, segments: Iterable[int]) -> None:
-        for number in segments:
-            self._all.pop(number, None)
+
+class JobStore(abc.ABC):
+    """A `GroupStore` whose calls are jobs of one task.
+
+    `on_failure` is called once, on the event loop, with the error that broke the store.
+    """
+
+    _writer: asyncio.Task[None]
+    """Set by `open`."""
+    _remedy = ""
+    """End of the message of a store that is broken."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        sizes: Mapping[int, int],
+        max_commit_bytes: int,
+        on_failure: Callable[[BaseException], None] | None,
+        clock: Callable[[], float],
+    ) -> None:
+        """`name`: the store in messages. `sizes`: `Segments.sizes`. `max_commit_bytes`: payloads per transaction."""
+        self._name = name
+        self._segments = Segments(sizes)
+        self._max_commit_bytes = max_commit_bytes
+        self._on_failure = on_failure
+        self._clock = clock
+        self._failure: BaseException | None = None
+        """What broke the store; after it, nothing is written."""
+        self._is_open = False
+        self._jobs: deque[Job] = deque()
+        self._wake = asyncio.Event()
+        self._next_look_s = float("-inf")
+
+    async def open(self) -> SavedRun:
+        saved = await self._load()
+        self._is_open = True
+        self._writer = asyncio.create_task(self._write(), name=f"store {self._name}")
+        return saved
+
+    async def append(self, groups: Sequence[NewGroup]) -> list[Appended]:
+        outcomes: list[Appended] = await self._submit(Job(groups=groups))
+        return outcomes
+
+    async def commit(self, change: Change) -> None:
+        await self._submit(Job(change=change))
+
+    async def clear(self) -> None:
+        await self._submit(Job(alone=self._clear))
+
+    async def read(self, numbers: Sequence[int]) -> list[bytes]:
+        wanted = {number: self._segments.places[number] for number in numbers}
+        found = await self._fetch(wanted)
+        damaged = sorted(wanted.keys() - found)
+        if not damaged:
+            return [found[number] for number in numbers]
+        if any(self._segments.places.get(number) != wanted[number] for number in damaged):
+            return await self.read(numbers)  # they moved, or ended, while they were read
+        raise CorruptGroups(damaged)
+
+    def usage(self) -> StoreUsage:
+        sizes = list(self._segments.sizes.values())
+        return StoreUsage(payload_bytes=self._segments.payload_bytes(), stored_bytes=sum(sizes))
+
+    async def close(self) -> None:
+        """See `GroupStore`. Does nothing to a store that is already broken.
+
+        Raises `StoreBroken` if it breaks now; then changes that were not durable may be lost.
+        """
+        if not self._is_open:
+            return
+        was_broken = self._failure is not None
+        self._jobs.append(Job(alone=self._finish))
+        self._is_open = False
+        self._wake.set()
+        # Cancelling the caller does not cancel the writer.
+        await asyncio.wait([self._writer])
+        if self._failure is not None and not was_broken:
+            raise self._broken()
+
+    async def _submit(self, job: Job) -> Any:
+        if self._failure is not None:
+            raise self._broken()
+        assert self._is_open, "the store is not open"
+        self._jobs.append(job)
+        self._wake.set()
+        # Cancelling the caller cancels the future, not the job.
+        return await job.future
+
+    def _broken(self) -> StoreBroken:
+        kind = TermLost if isinstance(self._failure, TermLost) else StoreBroken
+        error = kind(f"{self._name}: {self._failure}{self._remedy}")
+        error.__cause__ = self._failure
+        return error
+
+    # The writer.
+
+    async def _write(self) -> None:
+        try:
+            while self._jobs or self._is_open:
+                jobs = await self._next_jobs()
+                try:
+                    if self._failure is None:
+                        await self._do(jobs)
+                except Exception as e:  # after any failure, nothing more may be written
+                    error = None if isinstance(e, TermLost) else e
+                    logger.error("%s: the store is broken: %s", self._name, e, exc_info=error)
+                    self._failure = e
+                    if self._on_failure is not None:
+                        self._on_failure(e)
+                for job in jobs:
+                    job.answer = job.answer if self._failure is None else self._broken()
+                    _answer(job)
+        finally:
+            self._release()
+
+    async def _next_jobs(self) -> list[Job]:
+        """Wait for a job; return it and later ones, up to the size of a commit or one to do alone. Empty if idle."""
+        if not self._jobs:
+            self._wake.clear()
+            idle = asyncio.get_running_loop().call_later(IDLE_S, self._wake.set)
+            await self._wake.wait()
+            idle.cancel()
+            if not self._jobs:
+                return []
+        jobs = [self._jobs.popleft()]
+        num_bytes = 0
+        while self._jobs and jobs[-1].alone is None and self._jobs[0].alone is None:
+            num_bytes += sum(len(group.payload) for group in jobs[-1].groups)
+            if num_bytes >= self._max_commit_bytes:
+                break
+            jobs.append(self._jobs.popleft())
+        return jobs
+
+    async def _do(self, jobs: Sequence[Job]) -> None:
+        if jobs and (alone := jobs[0].alone) is not None:
+            await alone()
+        elif jobs:
+            await self._commit(jobs)
+        now_s = self._clock()
+        if now_s >= self._next_look_s:
+            self._next_look_s = now_s + IDLE_S
+            await self._look_after_segments(now_s)
+
+    @abc.abstractmethod
+    async def _load(self) -> SavedRun:
+        """Read what is stored, and note the places of its groups."""
+
+    @abc.abstractmethod
+    async def _fetch(self, wanted: Mapping[int, Location]) -> dict[int, bytes]:
+        """Return the payloads that are at these places, undamaged."""
+
+    @abc.abstractmethod
+    async def _commit(self, jobs: Sequence[Job]) -> None:
+        """Do appends and changes in one transaction, and set their answers."""
+
+    @abc.abstractmethod
+    async def _look_after_segments(self, now_s: float) -> None:
+        """Move the last groups of those that nearly all have left, and drop the segments without held groups."""
+
+    @abc.abstractmethod
+    async def _clear(self) -> None:
+        """Do the job of `clear`."""
+
+    @abc.abstractmethod
+    async def _finish(self) -> None:
+        """Make everything durable."""
+
+    @abc.abstractmethod
+    def _release(self) -> None:
+        """Close what `_load` opened; nothing is written or read afterwards."""
+
+
+def _answer(job: Job) -> None:
+    """Give a job's answer to its caller, unless the caller was cancelled."""
+    if job.future.done():
+        return
+    if isinstance(job.answer, BaseException):
+        job.future.set_exception(job.answer)
+    else:
+        job.future.set_result(job.answer)

@@ -28,6 +28,7 @@ from atroposlib.api.stores.base import (
     StoredBatch,
     StoredGroup,
 )
+from atroposlib.api.stores.writing import Location
 
 _IS_HEX: Final = re.compile("[0-9a-f]{32}").fullmatch
 
@@ -71,14 +72,6 @@ _PUT_FACTS: Final = """
 insert into facts select $1, t.* from unnest($2::bytea[], $3::bytea[]) as t (name, value)
 on conflict (run_id, name) do update set value = excluded.value
 """
-
-
-class PayloadLocation(NamedTuple):
-    """Where a payload is stored."""
-
-    segment: int
-    length: int
-    crc: int
 
 
 @dataclass(slots=True)
@@ -129,7 +122,7 @@ def table_of(run_id: int, segment: int) -> str:
 
 async def insert_groups(
     connection: Any, run_id: int, groups: Sequence[NewGroup], *, segment: int
-) -> tuple[list[Appended], dict[int, PayloadLocation]]:
+) -> tuple[list[Appended], dict[int, Location]]:
     """Insert the groups with unknown ids, and their payloads; return the outcomes and the locations of the new ones."""
     first: dict[bytes, NewGroup] = {}
     keys = [key_of(group.group_id) for group in groups]
@@ -176,7 +169,7 @@ async def insert_groups(
             [(group.header.number, group.payload) for group in new],
         )
     locations = {
-        group.header.number: PayloadLocation(segment, len(group.payload), crc)
+        group.header.number: Location(segment, 0, len(group.payload), crc)
         for group, crc in zip(first.values(), crcs, strict=True)
         if group.header.number in stored
     }
@@ -230,7 +223,7 @@ class LoadedRun(NamedTuple):
     """What the rows of a run say."""
 
     saved: SavedRun
-    locations: dict[int, PayloadLocation]
+    locations: dict[int, Location]
     segments: dict[int, int]
     """Bytes that each segment occupies."""
     serial: int
@@ -243,7 +236,7 @@ async def load(connection: Any, run_id: int) -> LoadedRun:
     )
     state = await connection.fetchrow("select * from states where run_id = $1", run_id)
     groups: list[StoredGroup] = []
-    locations: dict[int, PayloadLocation] = {}
+    locations: dict[int, Location] = {}
     rows = await connection.fetch("select * from groups where run_id = $1 order by number", run_id)
     for index, row in enumerate(map(dict, rows)):
         if index % 1000 == 0:
@@ -251,7 +244,7 @@ async def load(connection: Any, run_id: int) -> LoadedRun:
         reason = None if row["reason"] is None else _str(row["reason"])
         fields = row | {"header": row, "group_id": _id_of(row["key"]), "reason": reason}
         groups.append(msgspec.convert(fields, StoredGroup))
-        locations[row["number"]] = PayloadLocation(row["segment"], row["num_bytes"], row["crc"])
+        locations[row["number"]] = Location(row["segment"], 0, row["num_bytes"], row["crc"])
     batches = []
     rows = await connection.fetch("select * from batches where run_id = $1 order by number", run_id)
     for row in map(dict, rows):

@@ -345,6 +345,32 @@ async def test_reading_goes_on_while_segments_are_dropped_and_moved(opened: Open
     assert store.usage().stored_bytes < 300_000
 
 
+async def test_a_caller_who_gives_up_closing_does_not_close_files_under_the_writer(
+    opened: Open,
+) -> None:
+    class Waiting(SmallDisk):
+        may_sync = threading.Event()
+
+        def sync(self, fd: int) -> None:
+            assert self.may_sync.wait(30)
+            super().sync(fd)
+
+    store, _ = await opened(files=Waiting())
+    group = make_groups(1)
+    append = asyncio.create_task(store.append(group))
+    await asyncio.sleep(0.05)
+    closing = asyncio.create_task(store.close())
+    await asyncio.sleep(0)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    Waiting.may_sync.set()
+    assert await append == [Appended.STORED]
+    await store.close()
+    _, saved = await opened()
+    assert len(saved.groups) == 1
+
+
 async def test_closing_says_when_it_could_not_make_everything_durable(
     tmp_path: Path, opened: Open
 ) -> None:

@@ -155,8 +155,6 @@ class JobStore(abc.ABC):
     `on_failure` is called once, on the event loop, with the error that broke the store.
     """
 
-    _writer: asyncio.Task[None]
-    """Set by `open`."""
     _remedy = ""
     """End of the message of a store that is broken."""
 
@@ -178,6 +176,7 @@ class JobStore(abc.ABC):
         self._failure: BaseException | None = None
         """What broke the store; after it, nothing is written."""
         self._is_open = False
+        self._writer: asyncio.Task[None] | None = None
         self._jobs: deque[Job] = deque()
         self._wake = asyncio.Event()
         self._next_look_s = float("-inf")
@@ -217,14 +216,13 @@ class JobStore(abc.ABC):
 
         Raises `StoreBroken` if it breaks now; then changes that were not durable may be lost.
         """
-        if not self._is_open:
-            return
         was_broken = self._failure is not None
-        self._jobs.append(Job(alone=self._finish))
-        self._is_open = False
-        self._wake.set()
-        # Cancelling the caller does not cancel the writer.
-        await asyncio.wait([self._writer])
+        if self._is_open:
+            self._jobs.append(Job(alone=self._finish))
+            self._is_open = False
+            self._wake.set()
+        if self._writer is not None:
+            await asyncio.wait([self._writer])  # cancelling the caller does not cancel it
         if self._failure is not None and not was_broken:
             raise self._broken()
 

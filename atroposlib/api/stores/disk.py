@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from atroposlib.api.stores.base import (
     Appended,
@@ -47,8 +47,6 @@ from atroposlib.api.stores.space import BALLAST, DiskSpace, warn_of_network_file
 from atroposlib.api.stores.state import DamagedState, StateDb, is_full
 from atroposlib.api.stores.writing import Effects, Job, JobStore, Location, Segments
 from atroposlib.errors import ConfigError
-
-T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -112,12 +110,8 @@ class DiskStore(JobStore):
 
     # On the event loop.
 
-    async def _in_thread(self, work: Callable[..., T], *args: Any) -> T:
+    async def _call(self, work: Callable[..., Any], *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
-
-    async def _load(self) -> SavedRun:
-        """Also raises `ConfigError` when another hub uses the directory."""
-        return await self._in_thread(self._open)
 
     async def _fetch(self, wanted: Mapping[int, Location]) -> dict[int, bytes]:
         num_bytes = sum(location.length for location in wanted.values())
@@ -135,18 +129,6 @@ class DiskStore(JobStore):
     def usage(self) -> StoreUsage:
         space = self._space
         return replace(super().usage(), free_bytes=space.room_bytes, refusal=space.refusal)
-
-    async def _commit(self, jobs: Sequence[Job]) -> None:
-        await self._in_thread(self._commit_jobs, jobs)
-
-    async def _look_after_segments(self, now_s: float) -> None:
-        await self._in_thread(self._look_after_disk, now_s)
-
-    async def _clear(self) -> None:
-        await self._in_thread(self._erase)
-
-    async def _finish(self) -> None:
-        await self._in_thread(self._make_durable)
 
     def _release(self) -> None:
         self._thread.shutdown()
@@ -178,7 +160,8 @@ class DiskStore(JobStore):
 
     # Opening.
 
-    def _open(self) -> SavedRun:
+    def _load(self) -> SavedRun:
+        """Also raises `ConfigError` when another hub uses the directory."""
         try:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._take_lock()
@@ -273,7 +256,7 @@ class DiskStore(JobStore):
 
     # Committing.
 
-    def _commit_jobs(self, jobs: Sequence[Job], refusal: StoreFull | None = None) -> None:
+    def _commit(self, jobs: Sequence[Job], refusal: StoreFull | None = None) -> None:
         """Do the jobs in one transaction; with `refusal`, refuse the appends with it.
 
         If there is no room, refuse the appends: changes that end groups free room, and must be written.
@@ -283,7 +266,7 @@ class DiskStore(JobStore):
         except OSError as e:
             if e.errno not in LATER_ERRNOS:
                 raise
-            self._commit_jobs(jobs, self._refusal(e.strerror))
+            self._commit(jobs, self._refusal(e.strerror))
         except sqlite3.Error as e:
             if not is_full(e):
                 raise
@@ -357,7 +340,7 @@ class DiskStore(JobStore):
 
     # Disk space.
 
-    def _look_after_disk(self, now_s: float) -> None:
+    def _look_after_segments(self, now_s: float) -> None:
         self._space.measure()
         for number in self._segments.sparse(now_s, current=self._log.current):
             self._compact(number)
@@ -411,7 +394,7 @@ class DiskStore(JobStore):
 
     # Clearing and closing.
 
-    def _erase(self) -> None:
+    def _clear(self) -> None:
         self._log.end_segment()
         with self._transaction(is_durable=True):
             self._state.clear()
@@ -420,7 +403,7 @@ class DiskStore(JobStore):
         self._files.sync_directory(self._directory)
         self._segments = Segments(self._log.sizes)
 
-    def _make_durable(self) -> None:
+    def _finish(self) -> None:
         self._log.sync()
         self._sync_state()
         self._state.checkpoint()

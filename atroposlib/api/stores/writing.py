@@ -44,7 +44,7 @@ class Job:
     groups: Sequence[NewGroup] = ()
     change: Change | None = None
     alone: Callable[[], Any] | None = None
-    """Awaited by itself, after all earlier jobs and before all later ones."""
+    """Called by itself, after all earlier jobs and before all later ones."""
     answer: Any = None
     """What `future` gets: a result, or an exception to raise."""
 
@@ -182,7 +182,7 @@ class JobStore(abc.ABC):
         self._next_look_s = float("-inf")
 
     async def open(self) -> SavedRun:
-        saved = await self._load()
+        saved: SavedRun = await self._call(self._load)
         self._is_open = True
         self._writer = asyncio.create_task(self._write(), name=f"store {self._name}")
         return saved
@@ -282,36 +282,40 @@ class JobStore(abc.ABC):
 
     async def _do(self, jobs: Sequence[Job]) -> None:
         if jobs and (alone := jobs[0].alone) is not None:
-            await alone()
+            await self._call(alone)
         elif jobs:
-            await self._commit(jobs)
+            await self._call(self._commit, jobs)
         now_s = self._clock()
         if now_s >= self._next_look_s:
             self._next_look_s = now_s + IDLE_S
-            await self._look_after_segments(now_s)
-
-    @abc.abstractmethod
-    async def _load(self) -> SavedRun:
-        """Read what is stored, and note the places of its groups."""
+            await self._call(self._look_after_segments, now_s)
 
     @abc.abstractmethod
     async def _fetch(self, wanted: Mapping[int, Location]) -> dict[int, bytes]:
         """Return the payloads that are at these places, undamaged."""
 
     @abc.abstractmethod
-    async def _commit(self, jobs: Sequence[Job]) -> None:
+    async def _call(self, work: Callable[..., Any], *args: Any) -> Any:
+        """Return what one of the methods below returns, which a store may have as coroutines."""
+
+    @abc.abstractmethod
+    def _load(self) -> Any:
+        """Return the `SavedRun`, and note the places of its groups."""
+
+    @abc.abstractmethod
+    def _commit(self, jobs: Sequence[Job]) -> Any:
         """Do appends and changes in one transaction, and set their answers."""
 
     @abc.abstractmethod
-    async def _look_after_segments(self, now_s: float) -> None:
+    def _look_after_segments(self, now_s: float) -> Any:
         """Move the last groups of those that nearly all have left, and drop the segments without held groups."""
 
     @abc.abstractmethod
-    async def _clear(self) -> None:
+    def _clear(self) -> Any:
         """Do the job of `clear`."""
 
     @abc.abstractmethod
-    async def _finish(self) -> None:
+    def _finish(self) -> Any:
         """Make everything durable."""
 
     @abc.abstractmethod

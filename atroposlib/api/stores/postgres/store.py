@@ -115,6 +115,9 @@ class PostgresStore(JobStore):
         )
         return replace(loaded.saved, found=found)
 
+    async def _call(self, work: Callable[..., Any], *args: Any) -> Any:
+        return await work(*args)
+
     async def _fetch(self, wanted: Mapping[int, Location]) -> dict[int, bytes]:
         found = await self._on_connection(lambda connection: self._read(connection, wanted))
         if len(found) < len(wanted):

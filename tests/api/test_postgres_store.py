@@ -25,7 +25,6 @@ from atroposlib.api.stores.postgres import sessions  # noqa: E402
 from atroposlib.api.stores.postgres.runs import PostgresRuns  # noqa: E402
 from atroposlib.api.stores.postgres.store import PostgresStore  # noqa: E402
 from tests.api.test_hub_stores import new_group, stored  # noqa: E402
-from tests.postgres import Cluster  # noqa: E402
 
 
 @asynccontextmanager
@@ -56,6 +55,19 @@ def make_store(runs: PostgresRuns, clock: Clock) -> PostgresStore:
     return PostgresStore(
         "run", pool=runs._pool, owners=runs.owners, segment_bytes=4000, clock=clock
     )
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+async def store(runs: PostgresRuns, clock: Clock) -> AsyncIterator[PostgresStore]:
+    store = make_store(runs, clock)
+    await store.open()
+    yield store
+    await store.close()
 
 
 async def payload_tables(runs: PostgresRuns) -> list[str]:
@@ -104,10 +116,10 @@ async def test_a_read_after_the_term_ended_never_calls_groups_damaged(postgres_u
         await store.close()
 
 
-async def test_a_claim_waits_for_the_transaction_in_progress(runs: PostgresRuns) -> None:
+async def test_a_claim_waits_for_the_transaction_in_progress(
+    runs: PostgresRuns, store: PostgresStore
+) -> None:
     """So the next owner reads all that the one before has committed."""
-    store = runs.store("run")
-    await store.open()
     async with runs._pool.acquire() as connection:
         async with connection.transaction():
             await connection.execute("select 1 from runs for share")
@@ -115,13 +127,11 @@ async def test_a_claim_waits_for_the_transaction_in_progress(runs: PostgresRuns)
             done, _ = await asyncio.wait([claim], timeout=0.2)
             assert not done
         await claim
-    await store.close()
 
 
-async def test_a_segment_is_dropped_once_none_of_its_groups_is_held(runs: PostgresRuns) -> None:
-    clock = Clock()
-    store = make_store(runs, clock)
-    await store.open()
+async def test_a_segment_is_dropped_once_none_of_its_groups_is_held(
+    runs: PostgresRuns, store: PostgresStore, clock: Clock
+) -> None:
     for number in range(6):
         await store.append([new_group(number, bytes(2000))])
     assert await payload_tables(runs) == [f"payloads_1_{n}" for n in range(3)]
@@ -131,13 +141,11 @@ async def test_a_segment_is_dropped_once_none_of_its_groups_is_held(runs: Postgr
     assert await payload_tables(runs) == ["payloads_1_1", "payloads_1_2"]
     await store.clear()
     assert await payload_tables(runs) == []
-    await store.close()
 
 
-async def test_a_segment_that_is_being_read_is_dropped_later(runs: PostgresRuns) -> None:
-    clock = Clock()
-    store = make_store(runs, clock)
-    await store.open()
+async def test_a_segment_that_is_being_read_is_dropped_later(
+    runs: PostgresRuns, store: PostgresStore, clock: Clock
+) -> None:
     await store.append([new_group(0, bytes(5000))])
     async with runs._control.acquire() as connection, connection.transaction():
         await connection.execute("select count(*) from payloads_1_0")
@@ -148,13 +156,11 @@ async def test_a_segment_that_is_being_read_is_dropped_later(runs: PostgresRuns)
     clock.now_s += 62
     await store.commit(Change())
     assert await payload_tables(runs) == []
-    await store.close()
 
 
-async def test_the_last_groups_of_a_segment_are_moved(runs: PostgresRuns) -> None:
-    clock = Clock()
-    store = make_store(runs, clock)
-    await store.open()
+async def test_the_last_groups_of_a_segment_are_moved(
+    runs: PostgresRuns, store: PostgresStore, clock: Clock
+) -> None:
     await store.append([new_group(n, bytes([n]) * 500) for n in range(9)])
     await store.append([new_group(9)])
     await store.commit(ends(*range(8)))
@@ -170,21 +176,20 @@ async def test_the_last_groups_of_a_segment_are_moved(runs: PostgresRuns) -> Non
     await again.close()
 
 
-async def test_a_damaged_payload_is_reported_by_number(runs: PostgresRuns) -> None:
-    store = runs.store("run")
-    await store.open()
+async def test_a_damaged_payload_is_reported_by_number(
+    runs: PostgresRuns, store: PostgresStore
+) -> None:
     await store.append([new_group(n) for n in range(4)])
     await runs._pool.execute("delete from payloads_1_0 where number = 1")
     await runs._pool.execute("update payloads_1_0 set payload = 'paxload' where number = 3")
     with pytest.raises(CorruptGroups) as caught:
         await store.read([0, 1, 2, 3])
     assert caught.value.numbers == [1, 3]
-    await store.close()
 
 
-async def test_a_full_database_refuses_groups_while_changes_work(runs: PostgresRuns) -> None:
-    store = runs.store("run")
-    await store.open()
+async def test_a_full_database_refuses_groups_while_changes_work(
+    runs: PostgresRuns, store: PostgresStore
+) -> None:
     await store.append([new_group(0)])
     await runs._pool.execute(
         "create function refuse() returns trigger language plpgsql as"
@@ -197,21 +202,17 @@ async def test_a_full_database_refuses_groups_while_changes_work(runs: PostgresR
     assert [type(answer) for answer in answers] == [StoreFull, type(None)]
     await runs._pool.execute("drop trigger refuse on groups")
     assert await store.append([new_group(1)]) == [Appended.STORED]
-    await store.close()
 
 
 async def test_calls_wait_for_a_database_that_ends_their_connections(
-    runs: PostgresRuns, postgres: Cluster
+    runs: PostgresRuns, store: PostgresStore
 ) -> None:
-    store = runs.store("run")
-    await store.open()
     for number in range(5):
         await runs._control.execute(
             "select pg_terminate_backend(pid) from pg_stat_activity"
-            " where application_name like 'atropos %' and pid <> pg_backend_pid()"
+            f" where application_name = 'atropos {runs.owners.id}' and pid <> pg_backend_pid()"
         )
         assert await store.append([new_group(number)]) == [Appended.STORED]
-    await store.close()
 
 
 async def test_a_database_out_of_reach_for_long_breaks_the_store(

@@ -68,6 +68,19 @@ async def fill(store: DiskStore, count: int) -> list[NewGroup]:
     return groups
 
 
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+async def let_time_pass(store: DiskStore, clock: Clock, *times_s: float) -> None:
+    """Let the writer look after the disk at these times."""
+    for clock.now_s in times_s:
+        await settle(store)
+
+
 async def settle(store: DiskStore) -> None:
     """Return when the writer has looked after the disk and the files that it dropped are gone."""
     await store.commit(Change())
@@ -125,32 +138,7 @@ async def test_a_segment_is_dropped_when_nothing_in_it_is_held(
     assert store.usage().stored_bytes < 7 * 4000
 
 
-async def test_a_sparse_segment_is_copied_forward_and_dropped(tmp_path: Path, opened: Open) -> None:
-    now_s = 0.0
-    store, _ = await opened(segment_bytes=40_000, clock=lambda: now_s)
-    groups = await fill(store, 21)
-    await store.commit(Change(moves=[Move(number=7, place=Place.DEAD, reason="odd")]))
-    first = segment_names(tmp_path / "run")[0]
-    await store.commit(end(*(n for n in range(10) if n != 7)))
-    await settle(store)
-    now_s = 5.0
-    await settle(store)
-    now_s = 599.0
-    await settle(store)
-    assert first in segment_names(tmp_path / "run")
-    now_s = 700.0
-    await settle(store)
-    assert first not in segment_names(tmp_path / "run")
-    assert await store.read([7, 15]) == [groups[7].payload, groups[15].payload]
-    copy_run(tmp_path / "run", tmp_path / "crashed")
-    await store.close()
-    crashed, saved = await opened("crashed")
-    assert [group.header.number for group in saved.groups] == [7, *range(10, 21)]
-    assert (saved.groups[0].place, saved.groups[0].reason) == (Place.DEAD, "odd")
-    assert await crashed.read([7]) == [groups[7].payload]
-
-
-async def test_a_group_is_at_no_moment_absent_while_it_is_copied_forward(
+async def test_a_sparse_segment_is_copied_forward_and_dropped_and_no_group_is_absent_meanwhile(
     tmp_path: Path, opened: Open
 ) -> None:
     taken_out: list[int] = []
@@ -160,57 +148,54 @@ async def test_a_group_is_at_no_moment_absent_while_it_is_copied_forward(
             taken_out.append(number)
             return super().pop(number, *default)
 
-    now_s = 0.0
-    store, _ = await opened(segment_bytes=40_000, clock=lambda: now_s)
+    clock = Clock()
+    store, _ = await opened(segment_bytes=40_000, clock=clock)
     store._segments.places = Watched()
-    groups = await fill(store, 11)
+    groups = await fill(store, 21)
+    await store.commit(Change(moves=[Move(number=7, place=Place.DEAD, reason="odd")]))
     first = segment_names(tmp_path / "run")[0]
     await store.commit(end(*(n for n in range(10) if n != 7)))
-    await settle(store)
     taken_out.clear()
-    now_s = 5.0
-    await settle(store)
-    now_s = 700.0
-    await settle(store)
+    await let_time_pass(store, clock, 0.0, 5.0, 599.0)
+    assert first in segment_names(tmp_path / "run")
+    await let_time_pass(store, clock, 700.0)
     assert first not in segment_names(tmp_path / "run")
     assert taken_out == []
-    assert store.usage().payload_bytes == 8000
-    assert await store.read([7]) == [groups[7].payload]
+    assert store.usage().payload_bytes == 12 * 4000
+    assert await store.read([7, 15]) == [groups[7].payload, groups[15].payload]
+    copy_run(tmp_path / "run", tmp_path / "crashed")
+    await store.close()
+    crashed, saved = await opened("crashed")
+    assert [group.header.number for group in saved.groups] == [7, *range(10, 21)]
+    assert (saved.groups[0].place, saved.groups[0].reason) == (Place.DEAD, "odd")
+    assert await crashed.read([7]) == [groups[7].payload]
 
 
 async def test_a_segment_that_cannot_be_read_is_not_copied_forward_and_breaks_nothing(
-    tmp_path: Path,
-    opened: Open,
+    tmp_path: Path, opened: Open
 ) -> None:
-    now_s = 0.0
-    store, _ = await opened(segment_bytes=40_000, clock=lambda: now_s)
+    clock = Clock()
+    store, _ = await opened(segment_bytes=40_000, clock=clock)
     await fill(store, 11)
     await store.commit(end(*(n for n in range(10) if n != 7)))
-    await settle(store)
-    now_s = 5.0
-    await settle(store)
+    await let_time_pass(store, clock, 0.0, 5.0)
     (tmp_path / "run" / segment_names(tmp_path / "run")[0]).unlink()
-    now_s = 700.0
-    await settle(store)
+    await let_time_pass(store, clock, 700.0)
     with pytest.raises(CorruptGroups):
         await store.read([7])
     assert await store.append(make_groups(1, first=11)) == [Appended.STORED]
 
 
 async def test_a_damaged_group_stays_where_it_is_when_others_are_copied_forward(
-    tmp_path: Path,
-    opened: Open,
+    tmp_path: Path, opened: Open
 ) -> None:
-    now_s = 0.0
-    store, _ = await opened(segment_bytes=60_000, clock=lambda: now_s)
+    clock = Clock()
+    store, _ = await opened(segment_bytes=60_000, clock=clock)
     groups = await fill(store, 17)
     first = tmp_path / "run" / segment_names(tmp_path / "run")[0]
     flip(first, find(first, groups[3].payload))
     await store.commit(end(*(n for n in range(15) if n not in (3, 4))))
-    now_s = 5.0
-    await settle(store)
-    now_s = 700.0
-    await settle(store)
+    await let_time_pass(store, clock, 5.0, 700.0)
     assert first.exists()
     assert await store.read([4, 16]) == [groups[4].payload, groups[16].payload]
     with pytest.raises(CorruptGroups):
@@ -220,35 +205,24 @@ async def test_a_damaged_group_stays_where_it_is_when_others_are_copied_forward(
     assert not first.exists()
 
 
-async def test_reading_names_all_damaged_groups(tmp_path: Path, opened: Open) -> None:
+async def test_damage_is_found_on_reading_not_on_opening_and_all_of_it_is_named(
+    tmp_path: Path, opened: Open
+) -> None:
     store, _ = await opened(segment_bytes=10_000)
     groups = await fill(store, 9)
+    await store.close()
     names = segment_names(tmp_path / "run")
     first = tmp_path / "run" / names[0]
     flip(first, find(first, groups[1].payload) + 100)
     (tmp_path / "run" / names[1]).unlink()
+    store, saved = await opened(segment_bytes=10_000)
+    assert len(saved.groups) == 9
     with pytest.raises(CorruptGroups) as caught:
         await store.read([8, 5, 4, 3, 1, 0])
     assert caught.value.numbers == [1, 3, 4, 5]
     assert await store.read([8, 0]) == [groups[8].payload, groups[0].payload]
     await store.commit(end(*range(9)))
     await settle(store)
-
-
-async def test_damage_in_listed_records_is_found_on_reading_not_on_opening(
-    tmp_path: Path, opened: Open
-) -> None:
-    store, _ = await opened()
-    groups = make_groups(4)
-    await store.append(groups)
-    await store.close()
-    segment = tmp_path / "run" / segment_names(tmp_path / "run")[0]
-    flip(segment, find(segment, groups[1].payload))
-    again, saved = await opened()
-    assert len(saved.groups) == 4
-    with pytest.raises(CorruptGroups) as caught:
-        await again.read([0, 1, 2, 3])
-    assert caught.value.numbers == [1]
 
 
 @pytest.mark.parametrize("loss", ["missing", "overwritten", "torn page"])

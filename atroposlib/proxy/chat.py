@@ -54,6 +54,8 @@ class Sampling(EngineSampling):
     stream_options: StreamOptions | None = None
     split: Literal["train", "eval"] = "train"
     """Not OpenAI's: the engine budget that the request counts against."""
+    max_context_tokens: int | None = Field(default=None, ge=2)
+    """Not OpenAI's: an answer gets what the prompt leaves of it, at least 1 token."""
 
     def sampling(self) -> dict[str, Any]:
         """Return the given parameters under the engine's names."""
@@ -134,6 +136,7 @@ def read(body: AgentChatBody) -> AgentRequest:
         sampling=sampling,
         n=body.n or 1,
         split=body.split,
+        max_context_tokens=body.max_context_tokens,
         wants_logprobs=bool(body.logprobs),
     )
 

@@ -79,11 +79,6 @@ def unauthorized(message: str) -> ProxyError:
     return ProxyError(401, message, type="authentication_error", code="invalid_api_key")
 
 
-def too_long(message: str) -> ProxyError:
-    """Return the 400 that makes agents shorten the conversation."""
-    return invalid(message, param="messages", code="context_length_exceeded")
-
-
 def error_for(error: Exception) -> ProxyError | None:
     """Return the error that the client sees; None for a bug of the proxy."""
     if isinstance(error, ProxyError):
@@ -98,7 +93,7 @@ def error_for(error: Exception) -> ProxyError | None:
         return invalid(f"the chat template refuses these messages: {error}", param="messages")
     if isinstance(error, EngineRejected):
         if _TOO_LONG.search(str(error)):
-            return too_long(str(error))
+            return invalid(str(error), param="messages", code="context_length_exceeded")
         status = 502 if getattr(error, "status", 400) in _OWN_FAULTS else 400
         kind = "engine_error" if status == 502 else "invalid_request_error"
         return ProxyError(status, str(error), type=kind, code="engine_rejected")

@@ -219,6 +219,7 @@ class Routes:
             sampling=body.sampling(),
             n=body.n or 1,
             split=body.split,
+            max_context_tokens=body.max_context_tokens,
             wants_logprobs=body.logprobs is not None,
         )
 

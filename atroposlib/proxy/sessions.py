@@ -16,7 +16,6 @@ import uuid
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -28,11 +27,11 @@ from atroposlib.inference.manager import DEFAULT_TOOL_PARSER
 from atroposlib.inference.servers.api_server import TokenCompletions
 from atroposlib.inference.servers.pacing import start_slot
 from atroposlib.inference.servers.sampling_notes import noting_sampling, recorded
-from atroposlib.inference.sessions.managed_server import ManagedServer, Prompt
+from atroposlib.inference.sessions.managed_server import ManagedServer, ManagedTurn, Prompt
 from atroposlib.inference.sessions.sequences import SequenceNode
 from atroposlib.inference.tools.parsers import style_named
 from atroposlib.proxy.chat import DISTRIBUTION_KEPT, EngineSampling
-from atroposlib.proxy.errors import ProxyError, error_for, invalid, too_long
+from atroposlib.proxy.errors import ProxyError, error_for, invalid
 from atroposlib.proxy.turn import AgentAnswer, AgentRequest, Choice, TokenLogprob, tool_call
 from atroposlib.utils.off_loop import off_loop
 
@@ -42,9 +41,6 @@ T = TypeVar("T")
 
 _NUM_REMEMBERED = 10_000
 """Expired sessions that are answered with 410; older ones are unknown (404)."""
-
-_ANSWERS: ContextVar[list[TokenCompletions] | None] = ContextVar("_ANSWERS", default=None)
-"""The engine's answers within the current call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,38 +93,6 @@ class _Fixed(BaseModel):
     sampling: _FixedSampling
 
 
-class _Engine:
-    """A session's server: keeps requests within the context limit and records the answers of each call."""
-
-    def __init__(self, server: Any, *, max_context_tokens: int | None) -> None:
-        self._server = server
-        self._max_context_tokens = max_context_tokens
-
-    @property
-    def config(self) -> Any:
-        return self._server.config
-
-    @property
-    def tokenizer(self) -> Any:
-        return self._server.tokenizer
-
-    async def tokens_and_logprobs_completion(self, **kwargs: Any) -> TokenCompletions:
-        limit = self._max_context_tokens
-        if limit is not None:
-            num_prompt = len(kwargs["input_ids"])
-            if num_prompt >= limit:
-                raise too_long(
-                    f"This model's maximum context length is {limit} tokens. However, your messages resulted in"
-                    f" {num_prompt} tokens. Please reduce the length of the messages."
-                )
-            kwargs["max_tokens"] = min(kwargs["max_tokens"], limit - num_prompt)
-        answer = TokenCompletions.of(await self._server.tokens_and_logprobs_completion(**kwargs))
-        noted = _ANSWERS.get()
-        if noted is not None:
-            noted.append(answer)
-        return answer
-
-
 class _Plain:
     """Stands in for a managed server with an API without token ids: answers, but no sequences."""
 
@@ -144,14 +108,14 @@ class _Plain:
         """Do nothing: there are no sequences."""
 
 
-Turn = Callable[..., AbstractAsyncContextManager[Any]]
+Turn = Callable[..., AbstractAsyncContextManager[ManagedTurn]]
 """Samples, and stores the turn if the block that gets the completion ends without an exception."""
 
 
 def _without_keeping(call: Callable[..., Awaitable[Any]]) -> Turn:
     @asynccontextmanager
-    async def send(**kwargs: Any) -> AsyncIterator[Any]:
-        yield await call(**kwargs)
+    async def send(**kwargs: Any) -> AsyncIterator[ManagedTurn]:
+        yield ManagedTurn(await call(**kwargs), None)
 
     return send
 
@@ -195,7 +159,8 @@ class Session:
         self._text_turn = _without_keeping(managed.completion)
         if isinstance(managed, ManagedServer):
             self._chat_turn, self._text_turn = managed.chat_turn, managed.text_turn
-            managed.server = _Engine(managed.server, max_context_tokens=options.max_context_tokens)
+            managed.max_context_tokens = options.max_context_tokens
+            managed.refuses_long_prompts = options.max_context_tokens is not None
 
     @property
     def num_calls(self) -> int:
@@ -311,19 +276,16 @@ class Session:
         options = self.options
         kwargs |= {"max_tokens": options.max_tokens, "temperature": 1.0, "n": ask.n}
         kwargs |= {**asked, **(options.sampling or {}), "split": options.split or ask.split}
+        if ask.max_context_tokens is not None and isinstance(self.managed, ManagedServer):
+            kwargs["max_context_tokens"] = ask.max_context_tokens
         dropped = tuple(name for name, value in ask.sampling.items() if kwargs.get(name) != value)
-        answers: list[TokenCompletions] = []
-        token = _ANSWERS.set(answers)
-        try:
-            async with send(**kwargs) as completion:
-                answer = self._read(completion, dropped)
-                if ask.wants_logprobs and answers:
-                    # Decoding a long answer token by token would delay other agents.
-                    choices = await off_loop(self._with_logprobs, answer.choices, answers[0])
-                    answer = replace(answer, choices=choices)
-                return answer, write(answer)
-        finally:
-            _ANSWERS.reset(token)
+        async with send(**kwargs) as turn:
+            answer = self._read(turn.completion, dropped)
+            if ask.wants_logprobs and turn.answer is not None:
+                # Decoding a long answer token by token would delay other agents.
+                choices = await off_loop(self._with_logprobs, answer.choices, turn.answer)
+                answer = replace(answer, choices=choices)
+            return answer, write(answer)
 
     def _allowed(self, sampling: dict[str, Any]) -> dict[str, Any]:
         if not self.options.keeps_distribution:

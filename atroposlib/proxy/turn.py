@@ -38,6 +38,8 @@ class AgentRequest:
     """`chat_template_kwargs`, if the client set them."""
     n: int = 1
     split: str = "train"
+    max_context_tokens: int | None = None
+    """Limit of the prompt and its answer together; None: the session's."""
     wants_logprobs: bool = False
 
 

@@ -193,6 +193,17 @@ async def test_environment_that_was_not_written_for_a_proxy_works_with_one() -> 
         assert proxy.sessions.open_sessions() == []
 
 
+async def test_an_answer_gets_what_its_prompt_leaves_of_the_limit() -> None:
+    async with Proxy(lambda request: "x" * 100) as proxy, serve_locally(proxy.app) as url:
+        managed = await create_proxy_session(url)
+        for limit, prompt in ((40, "some room"), (2, "no room at all")):
+            managed.max_context_tokens = limit
+            await managed.completion(prompt=prompt, max_tokens=100)
+        nodes = managed.get_state()["nodes"]
+        assert [len(node.tokens) for node in nodes] == [40, len("<no room at all") + 1]
+        await managed.cleanup()
+
+
 async def test_failures_are_the_errors_of_an_engine() -> None:
     async with Proxy() as proxy, serve_locally(proxy.app) as url:
         managed = ProxyManagedServer(url, "nobody")

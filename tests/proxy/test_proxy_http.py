@@ -706,7 +706,8 @@ async def test_context_of_a_session_is_kept_and_a_longer_prompt_is_too_long() ->
         assert answer["usage"]["total_tokens"] == 40
         assert answer["choices"][0]["finish_reason"] == "length"
         long = {"messages": [{"role": "user", "content": "x" * 40}]}
-        refused = await proxy.client.post(chat_url(uuid), json=long)
+        own_limit = {"max_context_tokens": 1000}  # cannot raise the session's
+        refused = await proxy.client.post(chat_url(uuid), json={**long, **own_limit})
         assert refused.status_code == 400
         assert refused.json()["error"]["code"] == "context_length_exceeded"
         assert "maximum context length is 40 tokens" in refused.json()["error"]["message"]

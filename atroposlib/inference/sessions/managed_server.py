@@ -18,7 +18,7 @@ from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from atroposlib.errors import ConfigError, EngineProtocolError
+from atroposlib.errors import ConfigError, EngineProtocolError, EngineRejected
 from atroposlib.inference.servers.api_server import TokenCompletions
 from atroposlib.inference.servers.openai_routes import (
     chat_completion_from,
@@ -77,6 +77,7 @@ _OWN_KEYWORDS = frozenset(
         "chat_template_kwargs",
         "add_generation_prompt",
         "continue_final_message",
+        "max_context_tokens",
     }
 )
 """Keywords of a chat call that are left out of the token request, which always asks for logprobs."""
@@ -87,6 +88,15 @@ class Prompt(NamedTuple):
 
     text: str
     tokens: list[int]
+
+
+class ManagedTurn(NamedTuple):
+    """A sampled turn."""
+
+    completion: Any
+    """A `ChatCompletion` or `Completion`."""
+    answer: TokenCompletions | None
+    """The engine's answer; None from an API without token ids."""
 
 
 class ManagedServer:
@@ -110,6 +120,8 @@ class ManagedServer:
         """Turns that could not reuse the tokens of earlier turns, because the template rewrote those."""
         self.max_context_tokens: int | None = None
         """Limit of a prompt and its answer together: answers get what the prompt leaves, at least 1 token."""
+        self.refuses_long_prompts = False
+        """Whether a prompt that leaves no room raises EngineRejected instead of getting 1 token."""
         self._given_tokenizer = tokenizer
         self._store = SequenceStore(keep_parents=track_tree)
 
@@ -151,12 +163,12 @@ class ManagedServer:
         `tool_parser`, calls are in `message.tool_calls`. A stop string is moved from the content to
         `choice.stop_reason`. The nodes hold all sampled tokens.
         """
-        async with self.chat_turn(**kwargs) as completion:
-            return completion
+        async with self.chat_turn(**kwargs) as turn:
+            return turn.completion
 
     @asynccontextmanager
-    async def chat_turn(self, **kwargs: Any) -> AsyncIterator[Any]:
-        """Yield what `chat_completion` returns; the turn is stored if the block ends without an exception."""
+    async def chat_turn(self, **kwargs: Any) -> AsyncIterator[ManagedTurn]:
+        """Yield what `chat_completion` samples; the turn is stored if the block ends without an exception."""
         messages = read_messages(kwargs["messages"])
         kwargs, options = _take_options(kwargs)
         turn = self._prepare_chat(messages, options)
@@ -182,24 +194,25 @@ class ManagedServer:
             _describe(answer, messages, completions)
             has_calls = any("tool_calls" in reply for reply in replies)
             build = completion_with_tool_calls if has_calls else chat_completion_from
-            yield build(self._body(turn, completions, [{"message": reply} for reply in replies]))
+            body = self._body(turn, completions, [{"message": reply} for reply in replies])
+            yield ManagedTurn(build(body), answer)
             self._store.commit(turn, completions)
 
     async def completion(self, **kwargs: Any) -> Any:
         """Sample continuations of a text prompt and return an `openai` `Completion`."""
-        async with self.text_turn(**kwargs) as completion:
-            return completion
+        async with self.text_turn(**kwargs) as turn:
+            return turn.completion
 
     @asynccontextmanager
-    async def text_turn(self, **kwargs: Any) -> AsyncIterator[Any]:
-        """Yield what `completion` returns; the turn is stored if the block ends without an exception."""
+    async def text_turn(self, **kwargs: Any) -> AsyncIterator[ManagedTurn]:
+        """Yield what `completion` samples; the turn is stored if the block ends without an exception."""
         turn = self._prepare_text(kwargs["prompt"])
         with self._store.continuing(turn):
             turn, answer = await self._sample(turn, kwargs)
             completions = await self._read(answer, _stop_strings(kwargs))
             _describe(answer, None, completions)
             texts = [{"text": sampled.visible_text} for sampled in completions]
-            yield completion_from(self._body(turn, completions, texts))
+            yield ManagedTurn(completion_from(self._body(turn, completions, texts)), answer)
             self._store.commit(turn, completions)
 
     async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
@@ -375,8 +388,16 @@ class ManagedServer:
             logger.info("Prompt of %d tokens: %.500s", len(turn.tokens), turn.full_text)
         await import_openai()
         prompt = turn.chat or {"input_ids": turn.tokens, "prompt": turn.full_text}
-        if self.max_context_tokens is not None and turn.chat is None:
-            room = max(1, self.max_context_tokens - len(turn.tokens))
+        limits = filter(None, (self.max_context_tokens, kwargs.get("max_context_tokens")))
+        limit = min(limits, default=None)
+        if limit is not None and turn.chat is None:
+            room = limit - len(turn.tokens)
+            if room < 1 and self.refuses_long_prompts:
+                raise EngineRejected(
+                    f"This model's maximum context length is {limit} tokens. However, your messages resulted in"
+                    f" {len(turn.tokens)} tokens. Please reduce the length of the messages."
+                )
+            room = max(1, room)
             request["max_tokens"] = min(request.get("max_tokens") or room, room)
         raw = await self.server.tokens_and_logprobs_completion(**prompt, **request)
         answer = TokenCompletions.of(raw)

@@ -60,6 +60,8 @@ class ProxyManagedServer:
         self.base_url = base_url
         """The engine behind the session; None if unknown."""
         self.track_tree = track_tree
+        self.max_context_tokens: int | None = None
+        """As of `ManagedServer`."""
         own = {OWNER_HEADER: owner_key} if owner_key else {}
         self._peer = HttpPeer(self.proxy_url, api_key=session_uuid, headers=own)
         self._nodes: list[SequenceNode] = []
@@ -137,10 +139,10 @@ class ProxyManagedServer:
     async def _call(self, route: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         await self._send_reset()
         request = read_request(dict(kwargs), timeout_s=CALL_TIMEOUT_S)
-        split = kwargs.get("split")
+        own = {"split": kwargs.get("split"), "max_context_tokens": self.max_context_tokens}
         answer: Any = await self._peer.post(
             f"/{self.session_uuid}/v1/{route}",
-            {**request.body, **({"split": split} if split else {})},
+            {**request.body, **{name: value for name, value in own.items() if value}},
             timeout_s=request.timeout_s,
             headers=request.headers,
         )

@@ -1,14 +1,14 @@
-"""Read and decode request bodies with limits on size and time, for the proxy and the local engine.
+"""Read and decode request bodies with limits on size and time; the errors of servers with OpenAI's routes.
 
 A bad body raises `BodyRefused` (status 400, 408, 413, or 499 if the client disconnects), which each server turns into
-its own form of error.
+its own form of error: proxy and engines into an `ApiError`.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
@@ -32,6 +32,45 @@ class BodyRefused(Exception):
         self.message = message
         self.code = code
         self.headers = headers
+
+
+class ApiError(Exception):
+    """A request that is answered with an error body in OpenAI's form."""
+
+    default_type: ClassVar[str | None] = None
+    """None: vLLM's for the status."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        type: str | None = None,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status
+        self.type = type or self.default_type or _type_for(status)
+        self.code = code
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+    def body(self) -> dict[str, Any]:
+        fields = {"message": self.message, "type": self.type, "param": self.param}
+        return {"error": {**fields, "code": self.code or self.status}}
+
+
+def _type_for(status: int) -> str:
+    other = "BadRequestError" if status < 500 else "InternalServerError"
+    return {
+        403: "PermissionDeniedError",
+        404: "NotFoundError",
+        429: "RateLimitError",
+        503: "ServiceUnavailableError",
+    }.get(status, other)
 
 
 async def read_body(

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import time
-import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from atroposlib.engine.bodies import ChatBody, CompletionBody
 from atroposlib.engine.sampling import SamplingParams
 from atroposlib.engine.sequences import Completion, Tokenizer
-
-_LOWEST_LOGPROB = -9999.0
-"""Replaces a logprob of minus infinity, which JSON cannot hold, as in vLLM."""
+from atroposlib.utils.answer_bodies import chat_logprobs, completion_body, text_logprobs
 
 
 class Renderer:
@@ -34,18 +30,13 @@ class Renderer:
         choices: list[dict[str, Any]] = []
         for prompt_ids, completions in zip(prompts, results, strict=True):
             for completion in completions:
-                choice = _choice(completion, body, index=len(choices))
+                choice = self._choice(completion, body, params)
                 choice["text"] = self._text(completion, params)
-                if params.logprobs is not None:
-                    choice["logprobs"] = self._completion_logprobs(completion, body)
                 if body.return_token_ids:
                     choice["prompt_token_ids"] = prompt_ids
                 choices.append(choice)
-        return {
-            **self._head("cmpl", "text_completion"),
-            "choices": choices,
-            "usage": _usage(prompts, results),
-        }
+        num_tokens = _num_tokens(prompts, results)
+        return completion_body(choices, model=self._model_name, num_tokens=num_tokens)
 
     def chat(
         self,
@@ -56,26 +47,34 @@ class Renderer:
     ) -> dict[str, Any]:
         """Return the answer of `/v1/chat/completions`; `prompt_token_ids` is a top-level field, as in vLLM."""
         choices = []
-        for index, completion in enumerate(completions):
-            choice = _choice(completion, body, index=index)
-            choice["message"] = {"role": "assistant", "content": self._text(completion, params)}
-            if params.logprobs is not None:
-                choice["logprobs"] = {"content": self._chat_logprobs(completion, body)}
-            choices.append(choice)
-        return {
-            **self._head("chatcmpl", "chat.completion"),
-            "choices": choices,
-            "usage": _usage([prompt_ids], [completions]),
-            "prompt_token_ids": prompt_ids if body.return_token_ids else None,
-        }
+        for completion in completions:
+            message = {"role": "assistant", "content": self._text(completion, params)}
+            choices.append({**self._choice(completion, body, params), "message": message})
+        num_tokens = _num_tokens([prompt_ids], [completions])
+        answer = completion_body(choices, model=self._model_name, num_tokens=num_tokens)
+        return {**answer, "prompt_token_ids": prompt_ids if body.return_token_ids else None}
 
-    def _head(self, prefix: str, kind: str) -> dict[str, Any]:
-        return {
-            "id": f"{prefix}-{uuid.uuid4().hex}",
-            "object": kind,
-            "created": int(time.time()),
-            "model": self._model_name,
+    def _choice(
+        self, completion: Completion, body: CompletionBody | ChatBody, params: SamplingParams
+    ) -> dict[str, Any]:
+        """Return the fields that choices of both routes have."""
+        choice: dict[str, Any] = {
+            "finish_reason": completion.finish_reason.value,
+            "stop_reason": completion.stop_reason,
+            "weight_versions": [span._asdict() for span in completion.weight_versions],
         }
+        if body.return_token_ids:
+            choice["token_ids"] = completion.token_ids
+        if params.logprobs is not None:
+            write = chat_logprobs if isinstance(body, ChatBody) else text_logprobs
+            as_ids = bool(body.return_tokens_as_token_ids)
+            sampled = zip(completion.token_ids, completion.logprobs, strict=True)
+            tops = completion.top_logprobs
+            choice["logprobs"] = write(
+                self._texts(sampled, as_ids=as_ids),
+                None if tops is None else [self._texts(top, as_ids=as_ids) for top in tops],
+            )
+        return choice
 
     def _text(self, completion: Completion, params: SamplingParams) -> str:
         if completion.text is not None:
@@ -85,84 +84,24 @@ class Renderer:
             token_ids = token_ids[:-1]
         return self._tokenizer.decode(token_ids, skip_special_tokens=params.skip_special_tokens)
 
-    def _completion_logprobs(self, completion: Completion, body: CompletionBody) -> dict[str, Any]:
-        as_ids = bool(body.return_tokens_as_token_ids)
-        tokens = [self._token(token, as_ids=as_ids) for token in completion.token_ids]
-        offsets, offset = [], 0
-        for token in tokens:
-            offsets.append(offset)
-            offset += len(token)
-        top = []
-        for place, (token, logprob) in enumerate(zip(tokens, completion.logprobs, strict=True)):
-            row = {token: _json_float(logprob)}
-            for token_id, value in (
-                completion.top_logprobs[place] if completion.top_logprobs else ()
-            ):
-                row.setdefault(self._token(token_id, as_ids=as_ids), _json_float(value))
-            top.append(row)
-        return {
-            "tokens": tokens,
-            "token_logprobs": [_json_float(value) for value in completion.logprobs],
-            "top_logprobs": top,
-            "text_offset": offsets,
-        }
-
-    def _chat_logprobs(self, completion: Completion, body: ChatBody) -> list[dict[str, Any]]:
-        as_ids = bool(body.return_tokens_as_token_ids)
-
-        def entry(token_id: int, logprob: float) -> dict[str, Any]:
-            token = self._token(token_id, as_ids=as_ids)
-            return {
-                "token": token,
-                "logprob": _json_float(logprob),
-                "bytes": list(token.encode()),
-            }
-
-        tops = completion.top_logprobs or [[] for _ in completion.token_ids]
-        return [
-            {**entry(token_id, logprob), "top_logprobs": [entry(*pair) for pair in top]}
-            for token_id, logprob, top in zip(
-                completion.token_ids, completion.logprobs, tops, strict=True
-            )
-        ]
-
-    def _token(self, token_id: int, *, as_ids: bool) -> str:
-        if as_ids:
-            return f"token_id:{token_id}"
-        text = self._token_texts.get(token_id)
-        if text is None:
-            text = self._tokenizer.decode([token_id], skip_special_tokens=False)
-            self._token_texts[token_id] = text
-        return text
+    def _texts(
+        self, tokens: Iterable[tuple[int, float]], *, as_ids: bool
+    ) -> Iterator[tuple[str, float]]:
+        """Yield the text and the logprob of tokens given by id."""
+        for token_id, logprob in tokens:
+            if as_ids:
+                yield f"token_id:{token_id}", logprob
+                continue
+            text = self._token_texts.get(token_id)
+            if text is None:
+                text = self._tokenizer.decode([token_id], skip_special_tokens=False)
+                self._token_texts[token_id] = text
+            yield text, logprob
 
 
-def _choice(
-    completion: Completion, body: CompletionBody | ChatBody, *, index: int
-) -> dict[str, Any]:
-    """Return the fields that choices of both routes have."""
-    choice: dict[str, Any] = {
-        "index": index,
-        "logprobs": None,
-        "finish_reason": completion.finish_reason.value,
-        "stop_reason": completion.stop_reason,
-        "weight_versions": [span._asdict() for span in completion.weight_versions],
-    }
-    if body.return_token_ids:
-        choice["token_ids"] = completion.token_ids
-    return choice
-
-
-def _usage(
+def _num_tokens(
     prompts: Sequence[Sequence[int]], results: Sequence[Sequence[Completion]]
-) -> dict[str, int]:
-    prompt_tokens = sum(map(len, prompts))
-    completion_tokens = sum(len(c.token_ids) for completions in results for c in completions)
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-    }
-
-
-def _json_float(logprob: float) -> float:
-    return max(logprob, _LOWEST_LOGPROB)
+) -> tuple[int, int]:
+    """Return the tokens of the prompts and of the completions."""
+    sampled = sum(len(completion.token_ids) for each in results for completion in each)
+    return sum(map(len, prompts)), sampled

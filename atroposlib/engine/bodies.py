@@ -17,7 +17,7 @@ import msgspec
 
 from atroposlib.engine.sampling import GREEDY_BELOW, SamplingParams
 from atroposlib.engine.sequences import Tokenizer
-from atroposlib.http_bodies import decode_json
+from atroposlib.http_bodies import ApiError, decode_json
 
 MAX_COMPLETIONS = 4096
 """Limit of `n` times the number of prompts of one request. Far above any group size, and low enough that a request
@@ -30,28 +30,6 @@ _DEFAULT_COMPLETION_TOKENS = 16
 """vLLM's and OpenAI's `max_tokens` of `/v1/completions`."""
 
 T = TypeVar("T", bound=msgspec.Struct)
-
-
-class ApiError(Exception):
-    """A refused request; sent as `{"error": {"message", "type", "param", "code"}}`."""
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        param: str | None = None,
-        status: int = 400,
-        type: str = "BadRequestError",
-    ) -> None:
-        super().__init__(message)
-        self.message = message
-        self.param = param
-        self.status = status
-        self.type = type
-
-    def body(self) -> dict[str, Any]:
-        error = {"message": self.message, "type": self.type}
-        return {"error": error | {"param": self.param, "code": self.status}}
 
 
 class _SamplingBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

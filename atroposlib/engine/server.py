@@ -13,21 +13,19 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 import torch
 import transformers
-import uvicorn
 from fastapi import FastAPI, Request, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from atroposlib import __version__
 from atroposlib.engine.answers import Renderer
 from atroposlib.engine.bodies import (
-    ApiError,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -47,8 +45,9 @@ from atroposlib.engine.scheduler import PauseMode
 from atroposlib.engine.sequences import Completion, EngineRequest
 from atroposlib.engine.weights import read_checkpoint
 from atroposlib.errors import EngineError, EngineRejected, EngineUnavailable
-from atroposlib.http_bodies import BodyRefused, read_body
+from atroposlib.http_bodies import ApiError, BodyRefused, read_body
 from atroposlib.http_guard import CROSS_SITE, foreign_host, is_cross_site
+from atroposlib.utils.local_server import LocalServer
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +79,7 @@ def create_app(loaded: LoadedModel) -> FastAPI:
     async def failed(request: Request, error: EngineError) -> Response:
         if isinstance(error, EngineRejected):
             return _error(ApiError(str(error)))
-        return _error(ApiError(str(error), status=500, type="InternalServerError"))
+        return _error(ApiError(str(error), status=500))
 
     return app
 
@@ -96,7 +95,7 @@ class _NoWebPages:
         if refusal is None:
             await self._app(scope, receive, send)
             return
-        answer = ApiError(refusal, status=403, type="PermissionDeniedError")
+        answer = ApiError(refusal, status=403)
         await _error(answer)(scope, receive, send)
 
 
@@ -149,7 +148,7 @@ class _Routes:
         failure = self.engine.failure
         if failure is None:
             return Response(status_code=200)
-        return _error(ApiError(failure, status=503, type="ServiceUnavailableError"))
+        return _error(ApiError(failure, status=503))
 
     async def version(self) -> Response:
         return _json({"version": __version__, "engine": "atropos-engine"})
@@ -279,7 +278,6 @@ class _Routes:
                 f"the model {name!r} does not exist; this engine serves {self.model_name!r}",
                 param="model",
                 status=404,
-                type="NotFoundError",
             )
 
     def _render_chat(self, body: ChatBody | TokenizeBody) -> list[int]:
@@ -385,30 +383,15 @@ def _bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-class _EngineServer(uvicorn.Server):
-    """uvicorn without its signal handlers, which raise the signal again instead of exiting with 0."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 async def _serve(loaded: LoadedModel, listener: socket.socket) -> int:
     """Serve until SIGTERM (exit code 0) or SIGINT (130); requests in flight then fail at once."""
-    server = _EngineServer(
-        uvicorn.Config(
-            create_app(loaded),
-            log_level="warning",
-            access_log=False,
-            timeout_graceful_shutdown=_SHUTDOWN_S,
-        )
-    )
+    server = LocalServer(create_app(loaded), shutdown_s=_SHUTDOWN_S)
     code = 0
 
     def stop(exit_code: int) -> None:
         nonlocal code
         code = exit_code
-        server.should_exit = True
+        server.stop()
         loaded.engine.close()
 
     loop = asyncio.get_running_loop()

@@ -46,8 +46,8 @@ from atroposlib.inference.servers.sampling_notes import note_sampling
 from atroposlib.inference.sessions.proxy_client import create_proxy_session
 from atroposlib.inference.sessions.sequences import SequenceNode, train_once
 from atroposlib.proxy.command import create_app
-from atroposlib.proxy.local import serve_locally
 from atroposlib.proxy.sessions import SessionLimits, SessionOptions, Sessions
+from atroposlib.utils.local_server import serve_locally
 from atroposlib.utils.off_loop import off_loop
 
 logger = logging.getLogger(__name__)

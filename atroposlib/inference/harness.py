@@ -25,11 +25,11 @@ from atroposlib.inference.scripted_answers import (
 from atroposlib.inference.servers.api_server import APIServer, TokenCompletions, WeightSpan
 from atroposlib.inference.servers.openai_routes import (
     chat_completion_from,
-    completion_body,
     completion_from,
 )
 from atroposlib.inference.servers.reasoning import ReasoningConfig
 from atroposlib.inference.tools.tool_messages import as_dict
+from atroposlib.utils.answer_bodies import completion_body
 
 
 class ServerHarness(APIServer):

@@ -5,4 +5,4 @@ pure translations: request body -> `turn.AgentRequest`, `turn.AgentAnswer` -> re
 Only `sessions.Session` handles tokens and calls the managed server.
 """
 
-__all__ = ["command", "local", "sessions"]
+__all__ = ["command", "sessions"]

@@ -8,16 +8,16 @@ from typing import Any, Literal
 from pydantic import Field
 
 from atroposlib.proxy import sse
-from atroposlib.proxy.errors import invalid
+from atroposlib.proxy.errors import ProxyError
 from atroposlib.proxy.turn import (
     MAX_CHOICES,
     AgentAnswer,
     AgentBody,
     AgentRequest,
-    Choice,
     read_messages,
     read_tools,
 )
+from atroposlib.utils.answer_bodies import chat_logprobs, completion_body
 
 
 class StreamOptions(AgentBody):
@@ -115,9 +115,9 @@ class AgentChatBody(Sampling):
 def read(body: AgentChatBody) -> AgentRequest:
     """Translate a request. Raises ProxyError for unsupported parameters."""
     if body.functions:
-        raise invalid("functions are deprecated; describe them as tools", param="functions")
+        raise ProxyError("functions are deprecated; describe them as tools", param="functions")
     if body.top_logprobs:
-        raise invalid(
+        raise ProxyError(
             "top_logprobs: only the logprobs of sampled tokens are known", param="top_logprobs"
         )
     sampling = body.sampling()
@@ -125,7 +125,7 @@ def read(body: AgentChatBody) -> AgentRequest:
         sampling["max_tokens"] = body.max_completion_tokens
     variables = body.chat_template_kwargs or {}
     if taken := sorted(_TAKEN_NAMES & set(variables)):
-        raise invalid(
+        raise ProxyError(
             f"chat_template_kwargs must not have {taken[0]!r}", param="chat_template_kwargs"
         )
     return AgentRequest(
@@ -143,65 +143,40 @@ def read(body: AgentChatBody) -> AgentRequest:
 
 def write(answer: AgentAnswer) -> dict[str, Any]:
     """Return the response body."""
-    return {
-        **_head(answer, "chat.completion"),
-        "choices": [
-            {
-                "index": i,
-                "message": choice.message(),
-                "logprobs": _logprobs(choice),
-                "finish_reason": choice.finish_reason,
-            }
-            for i, choice in enumerate(answer.choices)
-        ],
-        "usage": usage(answer),
-    }
+    choices = [
+        {
+            "message": choice.message(),
+            "logprobs": None if choice.logprobs is None else chat_logprobs(choice.logprobs),
+            "finish_reason": choice.finish_reason,
+        }
+        for choice in answer.choices
+    ]
+    return whole_body(answer, choices)
+
+
+def whole_body(answer: AgentAnswer, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return a response body with the choices of a chat or a text completion."""
+    return completion_body(
+        choices,
+        model=answer.model,
+        num_tokens=(answer.prompt_tokens, answer.completion_tokens),
+        id=answer.id,
+        created=answer.created,
+    )
 
 
 def stream(answer: AgentAnswer, *, shows_usage: bool) -> Iterator[bytes]:
     """Return the response as events: a chunk per choice, its finish reason, perhaps usage, `[DONE]`."""
-    head = _head(answer, "chat.completion.chunk")
-    for i, choice in enumerate(answer.choices):
-        delta = choice.message()
-        if choice.tool_calls:
-            delta["tool_calls"] = [{"index": k, **call} for k, call in enumerate(choice.tool_calls)]
-        chunk = {"index": i, "delta": delta, "logprobs": _logprobs(choice), "finish_reason": None}
-        yield sse.event({**head, "choices": [chunk]})
-        last = {"index": i, "delta": {}, "logprobs": None, "finish_reason": choice.finish_reason}
+    whole = write(answer)
+    choices, usage = whole.pop("choices"), whole.pop("usage")
+    head = {**whole, "object": "chat.completion.chunk"}
+    for choice in choices:
+        delta, reason = choice.pop("message"), choice.pop("finish_reason")
+        if calls := delta.get("tool_calls"):
+            delta["tool_calls"] = [{"index": k, **call} for k, call in enumerate(calls)]
+        yield sse.event({**head, "choices": [{**choice, "delta": delta, "finish_reason": None}]})
+        last = {"index": choice["index"], "delta": {}, "logprobs": None, "finish_reason": reason}
         yield sse.event({**head, "choices": [last]})
     if shows_usage:
-        yield sse.event({**head, "choices": [], "usage": usage(answer)})
+        yield sse.event({**head, "choices": [], "usage": usage})
     yield sse.DONE
-
-
-def usage(answer: AgentAnswer) -> dict[str, int]:
-    """Return OpenAI's token counts."""
-    return {
-        "prompt_tokens": answer.prompt_tokens,
-        "completion_tokens": answer.completion_tokens,
-        "total_tokens": answer.prompt_tokens + answer.completion_tokens,
-    }
-
-
-def _head(answer: AgentAnswer, kind: str) -> dict[str, Any]:
-    return {
-        "id": f"chatcmpl-{answer.id}",
-        "object": kind,
-        "created": answer.created,
-        "model": answer.model,
-    }
-
-
-def _logprobs(choice: Choice) -> dict[str, Any] | None:
-    if choice.logprobs is None:
-        return None
-    content = [
-        {
-            "token": token.text,
-            "logprob": token.logprob,
-            "bytes": list(token.text.encode()),
-            "top_logprobs": [],
-        }
-        for token in choice.logprobs
-    ]
-    return {"content": content, "refusal": None}

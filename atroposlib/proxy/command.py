@@ -29,9 +29,9 @@ from atroposlib.errors import ConfigError, cli_boundary
 from atroposlib.http_guard import is_loopback
 from atroposlib.inference.sessions.proxy_client import TOKEN_VARIABLE
 from atroposlib.proxy.engines import Engines
-from atroposlib.proxy.local import LocalServer
 from atroposlib.proxy.routes import Routes, no_route
 from atroposlib.proxy.sessions import SessionLimits, Sessions
+from atroposlib.utils.local_server import LocalServer
 from atroposlib.utils.tokenizers import load_tokenizer
 
 logger = logging.getLogger(__name__)

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from atroposlib.proxy import sse
-from atroposlib.proxy.chat import Sampling, usage
-from atroposlib.proxy.errors import invalid
+from atroposlib.proxy.chat import Sampling, whole_body
+from atroposlib.proxy.errors import ProxyError
 from atroposlib.proxy.turn import AgentAnswer
+from atroposlib.utils.answer_bodies import text_logprobs
 
 
 class AgentCompletionBody(Sampling):
@@ -25,44 +26,27 @@ class AgentCompletionBody(Sampling):
 def read_prompt(body: AgentCompletionBody) -> str:
     """Return the prompt. Raises ProxyError for unsupported parameters."""
     if body.echo or body.suffix or (body.best_of or 1) > (body.n or 1):
-        raise invalid("echo, suffix and best_of are not supported", param="prompt")
+        raise ProxyError("echo, suffix and best_of are not supported", param="prompt")
     if (body.logprobs or 0) > 1:
-        raise invalid("logprobs: only those of sampled tokens are known", param="logprobs")
+        raise ProxyError("logprobs: only those of sampled tokens are known", param="logprobs")
     if isinstance(body.prompt, str):
         return body.prompt
     if len(body.prompt) == 1 and isinstance(body.prompt[0], str):
         return body.prompt[0]
-    raise invalid("prompt must be one text; send one request per prompt", param="prompt")
+    raise ProxyError("prompt must be one text; send one request per prompt", param="prompt")
 
 
 def write(answer: AgentAnswer) -> dict[str, Any]:
     """Return the response body."""
-    choices = []
-    for i, choice in enumerate(answer.choices):
-        logprobs = None
-        if choice.logprobs is not None:
-            logprobs = {
-                "tokens": [token.text for token in choice.logprobs],
-                "token_logprobs": [token.logprob for token in choice.logprobs],
-                "top_logprobs": None,
-                "text_offset": [],
-            }
-        choices.append(
-            {
-                "index": i,
-                "text": choice.content or "",
-                "logprobs": logprobs,
-                "finish_reason": choice.finish_reason,
-            }
-        )
-    return {
-        "id": f"cmpl-{answer.id}",
-        "object": "text_completion",
-        "created": answer.created,
-        "model": answer.model,
-        "choices": choices,
-        "usage": usage(answer),
-    }
+    choices = [
+        {
+            "text": choice.content or "",
+            "logprobs": None if choice.logprobs is None else text_logprobs(choice.logprobs),
+            "finish_reason": choice.finish_reason,
+        }
+        for choice in answer.choices
+    ]
+    return whole_body(answer, choices)
 
 
 def stream(answer: AgentAnswer, *, shows_usage: bool) -> Iterator[bytes]:

@@ -13,7 +13,7 @@ from jinja2 import TemplateError
 from pydantic import ValidationError
 
 from atroposlib.errors import ConfigError, EngineError, EngineRejected, EngineUnavailable
-from atroposlib.http_bodies import BodyRefused, too_deep
+from atroposlib.http_bodies import ApiError, BodyRefused, too_deep
 
 _TOO_LONG = re.compile(
     r"maximum context length|model's context length|maximum model length|max_model_len"
@@ -26,35 +26,10 @@ _OWN_FAULTS = frozenset({401, 403, 404, 405})
 """Refusals of an engine that concern the proxy's key, model name or route, not the agent's request."""
 
 
-class ProxyError(Exception):
+class ProxyError(ApiError):
     """A request that is answered with an error body."""
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        type: str = "invalid_request_error",
-        code: str | None = None,
-        param: str | None = None,
-        retry_after_s: float | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.type = type
-        self.code = code
-        self.param = param
-        self.retry_after_s = retry_after_s
-
-    def openai_body(self) -> dict[str, Any]:
-        error = {
-            "message": self.message,
-            "type": self.type,
-            "param": self.param,
-            "code": self.code or self.status,
-        }
-        return {"error": error}
+    default_type = "invalid_request_error"
 
     def anthropic_body(self) -> dict[str, Any]:
         kinds = {
@@ -69,14 +44,9 @@ class ProxyError(Exception):
         return {"type": "error", "error": {"type": kind, "message": self.message}}
 
 
-def invalid(message: str, *, param: str | None = None, code: str | None = None) -> ProxyError:
-    """Return a 400."""
-    return ProxyError(400, message, param=param, code=code)
-
-
 def unauthorized(message: str) -> ProxyError:
     """Return a 401."""
-    return ProxyError(401, message, type="authentication_error", code="invalid_api_key")
+    return ProxyError(message, status=401, type="authentication_error", code="invalid_api_key")
 
 
 def error_for(error: Exception) -> ProxyError | None:
@@ -86,31 +56,31 @@ def error_for(error: Exception) -> ProxyError | None:
     if isinstance(error, RecursionError):
         error = too_deep()
     if isinstance(error, BodyRefused):
-        return ProxyError(error.status, error.message, code=error.code)
+        return ProxyError(error.message, status=error.status, code=error.code)
     if isinstance(error, ValidationError):
         return _unreadable(error)
     if isinstance(error, TemplateError):
-        return invalid(f"the chat template refuses these messages: {error}", param="messages")
+        return ProxyError(f"the chat template refuses these messages: {error}", param="messages")
     if isinstance(error, EngineRejected):
         if _TOO_LONG.search(str(error)):
-            return invalid(str(error), param="messages", code="context_length_exceeded")
+            return ProxyError(str(error), param="messages", code="context_length_exceeded")
         status = 502 if getattr(error, "status", 400) in _OWN_FAULTS else 400
         kind = "engine_error" if status == 502 else "invalid_request_error"
-        return ProxyError(status, str(error), type=kind, code="engine_rejected")
+        return ProxyError(str(error), status=status, type=kind, code="engine_rejected")
     if isinstance(error, EngineUnavailable):
         return ProxyError(
-            429 if error.status == 429 else 503,
             str(error),
+            status=429 if error.status == 429 else 503,
             type="engine_error",
             code="engine_unavailable",
             retry_after_s=error.retry_after_s,
         )
     if isinstance(error, EngineError):
-        return ProxyError(502, str(error), type="engine_error", code="engine_protocol_error")
+        return ProxyError(str(error), status=502, type="engine_error", code="engine_protocol_error")
     if isinstance(error, NotImplementedError):
-        return ProxyError(501, str(error), code="not_supported")
+        return ProxyError(str(error), status=501, code="not_supported")
     if isinstance(error, ConfigError):
-        return invalid(str(error))
+        return ProxyError(str(error))
     return None
 
 
@@ -119,4 +89,4 @@ def _unreadable(error: ValidationError) -> ProxyError:
     path = ""
     for part in fault["loc"]:
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
-    return invalid(f"{path or 'body'}: {fault['msg']}", param=path or None)
+    return ProxyError(f"{path or 'body'}: {fault['msg']}", param=path or None)

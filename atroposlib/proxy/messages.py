@@ -14,7 +14,7 @@ from pydantic import Field
 
 from atroposlib.inference.tools.tool_messages import parsed_json
 from atroposlib.proxy import sse
-from atroposlib.proxy.errors import invalid
+from atroposlib.proxy.errors import ProxyError
 from atroposlib.proxy.turn import (
     AgentAnswer,
     AgentBody,
@@ -79,7 +79,7 @@ def _messages_of(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]
         if kind == "tool_use":
             call_id, name = text_field(block, "id", at), text_field(block, "name", at)
             if not isinstance(block.get("input"), Mapping):
-                raise invalid(f"{at}.input must be an object", param=f"{at}.input")
+                raise ProxyError(f"{at}.input must be an object", param=f"{at}.input")
             calls.append(tool_call(call_id, name, block["input"]))
         elif kind == "tool_result":
             text = text_content(block.get("content"), where=f"{at}.content")
@@ -95,7 +95,9 @@ def _messages_of(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]
 
 def _tool(tool: Mapping[str, Any], index: int) -> dict[str, Any]:
     if tool.get("type", "custom") != "custom" or not isinstance(tool.get("name"), str):
-        raise invalid(f"tools[{index}]: only custom tools can be offered", param=f"tools[{index}]")
+        raise ProxyError(
+            f"tools[{index}]: only custom tools can be offered", param=f"tools[{index}]"
+        )
     function: dict[str, Any] = {"name": tool["name"], "parameters": tool.get("input_schema") or {}}
     if tool.get("description"):
         function["description"] = tool["description"]

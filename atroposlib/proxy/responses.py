@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import Field
 
 from atroposlib.proxy import sse
-from atroposlib.proxy.errors import ProxyError, invalid
+from atroposlib.proxy.errors import ProxyError
 from atroposlib.proxy.turn import (
     AgentAnswer,
     AgentBody,
@@ -50,13 +50,13 @@ class ResponsesBody(AgentBody):
 def read(body: ResponsesBody, history: History) -> tuple[AgentRequest, list[dict[str, Any]]]:
     """Translate a request; the second value is the conversation to store, without instructions."""
     if body.background:
-        raise invalid("background responses are not supported", param="background")
+        raise ProxyError("background responses are not supported", param="background")
     earlier: list[dict[str, Any]] = []
     if body.previous_response_id is not None:
         if body.previous_response_id not in history:
             raise ProxyError(
-                404,
                 f"this session has no response {body.previous_response_id!r}",
+                status=404,
                 param="previous_response_id",
                 code="previous_response_not_found",
             )
@@ -73,7 +73,7 @@ def read(body: ResponsesBody, history: History) -> tuple[AgentRequest, list[dict
     }
     text_format = (body.text or {}).get("format") or {"type": "text"}
     if not isinstance(text_format, Mapping):
-        raise invalid("text.format must be an object", param="text.format")
+        raise ProxyError("text.format must be an object", param="text.format")
     if text_format.get("type") != "text":
         # Converted to the form of chat completions.
         inner = {key: value for key, value in text_format.items() if key != "type"}
@@ -110,7 +110,7 @@ def messages_of(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             call_id = text_field(item, "call_id", where)
             messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
         elif kind != "reasoning":
-            raise invalid(f"{where} is an item of unsupported type {kind!r}", param=where)
+            raise ProxyError(f"{where} is an item of unsupported type {kind!r}", param=where)
     return messages
 
 
@@ -134,7 +134,7 @@ def join_items(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _tool(tool: Mapping[str, Any], index: int) -> dict[str, Any]:
     if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
-        raise invalid(
+        raise ProxyError(
             f"tools[{index}] is of type {tool.get('type')!r}; only functions can be offered",
             param=f"tools[{index}]",
         )

@@ -28,7 +28,7 @@ from atroposlib.inference.manager import DEFAULT_TOOL_PARSER, ServerManager
 from atroposlib.inference.sessions.proxy_client import OWNER_HEADER
 from atroposlib.proxy import chat, completions, messages, responses
 from atroposlib.proxy.engines import Engines
-from atroposlib.proxy.errors import ProxyError, error_for, invalid, unauthorized
+from atroposlib.proxy.errors import ProxyError, error_for, unauthorized
 from atroposlib.proxy.sessions import Session, SessionOptions, Sessions
 from atroposlib.proxy.turn import AgentAnswer, AgentBody, AgentRequest
 from atroposlib.utils.off_loop import off_loop
@@ -297,8 +297,8 @@ class Routes:
         key = session.options.owner_key
         if key is not None and not _same(request.headers.get(OWNER_HEADER), key):
             raise ProxyError(
-                403,
                 f"the sequences of this session belong to its opener: send {OWNER_HEADER}",
+                status=403,
                 type="permission_error",
                 code="not_the_owner",
             )
@@ -322,7 +322,10 @@ class Routes:
                 if error is None:
                     logger.exception("%s %s failed", request.method, request.url.path)
                     error = ProxyError(
-                        500, f"{type(e).__name__}: {e}", type="server_error", code="internal_error"
+                        f"{type(e).__name__}: {e}",
+                        status=500,
+                        type="server_error",
+                        code="internal_error",
                     )
                 return _refusal(request, error)
 
@@ -332,28 +335,28 @@ class Routes:
         """Refuse requests that a web page made a browser on this machine send."""
         headers, server = request.scope["headers"], request.scope.get("server")
         if is_cross_site(headers):
-            raise ProxyError(403, CROSS_SITE)
+            raise ProxyError(CROSS_SITE, status=403)
         if self._is_private or self._token is not None:
             return  # a page knows neither the token nor a session's uuid
         host = foreign_host(headers, server=server[0] if server else None)
         if host is not None:
             raise ProxyError(
-                403,
                 f"a proxy without a token serves only its own machine, which {host!r} does not name; call it as"
                 " localhost, or start it with a token",
+                status=403,
             )
 
 
 def _parse(body: bytes, model: type[B]) -> B:
     content = decode_json(body, object)
     if not isinstance(content, dict):
-        raise invalid("the body must be a JSON object")
+        raise ProxyError("the body must be a JSON object")
     return model.model_validate(content)
 
 
 def _refusal(request: Request, error: ProxyError) -> Response:
     is_anthropic = "/v1/messages" in request.url.path
-    body = error.anthropic_body() if is_anthropic else error.openai_body()
+    body = error.anthropic_body() if is_anthropic else error.body()
     answer = _json(body, status=error.status)
     # The proxy has retried already. The SDKs of OpenAI and Anthropic obey this header.
     answer.headers["x-should-retry"] = "false"
@@ -365,7 +368,7 @@ def _refusal(request: Request, error: ProxyError) -> Response:
 async def no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}"
-    return _refusal(request, ProxyError(error.status_code, message, code="unknown_route"))
+    return _refusal(request, ProxyError(message, status=error.status_code, code="unknown_route"))
 
 
 async def _gone(request: Request) -> None:

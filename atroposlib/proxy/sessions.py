@@ -31,7 +31,7 @@ from atroposlib.inference.sessions.managed_server import ManagedServer, ManagedT
 from atroposlib.inference.sessions.sequences import SequenceNode
 from atroposlib.inference.tools.parsers import style_named
 from atroposlib.proxy.chat import DISTRIBUTION_KEPT, EngineSampling
-from atroposlib.proxy.errors import ProxyError, error_for, invalid
+from atroposlib.proxy.errors import ProxyError, error_for
 from atroposlib.proxy.turn import AgentAnswer, AgentRequest, Choice, TokenLogprob, tool_call
 from atroposlib.utils.off_loop import off_loop
 
@@ -225,9 +225,9 @@ class Session:
                 {task} if watch is None else {task, watch}, return_when=asyncio.FIRST_COMPLETED
             )
             if not task.done():
-                raise ProxyError(499, "the client disconnected", code="client_gone")
+                raise ProxyError("the client disconnected", status=499, code="client_gone")
             if task.cancelled():
-                raise self.closed_by or ProxyError(503, "the proxy is shutting down")
+                raise self.closed_by or ProxyError("the proxy is shutting down", status=503)
             result = task.result()
             # The agent recovered from what failed before this request was sent.
             self.engine_errors[:] = [e for e in self.engine_errors if e not in earlier]
@@ -261,7 +261,7 @@ class Session:
         write: Callable[[AgentAnswer], T],
     ) -> tuple[AgentAnswer, T]:
         if self.num_nodes >= self._limits.max_nodes:
-            raise invalid(
+            raise ProxyError(
                 f"this session has {self.num_nodes} sequences, the limit",
                 code="too_many_sequences",
             )
@@ -269,7 +269,7 @@ class Session:
         await start_slot()
         asked = self._allowed(ask.sampling)
         if "response_format" in asked and not self._can_constrain():
-            raise invalid(
+            raise ProxyError(
                 "response_format: this engine cannot constrain its answers; describe the format in the messages",
                 param="response_format",
             )
@@ -370,7 +370,7 @@ class Sessions:
         await self.expire()
         num_open = len(self._by_uuid) + self._num_opening
         if num_open >= self.limits.max_sessions:
-            raise ProxyError(429, f"{num_open} sessions are open", code="too_many_sessions")
+            raise ProxyError(f"{num_open} sessions are open", status=429, code="too_many_sessions")
         checked = _Fixed.model_validate({"sampling": dict(options.sampling or {})})
         options = replace(options, sampling=checked.sampling.model_dump(exclude_none=True))
         if options.tool_parser is not None:
@@ -424,7 +424,9 @@ class Sessions:
         session = self._by_uuid.pop(uuid, None)
         if session is None:
             raise self._absence(uuid)
-        await session.close(ProxyError(404, f"session {uuid} was closed", code="session_not_found"))
+        await session.close(
+            ProxyError(f"session {uuid} was closed", status=404, code="session_not_found")
+        )
 
     async def close_all(self) -> None:
         """Close every session."""
@@ -463,17 +465,19 @@ class Sessions:
         reason = self._expired.get(uuid)
         if reason is not None:
             return ProxyError(
-                410,
                 f"session {uuid} {reason} and has expired; open another",
+                status=410,
                 code="session_expired",
             )
-        return ProxyError(404, f"there is no session {uuid!r:.80}", code="session_not_found")
+        return ProxyError(f"there is no session {uuid!r:.80}", status=404, code="session_not_found")
 
     def _check_engine(self, base_url: str) -> None:
         known = [str(getattr(s.config, "base_url", "") or "") for s in self.manager.servers]
         if base_url.rstrip("/") not in [url.rstrip("/") for url in known]:
             raise ProxyError(
-                404, f"no server at {base_url!r}; there are: {', '.join(known)}", param="base_url"
+                f"no server at {base_url!r}; there are: {', '.join(known)}",
+                status=404,
+                param="base_url",
             )
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
-from atroposlib.proxy.errors import invalid
+from atroposlib.proxy.errors import ProxyError
 
 MAX_CHOICES = 128
 """`n` of one request, as at OpenAI."""
@@ -94,7 +94,7 @@ def read_messages(raw: Sequence[Mapping[str, Any]], *, param: str = "messages") 
     turn that was sampled here is recognised in a later request.
     """
     if not raw:
-        raise invalid(f"{param} must hold at least one message", param=param)
+        raise ProxyError(f"{param} must hold at least one message", param=param)
     return [_read_message(message, f"{param}[{i}]") for i, message in enumerate(raw)]
 
 
@@ -102,7 +102,7 @@ def _read_message(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     role = raw.get("role")
     if not isinstance(role, str) or role not in _ROLES:
         known = ", ".join(sorted(_ROLES))
-        raise invalid(f"{where}.role is {role!r}; known roles: {known}", param=f"{where}.role")
+        raise ProxyError(f"{where}.role is {role!r}; known roles: {known}", param=f"{where}.role")
     message = {key: raw[key] for key in _KEPT if raw.get(key) is not None}
     for key in ("name", "tool_call_id", "reasoning_content"):
         if key in message:
@@ -126,7 +126,7 @@ def text_content(content: Any, *, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise invalid(f"{where} must be a string, null or a list of parts", param=where)
+        raise ProxyError(f"{where} must be a string, null or a list of parts", param=where)
     texts = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
@@ -135,7 +135,7 @@ def text_content(content: Any, *, where: str) -> str:
         elif kind == "refusal" and isinstance(part.get("refusal"), str):
             texts.append(part["refusal"])
         else:
-            raise invalid(
+            raise ProxyError(
                 f"{where}[{i}] is a part of type {kind!r}; this endpoint takes text only",
                 param=f"{where}[{i}]",
             )
@@ -146,13 +146,13 @@ def text_field(values: Any, key: str, where: str) -> str:
     """Return a field that must be a string."""
     value = values.get(key) if isinstance(values, Mapping) else None
     if not isinstance(value, str):
-        raise invalid(f"{where}.{key} must be a string", param=f"{where}.{key}")
+        raise ProxyError(f"{where}.{key} must be a string", param=f"{where}.{key}")
     return value
 
 
 def _read_calls(raw: Any, where: str) -> list[dict[str, Any]]:
     if not isinstance(raw, list) or not all(isinstance(call, Mapping) for call in raw):
-        raise invalid(
+        raise ProxyError(
             f"{where} must be a list of {{id, type, function: {{name, arguments}}}}", param=where
         )
     calls = []
@@ -169,7 +169,7 @@ def read_tools(raw: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] 
     for i, tool in enumerate(raw or ()):
         where = f"tools[{i}]"
         if tool.get("type") != "function":
-            raise invalid(
+            raise ProxyError(
                 f"{where} is of type {tool.get('type')!r}; only functions can be offered",
                 param=where,
             )

@@ -19,8 +19,8 @@ from starlette.types import ASGIApp
 from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.stepwise import Answer, EpisodeEnd, Request, SteppedEnv
 from atroposlib.errors import ConfigError, require
-from atroposlib.proxy.local import LocalServer
 from atroposlib.runtime.signals import on_signals
+from atroposlib.utils.local_server import LocalServer
 
 
 async def serve_openenv(env: BaseEnv, *, host: str, port: int, max_sessions: int) -> None:

@@ -14,8 +14,8 @@ from atroposlib.envs.search import LocalPages
 from atroposlib.envs.tool_env import MalformedCall, ToolCall
 from atroposlib.errors import ConfigError
 from atroposlib.inference.harness import HarnessRequest
-from atroposlib.proxy.local import serve_locally
 from atroposlib.scored_data import Strictness, check_group
+from atroposlib.utils.local_server import serve_locally
 from tests.environments.helpers_environments import load
 
 mcp_env = load("mcp_env")

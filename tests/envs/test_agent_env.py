@@ -26,9 +26,9 @@ from atroposlib.inference.servers.http_peer import EngineHttpRejected
 from atroposlib.inference.servers.openai import OpenAIServer
 from atroposlib.inference.servers.sampling_notes import noting_sampling
 from atroposlib.proxy.command import create_app
-from atroposlib.proxy.local import serve_locally
 from atroposlib.runtime.process import process
 from atroposlib.scored_data import Strictness, check_group
+from atroposlib.utils.local_server import serve_locally
 from environments.agents.arithmetic_agents import ArithmeticAgents
 from tests.envs.helpers_envs import ENGINE, Offline, group_of, make_env, trained_texts
 

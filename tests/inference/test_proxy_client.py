@@ -15,8 +15,8 @@ from atroposlib.inference.manager import ServerManager
 from atroposlib.inference.servers.http_peer import EngineHttpRejected
 from atroposlib.inference.servers.sampling_notes import noting_sampling
 from atroposlib.inference.sessions.proxy_client import ProxyManagedServer, create_proxy_session
-from atroposlib.proxy.local import serve_locally
 from atroposlib.scored_data import Strictness, check_group
+from atroposlib.utils.local_server import serve_locally
 from tests.inference.helpers_peer import Peer, Reply
 from tests.proxy.helpers_proxy import (
     ENGINE_URL,

@@ -19,8 +19,8 @@ from helpers_proxy import (
 from atroposlib.errors import EngineUnavailable
 from atroposlib.proxy import chat, messages, responses
 from atroposlib.proxy.errors import ProxyError
-from atroposlib.proxy.local import serve_locally
 from atroposlib.proxy.turn import AgentAnswer, Choice, read_messages, tool_call
+from atroposlib.utils.local_server import serve_locally
 
 CALL = tool_call("c1", "weather", {"city": "Oslo"})
 SAID = {"role": "assistant", "content": "Let me see.", "tool_calls": [CALL]}

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.manager import ServerManager
 from atroposlib.proxy.command import create_app
-from atroposlib.proxy.local import serve_locally
 from atroposlib.proxy.sessions import Session, SessionOptions, Sessions
+from atroposlib.utils.local_server import serve_locally
 from tests.vllm.conftest import ServedRequest
 from tests.vllm.taught_model import ADD, ANSWER, CALL, MAX_LENGTH, QUESTION, RESULT
 from tests.vllm.test_vllm_sessions import assert_sampled_by

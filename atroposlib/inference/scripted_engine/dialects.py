@@ -8,12 +8,14 @@ Samples may have fewer logprobs than tokens: one of the faults.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from atroposlib.http_bodies import ApiError
 from atroposlib.inference.scripted_answers import made_up_logprobs
-from atroposlib.inference.scripted_engine.generation import Generated, GenerationRequest, Refused
+from atroposlib.inference.scripted_engine.generation import Generated, GenerationRequest
+from atroposlib.utils.answer_bodies import chat_logprobs, completion_body, text_logprobs
 
 if TYPE_CHECKING:
     from atroposlib.inference.scripted_engine.server import ScriptedEngine
@@ -34,14 +36,6 @@ class Generations(NamedTuple):
     samples: list[Generated]
 
 
-def error_body(message: str, *, status: int, param: str | None = None) -> Body:
-    """Return an error in the form of the OpenAI API."""
-    kind = {404: "NotFoundError", 429: "RateLimitError"}.get(
-        status, "BadRequestError" if status < 500 else "InternalServerError"
-    )
-    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
-
-
 # Requests.
 
 
@@ -49,7 +43,7 @@ def read_completions(body: Body, engine: ScriptedEngine) -> list[GenerationReque
     """`/v1/completions`: a text, a list of ids, or lists of either."""
     prompt = body.get("prompt")
     if prompt is None or prompt == []:
-        raise Refused("You must pass at least one prompt")
+        raise ApiError("You must pass at least one prompt")
     if isinstance(prompt, str) or (isinstance(prompt, list) and isinstance(prompt[0], int)):
         prompt = [prompt]
     return [_read_vllm(body, _to_tokens(one, engine), engine) for one in prompt]
@@ -59,7 +53,7 @@ def read_chat(body: Body, engine: ScriptedEngine) -> list[GenerationRequest]:
     """`/v1/chat/completions`: without a limit, as long as the context allows."""
     messages = body.get("messages")
     if not messages:
-        raise Refused("You must pass at least one message")
+        raise ApiError("You must pass at least one message")
     continues = bool(body.get("continue_final_message"))
     tokens = engine.tokenizer.apply_chat_template(
         messages,
@@ -79,7 +73,7 @@ def read_scale_out(body: Body, engine: ScriptedEngine) -> list[GenerationRequest
     """vLLM's `/inference/v1/generate`."""
     tokens = body.get("token_ids")
     if not tokens:
-        raise Refused("token_ids: List should have at least 1 item", param="token_ids")
+        raise ApiError("token_ids: List should have at least 1 item", param="token_ids")
     params = dict(body.get("sampling_params") or {})
     return [_read_vllm({**params, "model": body.get("model")}, tokens, engine)]
 
@@ -91,7 +85,7 @@ def read_sglang(body: Body, engine: ScriptedEngine) -> list[GenerationRequest]:
     if prompts is None:
         prompts = body.get("text")
     if not prompts:
-        raise Refused("Either text, input_ids or input_embeds should be provided.")
+        raise ApiError("Either text, input_ids or input_embeds should be provided.")
     if isinstance(prompts, str) or isinstance(prompts[0], int):
         prompts = [prompts]
     limit = params.get("max_new_tokens")
@@ -109,7 +103,7 @@ def read_trl(body: Body, engine: ScriptedEngine) -> list[GenerationRequest]:
     """`trl vllm-serve`'s `/generate/`: texts, or lists of ids in newer versions."""
     prompts = body.get("prompts")
     if not prompts:
-        raise Refused("prompts: Field required", status=422, param="prompts")
+        raise ApiError("prompts: Field required", status=422, param="prompts")
     limit = int(body.get("max_tokens") or TRL_DEFAULT_MAX_TOKENS)
     params = {**body, **(body.get("generation_kwargs") or {})}
     return [_ask(params, _to_tokens(prompt, engine), limit) for prompt in prompts]
@@ -125,29 +119,29 @@ def _to_tokens(prompt: Any, engine: ScriptedEngine) -> list[int]:
 def _read_vllm(body: Body, tokens: list[int], engine: ScriptedEngine) -> GenerationRequest:
     name = body.get("model")
     if name and name != engine.model_name:
-        raise Refused(
+        raise ApiError(
             f"The model `{name}` does not exist. Valid aliases: {engine.model_name}.",
             status=404,
             param="model",
         )
     if body.get("stream"):
-        raise Refused("this engine does not stream", param="stream")
+        raise ApiError("this engine does not stream", param="stream")
     _check_prompt(tokens, engine)
     n, temperature = body.get("n"), body.get("temperature")
     n = 1 if n is None else int(n)
     if n < 1:
-        raise Refused(f"n must be at least 1, got {n}.")
+        raise ApiError(f"n must be at least 1, got {n}.")
     if temperature is not None and temperature < 0:
-        raise Refused(
+        raise ApiError(
             f"temperature must be non-negative, got {temperature}. (parameter=temperature, value={temperature})",
             param="temperature",
         )
     if n > 1 and temperature == 0:
-        raise Refused(f"n must be 1 when using greedy sampling, got {n}.")
+        raise ApiError(f"n must be 1 when using greedy sampling, got {n}.")
     for name in ("logprobs", "prompt_logprobs"):
         wanted = body.get(name)
         if wanted is not None and int(wanted) > MAX_LOGPROBS:
-            raise Refused(
+            raise ApiError(
                 f"Requested sample logprobs of {wanted}, which is greater than max allowed:"
                 f" {MAX_LOGPROBS} (parameter={name}, value={wanted})",
                 param=name,
@@ -155,13 +149,13 @@ def _read_vllm(body: Body, tokens: list[int], engine: ScriptedEngine) -> Generat
     limit = body.get("max_tokens")
     limit = VLLM_DEFAULT_MAX_TOKENS if limit is None else int(limit)
     if limit < 1:
-        raise Refused(f"max_tokens must be at least 1, got {limit}.", param="max_tokens")
+        raise ApiError(f"max_tokens must be at least 1, got {limit}.", param="max_tokens")
     return _ask(body, tokens, min(limit, engine.max_model_len - len(tokens)))
 
 
 def _check_prompt(tokens: list[int], engine: ScriptedEngine) -> None:
     if len(tokens) >= engine.max_model_len:
-        raise Refused(
+        raise ApiError(
             f"This model's maximum context length is {engine.max_model_len} tokens. However, your prompt contains"
             f" {len(tokens)} input tokens, which exceeds this limit even without any output tokens. Please reduce the"
             f" length of the input prompt. (parameter=input_tokens, value={len(tokens)})",
@@ -169,7 +163,7 @@ def _check_prompt(tokens: list[int], engine: ScriptedEngine) -> None:
         )
     if tokens and not 0 <= min(tokens) <= max(tokens) < engine.vocab_size:
         wrong = next(token for token in tokens if not 0 <= token < engine.vocab_size)
-        raise Refused(f"Token id {wrong} is out of vocabulary")
+        raise ApiError(f"Token id {wrong} is out of vocabulary")
 
 
 def _ask(params: Mapping[str, Any], tokens: list[int], limit: int) -> GenerationRequest:
@@ -196,44 +190,41 @@ def write_completions(body: Body, results: Sequence[Generations], engine: Script
     for ask, samples in results:
         for sample in samples:
             choice = {
-                **_choice(sample, body, index=len(choices)),
+                **_choice(sample, body),
                 "text": sample.text,
                 "prompt_logprobs": _prompt_logprobs(ask, body.get("prompt_logprobs"), engine),
                 "prompt_token_ids": ask.prompt_tokens if body.get("return_token_ids") else None,
             }
             if body.get("logprobs") is not None:
-                choice["logprobs"] = _text_logprobs(sample, engine)
+                choice["logprobs"] = text_logprobs(_pieces(sample, engine))
             if engine.script.reports_spans:
                 choice["weight_versions"] = [
                     {"weight_version": version, "num_tokens": num} for version, num in sample.spans
                 ]
             choices.append(choice)
-    return {**_envelope("cmpl", "text_completion", body, results, engine), "choices": choices}
+    return _answer(choices, body, results, engine)
 
 
 def write_chat(body: Body, results: Sequence[Generations], engine: ScriptedEngine) -> Body:
     """Prompt ids are at the top level here, unlike in completions."""
     ((ask, samples),) = results
     choices = []
-    for i, sample in enumerate(samples):
+    for sample in samples:
         message = {"role": "assistant", "content": sample.text, "refusal": None}
-        choice = {**_choice(sample, body, index=i), "message": message}
+        choice = {**_choice(sample, body), "message": message}
         if body.get("logprobs"):
-            choice["logprobs"] = {"content": _chat_logprobs(sample, engine)}
+            choice["logprobs"] = chat_logprobs(_pieces(sample, engine))
         choices.append(choice)
     return {
-        **_envelope("chatcmpl", "chat.completion", body, results, engine),
-        "choices": choices,
+        **_answer(choices, body, results, engine),
         "prompt_logprobs": _prompt_logprobs(ask, body.get("prompt_logprobs"), engine),
         "prompt_token_ids": ask.prompt_tokens if body.get("return_token_ids") else None,
     }
 
 
-def _choice(sample: Generated, body: Body, *, index: int) -> Body:
+def _choice(sample: Generated, body: Body) -> Body:
     """Return the fields that choices of both OpenAI routes have."""
     return {
-        "index": index,
-        "logprobs": None,
         "finish_reason": sample.finish_reason,
         "stop_reason": sample.stop_reason,
         "token_ids": sample.tokens if body.get("return_token_ids") else None,
@@ -245,7 +236,7 @@ def write_scale_out(body: Body, results: Sequence[Generations], engine: Scripted
     ((ask, samples),) = results
     params = body.get("sampling_params") or {}
     choices = []
-    for i, sample in enumerate(samples):
+    for sample in samples:
         ends = accumulate(num for _, num in sample.spans)
         spans = [
             {"version": version, "start": end - num, "end": end}
@@ -257,7 +248,6 @@ def write_scale_out(body: Body, results: Sequence[Generations], engine: Scripted
         ]
         choices.append(
             {
-                "index": i,
                 "finish_reason": sample.finish_reason,
                 "stop_reason": sample.stop_reason,
                 "token_ids": sample.tokens,
@@ -267,16 +257,12 @@ def write_scale_out(body: Body, results: Sequence[Generations], engine: Scripted
                 "logprobs": {"content": content} if params.get("logprobs") is not None else None,
             }
         )
-    envelope = _envelope("", "", body, results, engine)
     return {
-        "request_id": body.get("request_id") or envelope["id"],
-        "model": engine.model_name,
-        "created": 0,
-        "usage": envelope["usage"],
+        **_answer(choices, body, results, engine),
+        "request_id": body.get("request_id") or _id_of(body, 0),
         "prompt_logprobs": _prompt_logprobs(ask, params.get("prompt_logprobs"), engine),
         "prompt_token_ids": ask.prompt_tokens if body.get("return_token_ids") else None,
         "output_mode": "tokens",
-        "choices": choices,
     }
 
 
@@ -318,23 +304,18 @@ def write_trl(body: Body, results: Sequence[Generations], engine: ScriptedEngine
     }
 
 
-def _envelope(
-    prefix: str, kind: str, body: Body, results: Sequence[Generations], engine: ScriptedEngine
+def _answer(
+    choices: Sequence[Body], body: Body, results: Sequence[Generations], engine: ScriptedEngine
 ) -> Body:
     prompt = sum(len(ask.prompt_tokens) for ask, _ in results)
     sampled = sum(len(sample.tokens) for _, samples in results for sample in samples)
-    return {
-        "id": f"{prefix}-{_id_of(body, 0)}",
-        "object": kind,
-        "created": 0,
-        "model": engine.model_name,
-        "system_fingerprint": "scripted",
-        "usage": {
-            "prompt_tokens": prompt,
-            "completion_tokens": sampled,
-            "total_tokens": prompt + sampled,
-        },
-    }
+    return completion_body(
+        choices,
+        model=engine.model_name,
+        num_tokens=(prompt, sampled),
+        id=_id_of(body, 0),
+        created=0,
+    )
 
 
 def _id_of(body: Body, index: int) -> str:
@@ -348,24 +329,10 @@ def _piece(token: int, engine: ScriptedEngine) -> str:
     return "" if "\ufffd" in text else text
 
 
-def _text_logprobs(sample: Generated, engine: ScriptedEngine) -> Body:
-    pieces = [_piece(token, engine) for token in sample.tokens]
-    return {
-        "text_offset": [0, *accumulate(map(len, pieces))][:-1],
-        "token_logprobs": sample.logprobs,
-        "tokens": pieces,
-        "top_logprobs": [
-            {piece: logprob} for piece, logprob in zip(pieces, sample.logprobs, strict=False)
-        ],
-    }
-
-
-def _chat_logprobs(sample: Generated, engine: ScriptedEngine) -> list[Body]:
-    pieces = [_piece(token, engine) for token in sample.tokens]
-    return [
-        {"token": piece, "logprob": logprob, "bytes": list(piece.encode()), "top_logprobs": []}
-        for piece, logprob in zip(pieces, sample.logprobs, strict=False)
-    ]
+def _pieces(sample: Generated, engine: ScriptedEngine) -> Iterator[tuple[str, float]]:
+    """Yield the text and the logprob of each sampled token."""
+    for token, logprob in zip(sample.tokens, sample.logprobs, strict=False):
+        yield _piece(token, engine), logprob
 
 
 def _likelier(

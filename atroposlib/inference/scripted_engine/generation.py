@@ -12,6 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from atroposlib.http_bodies import ApiError
 from atroposlib.inference.scripted_answers import (
     HarnessRequest,
     Respond,
@@ -25,23 +26,6 @@ from atroposlib.inference.scripted_engine.script import Script
 PauseMode = Literal["abort", "wait", "keep"]
 PRINTABLE = range(32 + 3, 127 + 3)
 """Ids of printable ASCII in `ByteTokenizer`."""
-
-
-class Refused(Exception):
-    """A request that is answered with an error body."""
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        status: int = 400,
-        param: str | None = None,
-        retry_after_s: float | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.param = param
-        self.retry_after_s = retry_after_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +176,7 @@ class Generator:
         """
         call, self._calls = self._calls, self._calls + 1
         if self.is_paused and self.script.while_paused == "refuse":
-            raise Refused("generation is paused", status=503)
+            raise ApiError("generation is paused", status=503)
         while self.is_paused:
             await self._changed.wait()
         plans = [self._plan(ask, choice, call) for choice in range(ask.n)]
@@ -345,7 +329,7 @@ class Generator:
             return
         most = self.script.max_waiting
         if most is not None and self.num_waiting + n > most:
-            raise Refused(
+            raise ApiError(
                 "too many requests wait", status=429, retry_after_s=self.script.retry_after_s
             )
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -17,14 +17,11 @@ from typing import Any, NamedTuple, Self
 import msgspec
 from aiohttp import web
 
+from atroposlib.http_bodies import ApiError
 from atroposlib.inference.scripted_answers import ByteTokenizer, Respond
 from atroposlib.inference.scripted_engine import dialects
 from atroposlib.inference.scripted_engine.dialects import Generations
-from atroposlib.inference.scripted_engine.generation import (
-    GenerationRequest,
-    Generator,
-    Refused,
-)
+from atroposlib.inference.scripted_engine.generation import GenerationRequest, Generator
 from atroposlib.inference.scripted_engine.script import Fault, Schedule, Script
 
 BACKLOG = 4096
@@ -204,7 +201,7 @@ class ScriptedEngine:
                 if fault.kind == "drop_before":
                     return _dropped(request)
                 if fault.kind == "status":
-                    raise Refused(
+                    raise ApiError(
                         f"scripted failure {fault.status}",
                         status=fault.status,
                         retry_after_s=fault.retry_after_s,
@@ -213,13 +210,9 @@ class ScriptedEngine:
                 reply = await self._generate(path, payload, fault)
             else:
                 reply = await self._control(request, payload)
-        except Refused as e:
+        except ApiError as e:
             retry = {} if e.retry_after_s is None else {"Retry-After": f"{e.retry_after_s:g}"}
-            reply = _Reply(
-                e.status,
-                msgspec.json.encode(dialects.error_body(str(e), status=e.status, param=e.param)),
-                retry,
-            )
+            reply = _Reply(e.status, msgspec.json.encode(e.body()), retry)
             fault = None
         self.counts[f"status {reply.status}"] += 1
         return await _deliver(request, reply, fault)
@@ -320,7 +313,7 @@ class ScriptedEngine:
         try:
             self.set_script(msgspec.convert(body, Script))
         except msgspec.ValidationError as e:
-            raise Refused(f"script: {e}") from e
+            raise ApiError(f"script: {e}") from e
         return self._show(body)
 
     def _tokenize(self, body: dict[str, Any]) -> Any:
@@ -339,7 +332,7 @@ class ScriptedEngine:
     async def _pause(self, body: dict[str, Any]) -> Any:
         mode = body.get("mode", "abort")
         if mode not in ("abort", "wait", "keep"):
-            raise Refused(
+            raise ApiError(
                 f"mode: Input should be 'abort', 'wait' or 'keep', got {mode!r}", param="query.mode"
             )
         await self._generator.pause(mode)
@@ -352,16 +345,16 @@ class ScriptedEngine:
     def _collective_rpc(self, body: dict[str, Any]) -> Any:
         method = body.get("method")
         if method is None:
-            raise Refused("Missing 'method' in request body")
+            raise ApiError("Missing 'method' in request body")
         if method != "reload_weights":
-            raise Refused(f"Call to collective_rpc method failed: no {method!r}", status=500)
+            raise ApiError(f"Call to collective_rpc method failed: no {method!r}", status=500)
         self.weight_version = self._generator.next_version()
         return {"results": [None]}
 
     def _update_weight_version(self, body: dict[str, Any]) -> Any:
         version = body.get("new_version")
         if version is None:
-            raise Refused("1 validation error: Field required", param="body.new_version")
+            raise ApiError("1 validation error: Field required", param="body.new_version")
         self.weight_version = str(version)
         return self._version(body)
 
@@ -372,7 +365,7 @@ class ScriptedEngine:
 
     def _update_weights_from_disk(self, body: dict[str, Any]) -> Any:
         if body.get("model_path") is None:
-            raise Refused("model_path: Field required", status=422, param="model_path")
+            raise ApiError("model_path: Field required", status=422, param="model_path")
         version = body.get("weight_version")
         self.weight_version = self._generator.next_version() if version is None else str(version)
         return {
@@ -386,9 +379,9 @@ def _object(payload: bytes) -> dict[str, Any]:
     try:
         body = msgspec.json.decode(payload)
     except msgspec.DecodeError as e:
-        raise Refused(f"JSON decode error: {e}") from e
+        raise ApiError(f"JSON decode error: {e}") from e
     if not isinstance(body, dict):
-        raise Refused("Request body must be a JSON object")
+        raise ApiError("Request body must be a JSON object")
     return body
 
 

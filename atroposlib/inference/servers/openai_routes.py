@@ -11,9 +11,7 @@ import importlib
 import logging
 import re
 import sys
-import time
-import uuid
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -69,25 +67,6 @@ def _built(kind: Any, body: dict[str, Any]) -> Any:
         return kind.model_validate(body, strict=True)
     except ValidationError:
         return kind.construct(**body)
-
-
-def completion_body(
-    choices: Sequence[dict[str, Any]], *, model: str, num_tokens: tuple[int, int] | None = None
-) -> dict[str, Any]:
-    """Return the body of a chat or text completion with numbered choices, each with a "message" or a "text".
-
-    `num_tokens` are those of the prompt and of all choices; None if unknown.
-    """
-    is_chat = any("message" in choice for choice in choices)
-    keys = ("prompt_tokens", "completion_tokens", "total_tokens")
-    return {
-        "id": uuid.uuid4().hex,
-        "object": "chat.completion" if is_chat else "text_completion",
-        "created": int(time.time()),
-        "model": model,
-        "choices": [{"index": i, "logprobs": None, **choice} for i, choice in enumerate(choices)],
-        "usage": num_tokens and dict(zip(keys, (*num_tokens, sum(num_tokens)), strict=True)),
-    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

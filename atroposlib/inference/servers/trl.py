@@ -21,7 +21,6 @@ from atroposlib.inference.servers.http_peer import EngineHttpRejected
 from atroposlib.inference.servers.openai_routes import (
     CallKeywords,
     chat_completion_from,
-    completion_body,
     completion_from,
     read_request,
 )
@@ -33,6 +32,7 @@ from atroposlib.inference.servers.token_ids import (
     check_sampled,
 )
 from atroposlib.inference.tools.tool_messages import as_dict
+from atroposlib.utils.answer_bodies import completion_body
 
 logger = logging.getLogger(__name__)
 

@@ -23,12 +23,10 @@ from atroposlib.inference.servers.token_ids import (
     gather_top,
     most_likely,
 )
+from atroposlib.utils.answer_bodies import NO_LOGPROB
 
 DEFAULT_MAX_TOKENS = 16
 """Limit of `/v1/completions` without `max_tokens`; `/inference/v1/generate` would continue to the model's limit."""
-
-NO_LOGPROB = -9999.0
-"""vLLM's value for NaN, for minus infinity and for a sampled token without a logprob."""
 
 MAX_TOKENS_PER_ANSWER = 32768
 """Larger answers are split into several requests: decoding 8 x 32768 tokens (19 MB) holds the GIL for 27 ms. vLLM

@@ -22,7 +22,6 @@ from atroposlib.errors import ConfigError, EngineProtocolError, EngineRejected
 from atroposlib.inference.servers.api_server import TokenCompletions
 from atroposlib.inference.servers.openai_routes import (
     chat_completion_from,
-    completion_body,
     completion_from,
     import_openai,
 )
@@ -49,6 +48,7 @@ from atroposlib.inference.tools.tool_messages import (
     OpenAIToolCall,
     completion_with_tool_calls,
 )
+from atroposlib.utils.answer_bodies import completion_body
 from atroposlib.utils.off_loop import off_loop
 from atroposlib.utils.tokenizers import load_tokenizer
 

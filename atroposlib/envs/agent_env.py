@@ -304,7 +304,8 @@ class AgentEnv(DatasetEnv):
                 name = self.server.servers[0].config.model_name
                 # Sessions must not expire while a slow agent runs; each run closes its own.
                 limits = SessionLimits(idle_s=math.inf, life_s=math.inf)
-                app = create_app(self.server, self.tokenizer, name, limits=limits, is_private=True)
+                tokenizer = self.tokenizer if self.server.gives_token_ids else None
+                app = create_app(self.server, tokenizer, name, limits=limits, is_private=True)
                 self._url = await self._proxy.enter_async_context(serve_locally(app))
                 self._sessions = app.state.sessions
             sessions: Sessions = self._sessions

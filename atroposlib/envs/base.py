@@ -9,6 +9,7 @@ replace it. The constructor has the original's names and positional order, becau
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import sys
 from abc import ABC, abstractmethod
@@ -151,7 +152,8 @@ class BaseEnv(ABC):
                 max_tokens=config.max_reasoning_tokens,
             ),
         )
-        self.tokenizer = self.load_tokenizer()
+        if self.server.gives_token_ids:
+            self.tokenizer = self.load_tokenizer()
         self.env_id: int | None = None
         self.group_sink: GroupSink | None = None
         self.runtime: Runtime | None = None
@@ -241,6 +243,11 @@ class BaseEnv(ABC):
         from atroposlib.runtime.command import command_class
 
         return command_class(cls, mode)
+
+    @functools.cached_property
+    def tokenizer(self) -> Any:
+        """Loaded at construction; on first use if all servers return text alone: most such runs need none."""
+        return self.load_tokenizer()
 
     def load_tokenizer(self) -> Any:
         """Return the tokenizer of `config.tokenizer_name`; override for one built in code."""

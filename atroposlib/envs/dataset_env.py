@@ -559,7 +559,8 @@ class DatasetEnv(BaseEnv):
             target: Any = self.server
             has_tokens = True
             try:
-                managed = self.server.managed_server(tokenizer=self.tokenizer)
+                tokenizer = self.tokenizer if self.server.gives_token_ids else None
+                managed = self.server.managed_server(tokenizer=tokenizer)
                 target = await stack.enter_async_context(managed)
             except NotImplementedError:
                 if split == "train":

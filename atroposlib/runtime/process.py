@@ -117,7 +117,8 @@ async def process_and_render(env: BaseEnv, options: ProcessOptions | None = None
         finally:
             log = env.jsonl_writer
             if isinstance(log, GroupLog) and log.num_groups:
-                await asyncio.to_thread(generate_html, log.path, tokenizer=env.tokenizer)
+                tokenizer = env.tokenizer if env.server.gives_token_ids else None
+                await asyncio.to_thread(generate_html, log.path, tokenizer=tokenizer)
 
 
 def usage_lines(usage: Mapping[tuple[str, str], Usage]) -> list[str]:

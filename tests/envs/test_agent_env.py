@@ -19,8 +19,8 @@ from typing import Any
 import httpx
 import pytest
 
-from atroposlib.envs.agent_env import AgentEnv, AgentFailed, agent_variables
-from atroposlib.errors import EngineUnavailable, EnvError
+from atroposlib.envs.agent_env import AgentEnv, AgentEnvConfig, AgentFailed, agent_variables
+from atroposlib.errors import ConfigError, EngineUnavailable, EnvError
 from atroposlib.inference.harness import ByteTokenizer, HarnessRequest, create_chat_completion
 from atroposlib.inference.servers.http_peer import EngineHttpRejected
 from atroposlib.inference.servers.openai import OpenAIServer
@@ -371,14 +371,23 @@ async def test_api_without_token_ids_can_be_evaluated_but_not_trained(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("ATROPOS_ALLOW_DUMMY_MANAGED_SERVER", raising=False)
-    server = OpenAIServer(ENGINE)
+    text_only = ENGINE.model_copy(update={"server_type": "openai"})
+    server = OpenAIServer(text_only)
 
     async def answer_six(**kwargs: Any) -> Any:
         assert (kwargs["temperature"], kwargs["split"]) == (0.0, "eval")
         return create_chat_completion("6")
 
     server.chat_completion = answer_six  # type: ignore[method-assign]
-    env = make()
+
+    class WithoutTokenizer(Doubling):
+        def load_tokenizer(self) -> Any:
+            raise ConfigError("such a run needs no tokenizer")
+
+    with pytest.raises(ConfigError, match="no tokenizer"):
+        make(WithoutTokenizer)
+    config = AgentEnvConfig(group_size=2, use_wandb=False)
+    env = WithoutTokenizer(config, [text_only])
     env.server.servers = [server]
     await env.setup()
     metrics = await env.evaluate()

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
 import msgspec
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -24,13 +24,13 @@ from starlette.routing import Route
 
 from atroposlib.http_bodies import decode_json, read_body
 from atroposlib.http_guard import CROSS_SITE, foreign_host, is_cross_site
-from atroposlib.inference.manager import DEFAULT_TOOL_PARSER, ServerManager
+from atroposlib.inference.manager import ServerManager
 from atroposlib.inference.sessions.proxy_client import OWNER_HEADER
 from atroposlib.proxy import chat, completions, messages, responses
 from atroposlib.proxy.engines import Engines
 from atroposlib.proxy.errors import ProxyError, error_for, unauthorized
 from atroposlib.proxy.sessions import Session, SessionOptions, Sessions
-from atroposlib.proxy.turn import AgentAnswer, AgentBody, AgentRequest
+from atroposlib.proxy.turn import AgentAnswer, AgentRequest
 from atroposlib.utils.off_loop import off_loop
 from atroposlib.utils.tokenizers import load_tokenizer
 
@@ -43,20 +43,6 @@ THREAD_FROM_BYTES = 256 * 1024
 """Larger bodies are decoded off the event loop: that takes over a millisecond."""
 DROPPED_HEADER = "X-Atropos-Dropped"
 """Response header: the sampling parameters of the request that were not used."""
-
-
-class NewSession(AgentBody):
-    """The body of `/sessions/create`; the original has only the first three fields."""
-
-    tool_parser: str | None = DEFAULT_TOOL_PARSER
-    track_tree: bool = False
-    base_url: str | None = None
-    max_tokens: int = Field(default=1024, ge=1)
-    max_context_tokens: int | None = Field(default=None, ge=2)
-    sampling: dict[str, Any] | None = None
-    split: str | None = Field(default=None, pattern="^(train|eval)$")
-    keeps_distribution: bool = False
-    owner_key: str | None = Field(default=None, min_length=16)
 
 
 class Routes:
@@ -162,8 +148,7 @@ class Routes:
         )
 
     async def _create(self, request: Request) -> Response:
-        body = await self._body(request, NewSession)
-        session = await self._sessions.open(SessionOptions(**body.model_dump()))
+        session = await self._sessions.open(await self._body(request, SessionOptions))
         return _json(
             {
                 "uuid": session.uuid,

@@ -14,12 +14,12 @@ import logging
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from atroposlib.errors import EngineError
 from atroposlib.http_bodies import MAX_BODY_BYTES
@@ -32,7 +32,14 @@ from atroposlib.inference.sessions.sequences import SequenceNode
 from atroposlib.inference.tools.parsers import style_named
 from atroposlib.proxy.chat import DISTRIBUTION_KEPT, EngineSampling
 from atroposlib.proxy.errors import ProxyError, error_for
-from atroposlib.proxy.turn import AgentAnswer, AgentRequest, Choice, TokenLogprob, tool_call
+from atroposlib.proxy.turn import (
+    AgentAnswer,
+    AgentBody,
+    AgentRequest,
+    Choice,
+    TokenLogprob,
+    tool_call,
+)
 from atroposlib.utils.off_loop import off_loop
 
 logger = logging.getLogger(__name__)
@@ -57,40 +64,37 @@ class SessionLimits:
     """A session expires this long after it was opened, used or not."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionOptions:
-    """Options set by the opener of a session, which the agent cannot change."""
+class FixedSampling(EngineSampling):
+    """Sampling parameters that override the agent's; None: not overridden."""
+
+    model_config = ConfigDict(extra="forbid")
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class SessionOptions(AgentBody):
+    """Options set by the opener of a session, which the agent cannot change: the body of `/sessions/create`.
+
+    The original's has `tool_parser`, `track_tree` and `base_url`.
+    """
 
     tool_parser: str | None = DEFAULT_TOOL_PARSER
     track_tree: bool = False
     base_url: str | None = None
     """The engine; None: the least loaded."""
-    max_tokens: int = 1024
+    max_tokens: int = Field(default=1024, ge=1)
     """Of one answer, unless the agent sets it."""
-    max_context_tokens: int | None = None
+    max_context_tokens: int | None = Field(default=None, ge=2)
     """Prompt and answer together; a longer prompt is refused as too long. None: the engine's limit."""
-    sampling: Mapping[str, Any] | None = None
-    """Overrides the agent's sampling parameters, such as {"temperature": 1.0}."""
+    sampling: FixedSampling | None = None
     needs_tokens: bool = True
     """Whether to refuse an API without token ids. False: use it without sequences, for evaluation."""
-    split: str | None = None
-    """Budget of the engine: train or eval; None: the request's."""
+    split: Literal["train", "eval"] | None = None
+    """Budget of the engine; None: the request's."""
     keeps_distribution: bool = False
     """Whether to drop the agent's sampling parameters outside DISTRIBUTION_KEPT, so that logprobs are exact."""
-    owner_key: str | None = None
+    owner_key: str | None = Field(default=None, min_length=16)
     """Required to read, drop or close the sequences, so that the agent, which has the uuid, cannot. None: the uuid is
     enough."""
-
-
-class _FixedSampling(EngineSampling):
-    model_config = ConfigDict(extra="forbid")
-    chat_template_kwargs: dict[str, Any] | None = None
-
-
-class _Fixed(BaseModel):
-    """Checks `SessionOptions.sampling`."""
-
-    sampling: _FixedSampling
 
 
 class _Plain:
@@ -136,6 +140,7 @@ class Session:
     ) -> None:
         self.uuid = uuid
         self.options = options
+        self._fixed = (options.sampling or FixedSampling()).model_dump(exclude_none=True)
         self.model_name = model_name
         self.managed = managed
         self.opened_at = self.used_at = clock()
@@ -275,7 +280,7 @@ class Session:
             )
         options = self.options
         kwargs |= {"max_tokens": options.max_tokens, "temperature": 1.0, "n": ask.n}
-        kwargs |= {**asked, **(options.sampling or {}), "split": options.split or ask.split}
+        kwargs |= {**asked, **self._fixed, "split": options.split or ask.split}
         if ask.max_context_tokens is not None and isinstance(self.managed, ManagedServer):
             kwargs["max_context_tokens"] = ask.max_context_tokens
         dropped = tuple(name for name, value in ask.sampling.items() if kwargs.get(name) != value)
@@ -291,7 +296,7 @@ class Session:
         if not self.options.keeps_distribution:
             return sampling
         allowed = {name: value for name, value in sampling.items() if name in DISTRIBUTION_KEPT}
-        pinned = {"temperature", *(self.options.sampling or ())}
+        pinned = {"temperature", *self._fixed}
         for name in sampling.keys() - allowed.keys() - pinned:
             _warn_dropped(name)
         return allowed
@@ -371,8 +376,6 @@ class Sessions:
         num_open = len(self._by_uuid) + self._num_opening
         if num_open >= self.limits.max_sessions:
             raise ProxyError(f"{num_open} sessions are open", status=429, code="too_many_sessions")
-        checked = _Fixed.model_validate({"sampling": dict(options.sampling or {})})
-        options = replace(options, sampling=checked.sampling.model_dump(exclude_none=True))
         if options.tool_parser is not None:
             style_named(options.tool_parser, tokenizer=self.tokenizer)
         if options.base_url is not None:

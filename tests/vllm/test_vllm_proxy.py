@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.manager import ServerManager
 from atroposlib.proxy.command import create_app
-from atroposlib.proxy.sessions import Session, SessionOptions, Sessions
+from atroposlib.proxy.sessions import FixedSampling, Session, SessionOptions, Sessions
 from atroposlib.utils.local_server import serve_locally
 from tests.vllm.conftest import ServedRequest
 from tests.vllm.taught_model import ADD, ANSWER, CALL, MAX_LENGTH, QUESTION, RESULT
@@ -24,7 +24,7 @@ from tests.vllm.test_vllm_sessions import assert_sampled_by
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
-GREEDY = SessionOptions(max_tokens=100, sampling={"temperature": 0.0})
+GREEDY = SessionOptions(max_tokens=100, sampling=FixedSampling(temperature=0.0))
 
 
 class Opened(NamedTuple):

@@ -44,6 +44,7 @@ from atroposlib.inference.servers.vllm_bodies import (
     fits_tokens_route,
     read_choices,
     read_generated,
+    read_prompt_ids,
     read_prompt_logprobs,
     rename_max_tokens,
     tokens_request,
@@ -192,8 +193,7 @@ class VLLMServer(TokenServer, OpenAIRoutesServer):
     async def _prompt_ids(self, text: str) -> list[int] | None:
         body = {"model": self.config.model_name, "prompt": text, "max_tokens": 1}
         asked = {**body, "return_token_ids": True}
-        answer = await self._ask("/v1/completions", asked, _prompt_echo.decode)
-        return answer.choices[0].prompt_token_ids if answer and answer.choices else None
+        return await self._ask("/v1/completions", asked, read_prompt_ids)
 
     async def _has_tokens_route(self) -> bool:
         if self._uses_tokens_route:
@@ -259,16 +259,3 @@ class _Description(msgspec.Struct):
 
 
 _description = msgspec.json.Decoder(_Description)
-
-
-class _EchoedChoice(msgspec.Struct):
-    prompt_token_ids: list[int] | None = None
-
-
-class _PromptEcho(msgspec.Struct):
-    """The fields of a completion that tell the ids of its prompt."""
-
-    choices: list[_EchoedChoice]
-
-
-_prompt_echo = msgspec.json.Decoder(_PromptEcho)

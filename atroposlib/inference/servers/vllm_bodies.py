@@ -223,6 +223,12 @@ def read_choices(
     return PromptCompletions(prompt_tokens or [], sampled)
 
 
+def read_prompt_ids(answer: bytes) -> list[int] | None:
+    """Return the ids of a text prompt, if the answer of `/v1/completions` reports them."""
+    choices = _choices.decode(answer).choices
+    return choices[0].prompt_token_ids if choices else None
+
+
 def read_generated(answer: bytes, *, where: str) -> list[SampledCompletion]:
     """Read the original's `/generate` body: per sequence, per token, a list holding one `{"<id>": logprob}`."""
     generated = _generated.decode(answer)

@@ -72,6 +72,18 @@ def _encode_model(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} cannot be sent as JSON: {value!r:.200}")
 
 
+def raise_for_status(
+    status: int, body: bytes, *, where: str, retry_after: str | None = None
+) -> None:
+    """Raise the error that a status stands for; `retry_after` is the header of that name."""
+    if status < 400:
+        return
+    said = f"{where} answered {status}: {excerpt(body)}"
+    if is_transient_status(status):
+        raise EngineUnavailable(said, status=status, retry_after_s=read_retry_after(retry_after))
+    raise EngineHttpRejected(said, status=status)
+
+
 @dataclass(slots=True)
 class _Lane:
     """A session for `LANE_REQUESTS` requests at once.
@@ -146,12 +158,6 @@ class HttpPeer:
             "POST", path, timeout_s=timeout_s, data=payload, headers=all_headers, params=query
         )
         where = f"POST {self.root}{path}"
-        if is_transient_status(status):
-            raise EngineUnavailable(
-                f"{where} answered {status}: {excerpt(answer)}",
-                status=status,
-                retry_after_s=read_retry_after(retry_after),
-            )
         if status == 404 and body.get("model") in self._served and b"does not exist" in answer:
             # A weight update unloads and reloads an adapter: its name is unknown for some milliseconds.
             raise EngineUnavailable(
@@ -159,8 +165,7 @@ class HttpPeer:
                 status=503,
                 retry_after_s=ADAPTER_SWAP_PAUSE_S,
             )
-        if status >= 400:
-            raise EngineHttpRejected(f"{where} answered {status}: {excerpt(answer)}", status=status)
+        raise_for_status(status, answer, where=where, retry_after=retry_after)
         self._served.add(body.get("model"))
         try:
             if len(answer) < THREAD_FROM_BYTES:

@@ -12,8 +12,8 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ValidationError
 
-from atroposlib.errors import EngineProtocolError, EngineUnavailable
-from atroposlib.inference.servers.http_peer import EngineHttpRejected, HttpPeer, excerpt
+from atroposlib.errors import EngineProtocolError
+from atroposlib.inference.servers.http_peer import HttpPeer, raise_for_status
 from atroposlib.inference.servers.openai_routes import (
     chat_completion_from,
     completion_from,
@@ -126,9 +126,7 @@ class ProxyManagedServer:
         finally:
             await self._peer.close()
         if status not in (200, 404, 410):
-            raise EngineUnavailable(
-                f"DELETE {self.proxy_url}/{self.session_uuid} answered {status}: {excerpt(body)}"
-            )
+            raise_for_status(status, body, where=f"DELETE {self.proxy_url}/{self.session_uuid}")
 
     async def __aenter__(self) -> Self:
         return self
@@ -163,12 +161,9 @@ class ProxyManagedServer:
 
     async def _ask_nodes(self, send: Callable[..., Awaitable[tuple[int, bytes]]]) -> bytes:
         """Send a request about the session's sequences and return the body of the answer."""
-        url = f"{self.proxy_url}/{self.session_uuid}/nodes"
-        status, body = await send(f"/{self.session_uuid}/nodes", timeout_s=CONTROL_TIMEOUT_S)
-        if status >= 500:
-            raise EngineUnavailable(f"{url} answered {status}: {excerpt(body)}", status=status)
-        if status >= 400:
-            raise EngineHttpRejected(f"{url} answered {status}: {excerpt(body)}", status=status)
+        path = f"/{self.session_uuid}/nodes"
+        status, body = await send(path, timeout_s=CONTROL_TIMEOUT_S)
+        raise_for_status(status, body, where=self.proxy_url + path)
         return body
 
 

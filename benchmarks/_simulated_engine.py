@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from atroposlib.inference.servers.api_server import MAX_ATTEMPTS, MAX_BACKOFF_S, MIN_PAUSE_S
+from atroposlib.inference.servers.retries import MAX_ATTEMPTS, MAX_BACKOFF_S, MIN_PAUSE_S
 from atroposlib.patience import Backoff
 
 TOKEN_TIME_S = 0.01

@@ -27,19 +27,13 @@ from atroposlib.inference.config import (
     ServerManagerConfig,
 )
 from atroposlib.inference.harness import ServerHarness, answer_from_hash
-from atroposlib.inference.servers.api_server import (
-    APIServer,
-    EngineDown,
-    Retries,
-    TokenCompletions,
-    is_transient,
-    moving,
-)
+from atroposlib.inference.servers.api_server import APIServer, TokenCompletions
 from atroposlib.inference.servers.choices import part_of, run_together, split_n, wait_for_first
 from atroposlib.inference.servers.openai import OpenAIServer
 from atroposlib.inference.servers.pacing import start_slot
 from atroposlib.inference.servers.reasoning import ReasoningConfig
 from atroposlib.inference.servers.recent_answers import mean_answer
+from atroposlib.inference.servers.retries import EngineDown, Retries, is_transient, moving
 from atroposlib.inference.servers.sampling_notes import recorded
 from atroposlib.inference.servers.vllm import VLLMServer
 from atroposlib.inference.sessions.managed_server import ManagedServer

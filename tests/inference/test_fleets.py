@@ -14,8 +14,9 @@ from atroposlib.errors import EngineProtocolError, EngineRejected, EngineUnavail
 from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.harness import ServerHarness
 from atroposlib.inference.manager import ServerManager
-from atroposlib.inference.servers.api_server import MAX_ATTEMPTS, TokenCompletions
+from atroposlib.inference.servers.api_server import TokenCompletions
 from atroposlib.inference.servers.http_peer import EngineHttpRejected
+from atroposlib.inference.servers.retries import MAX_ATTEMPTS
 from benchmarks._simulated_engine import Server
 from benchmarks._simulated_fleet import (
     Fleet,

@@ -19,9 +19,9 @@ from atroposlib.inference.manager import ServerManager
 from atroposlib.inference.servers.api_server import WeightSpan
 from atroposlib.inference.sessions.managed_server import (
     ManagedServer,
-    ManagedServerAdapter,
     SequenceNode,
 )
+from atroposlib.inference.sessions.openai_client import ManagedServerAdapter
 from atroposlib.inference.sessions.sequences import (
     ChatPlace,
     PendingTurn,

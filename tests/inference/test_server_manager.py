@@ -16,8 +16,8 @@ from atroposlib.inference.config import APIServerConfig, ServerBaseline
 from atroposlib.inference.harness import ByteTokenizer, ServerHarness
 from atroposlib.inference.manager import ServerManager, server_class_for
 from atroposlib.inference.servers import api_server
-from atroposlib.inference.servers.api_server import EngineDown
 from atroposlib.inference.servers.openai import OpenAIServer
+from atroposlib.inference.servers.retries import EngineDown
 from atroposlib.inference.servers.vllm import VLLMServer
 from atroposlib.inference.sessions import proxy_client
 

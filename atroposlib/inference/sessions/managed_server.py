@@ -15,7 +15,6 @@ import logging
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from atroposlib.errors import ConfigError, EngineProtocolError, EngineRejected
@@ -34,6 +33,7 @@ from atroposlib.inference.sessions.messages import (
     is_opened,
     read_messages,
 )
+from atroposlib.inference.sessions.sampled_text import read_turns, stop_strings
 from atroposlib.inference.sessions.sequences import (
     ChatPlace,
     NodeMatch,
@@ -56,9 +56,6 @@ if TYPE_CHECKING:
     from atroposlib.inference.tools.translator import ToolCallTranslator
 
 logger = logging.getLogger(__name__)
-
-THREAD_FROM_TOKENS = 4096
-"""Answers with more sampled tokens are decoded off the event loop: over 0.5 ms each, and many may be concurrent."""
 
 THREAD_FROM_CHARS = 4096
 """Longer answers are searched for tool calls off the event loop: the worst case is 3 microseconds per character."""
@@ -179,7 +176,7 @@ class ManagedServer:
             turn, answer = await self._sample(turn, kwargs)
             if turn.is_broken:
                 self._count_broken(len(messages))
-            for sampled in await self._read(answer, _stop_strings(kwargs)):
+            for sampled in await read_turns(answer, self._template, stops=stop_strings(kwargs)):
                 reply, finish_reason = await self._reply(
                     sampled, continued, tools, kwargs.get("tool_choice")
                 )
@@ -209,7 +206,7 @@ class ManagedServer:
         turn = self._prepare_text(kwargs["prompt"])
         with self._store.continuing(turn):
             turn, answer = await self._sample(turn, kwargs)
-            completions = await self._read(answer, _stop_strings(kwargs))
+            completions = await read_turns(answer, self._template, stops=stop_strings(kwargs))
             _describe(answer, None, completions)
             texts = [{"text": sampled.visible_text} for sampled in completions]
             yield ManagedTurn(completion_from(self._body(turn, completions, texts)), answer)
@@ -430,44 +427,6 @@ class ManagedServer:
             turn = dataclasses.replace(turn, parent=match, num_kept=num_kept)
         return dataclasses.replace(turn, tokens=list(tokens), full_text=text, visible_text=text)
 
-    async def _read(self, answer: TokenCompletions, stops: Sequence[str]) -> list[SampledTurn]:
-        if sum(map(len, answer.output_tokens)) < THREAD_FROM_TOKENS:
-            return self._read_turns(answer, stops)
-        return await off_loop(self._read_turns, answer, stops)
-
-    def _read_turns(self, answer: TokenCompletions, stops: Sequence[str]) -> list[SampledTurn]:
-        turns = []
-        for tokens, logprobs, finish_reason, spans in zip(
-            answer.output_tokens,
-            answer.output_logprobs,
-            answer.finish_reasons,
-            answer.weight_versions,
-            strict=True,
-        ):
-            text, visible_text = self._template.decode_both(tokens)
-            reason = _reason(finish_reason)
-            last = self._template.text_of(tokens[-1]) if self._template.ends_turn(tokens) else ""
-            stop: str | None = None
-            at = len(visible_text)
-            if reason == "stop" and any(each in visible_text for each in stops):
-                before = self._template.decode_both(tokens[:-1])[1]
-                stop, at = find_stop(visible_text, stops, num_before=len(before))
-            turns.append(
-                SampledTurn(
-                    tokens=tokens,
-                    logprobs=logprobs,
-                    full_text=text + last,
-                    visible_text=visible_text[:at],
-                    stop=stop,
-                    cut=visible_text[at:],
-                    # A truncated turn may end with any special token.
-                    end=last if reason != "length" else "",
-                    finish_reason=reason,
-                    weight_versions=spans,
-                )
-            )
-        return turns
-
     async def _reply(
         self, sampled: SampledTurn, continued: str, tools: list[Any] | None, tool_choice: Any
     ) -> tuple[dict[str, Any], str | None]:
@@ -551,73 +510,3 @@ def _take_options(kwargs: dict[str, Any]) -> tuple[dict[str, Any], TemplateOptio
         rest = {key: value for key, value in extra_body.items() if key not in _OWN_KEYWORDS}
         kwargs = {**kwargs, "extra_body": rest}
     return kwargs, TemplateOptions(kwargs.get("tools") or None, variables)
-
-
-def _stop_strings(kwargs: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the stop strings that must be cut from the text of a call."""
-    given = {**kwargs, **(kwargs.get("extra_body") or {})}
-    stop = given.get("stop")
-    if not stop or given.get("include_stop_str_in_output"):
-        return ()
-    return (stop,) if isinstance(stop, str) else tuple(stop)
-
-
-def find_stop(text: str, stops: Sequence[str], *, num_before: int) -> tuple[str | None, int]:
-    """Return the stop string that ended a text and its position; None and the length of the text if none did.
-
-    The last token completed it; the text before that token has `num_before` characters. Earlier occurrences did not
-    end the text (`min_tokens`). The text of the last token may extend beyond the stop string.
-
-    >>> find_stop("Thought: so\\nObservation: x", ["\\nObservation:"], num_before=22)
-    ('\\nObservation:', 11)
-    """
-    # Each byte of an incomplete character counts as one character.
-    first = num_before - 3
-    places = [
-        (at, stop) for stop in stops if (at := text.find(stop, max(0, first - len(stop) + 1))) >= 0
-    ]
-    if not places:
-        return None, len(text)
-    at, stop = min(places)
-    return stop, at
-
-
-def _reason(finish_reason: Any) -> str | None:
-    # SGLang answers {"type": "stop", "matched": ...}.
-    if isinstance(finish_reason, dict):
-        finish_reason = finish_reason.get("type")
-    return None if finish_reason is None else str(finish_reason)
-
-
-class _Creator:
-    def __init__(self, create: Any) -> None:
-        self._create = create
-
-    async def create(self, **kwargs: Any) -> Any:
-        # The openai package marks "not given" with sentinel objects.
-        given = {
-            key: value
-            for key, value in kwargs.items()
-            if type(value).__name__ not in ("NotGiven", "Omit")
-        }
-        return await self._create(**given)
-
-
-class ManagedServerAdapter:
-    """A managed server with the surface of `openai.AsyncOpenAI`, for libraries that expect a client."""
-
-    def __init__(self, managed_server: Any, base_url: str = "") -> None:
-        self.managed = managed_server
-        self.base_url = base_url
-        self.chat = SimpleNamespace(completions=_Creator(managed_server.chat_completion))
-        self.completions = _Creator(managed_server.completion)
-
-    def with_options(self, **options: Any) -> ManagedServerAdapter:
-        """Return this client: retries and timeouts come from the server's config."""
-        return self
-
-    def post(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError("a managed server has no other routes")
-
-    def copy(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError("a managed server cannot be copied")

@@ -1,0 +1,95 @@
+"""Sampled tokens as turns: their text with and without special tokens, how they ended, what stop strings cut off."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from atroposlib.inference.servers.api_server import TokenCompletions
+from atroposlib.inference.sessions.chat_template import ChatTemplate
+from atroposlib.inference.sessions.sequences import SampledTurn
+from atroposlib.utils.off_loop import off_loop
+
+THREAD_FROM_TOKENS = 4096
+"""Answers with more sampled tokens are decoded off the event loop: over 0.5 ms each, and many may be concurrent."""
+
+
+async def read_turns(
+    answer: TokenCompletions, template: ChatTemplate, *, stops: Sequence[str]
+) -> list[SampledTurn]:
+    """Return one turn per completion; `stops` are the strings that the engine leaves in the tokens."""
+    if sum(map(len, answer.output_tokens)) < THREAD_FROM_TOKENS:
+        return _read_turns(answer, template, stops)
+    return await off_loop(_read_turns, answer, template, stops)
+
+
+def _read_turns(
+    answer: TokenCompletions, template: ChatTemplate, stops: Sequence[str]
+) -> list[SampledTurn]:
+    turns = []
+    for tokens, logprobs, finish_reason, spans in zip(
+        answer.output_tokens,
+        answer.output_logprobs,
+        answer.finish_reasons,
+        answer.weight_versions,
+        strict=True,
+    ):
+        text, visible_text = template.decode_both(tokens)
+        reason = _reason(finish_reason)
+        last = template.text_of(tokens[-1]) if template.ends_turn(tokens) else ""
+        stop: str | None = None
+        at = len(visible_text)
+        if reason == "stop" and any(each in visible_text for each in stops):
+            before = template.decode_both(tokens[:-1])[1]
+            stop, at = find_stop(visible_text, stops, num_before=len(before))
+        turns.append(
+            SampledTurn(
+                tokens=tokens,
+                logprobs=logprobs,
+                full_text=text + last,
+                visible_text=visible_text[:at],
+                stop=stop,
+                cut=visible_text[at:],
+                # A truncated turn may end with any special token.
+                end=last if reason != "length" else "",
+                finish_reason=reason,
+                weight_versions=spans,
+            )
+        )
+    return turns
+
+
+def stop_strings(kwargs: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the stop strings that must be cut from the text of a call."""
+    given = {**kwargs, **(kwargs.get("extra_body") or {})}
+    stop = given.get("stop")
+    if not stop or given.get("include_stop_str_in_output"):
+        return ()
+    return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def find_stop(text: str, stops: Sequence[str], *, num_before: int) -> tuple[str | None, int]:
+    """Return the stop string that ended a text and its position; None and the length of the text if none did.
+
+    The last token completed it; the text before that token has `num_before` characters. Earlier occurrences did not
+    end the text (`min_tokens`). The text of the last token may extend beyond the stop string.
+
+    >>> find_stop("Thought: so\\nObservation: x", ["\\nObservation:"], num_before=22)
+    ('\\nObservation:', 11)
+    """
+    # Each byte of an incomplete character counts as one character.
+    first = num_before - 3
+    places = [
+        (at, stop) for stop in stops if (at := text.find(stop, max(0, first - len(stop) + 1))) >= 0
+    ]
+    if not places:
+        return None, len(text)
+    at, stop = min(places)
+    return stop, at
+
+
+def _reason(finish_reason: Any) -> str | None:
+    # SGLang answers {"type": "stop", "matched": ...}.
+    if isinstance(finish_reason, dict):
+        finish_reason = finish_reason.get("type")
+    return None if finish_reason is None else str(finish_reason)

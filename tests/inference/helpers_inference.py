@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -57,6 +58,13 @@ class StockVLLM(ScriptedEngine):
         kept = [fault for fault in self.script.faults if fault.path != path]
         faults = [Fault(kind="status", status=s, path=path, times=times) for s in statuses]
         self.set_script(msgspec.structs.replace(self.script, faults=(*kept, *faults)))
+
+
+async def eventually(holds: Callable[[], bool]) -> None:
+    """Return when a condition holds that has no event."""
+    async with asyncio.timeout(30):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
 
 
 class Sample(NamedTuple):

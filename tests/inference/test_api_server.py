@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from helpers_inference import FastVLLM, StockVLLM, sample
+from helpers_inference import FastVLLM, StockVLLM, eventually, sample
 
 from atroposlib.errors import EngineRejected, EngineUnavailable
 from atroposlib.inference.config import APIServerConfig
@@ -40,12 +39,6 @@ class Fast(ServerHarness):
             APIServerConfig(base_url="http://h/v1", model_name="m", **config),
             respond=lambda request: "yes",
         )
-
-
-async def eventually(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not holds():  # noqa: ASYNC110 - there is no event for it
-            await asyncio.sleep(0.001)
 
 
 # Retries.
@@ -435,38 +428,3 @@ async def test_a_subclass_may_watch_its_server_for_ever() -> None:
     with pytest.raises(NotImplementedError, match="ThirdParty .* does not implement get_logprobs"):
         await server.get_logprobs(prompt="p")
     await server.close()
-
-
-async def test_private_methods_may_be_replaced_on_a_class_and_on_an_object(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    seen: list[dict[str, Any]] = []
-    original = FastVLLM._tokens_and_logprobs_completion_wrapper
-
-    async def wrapper(self: Any, **kwargs: Any) -> Any:
-        seen.append(kwargs)
-        return await original(self, **kwargs)
-
-    monkeypatch.setattr(FastVLLM, "_tokens_and_logprobs_completion_wrapper", wrapper)
-    async with StockVLLM() as engine:
-        server = FastVLLM(engine.config())
-        await server.tokens_and_logprobs_completion(input_ids=[5], max_tokens=1)
-        await server.close()
-    assert seen == [{"input_ids": [5], "max_tokens": 1, "model": "tiny"}]
-
-    async def own(**kwargs: Any) -> Any:
-        return "own"
-
-    server = FastVLLM(APIServerConfig(base_url="http://h/v1", health_check=False))
-    server._chat_completion_wrapper = own  # type: ignore[method-assign]
-    server._completion_wrapper = own  # type: ignore[method-assign]
-    assert await server.chat_completion(messages=HELLO) == "own"
-    assert await server.completion(prompt="p") == "own"
-
-
-async def test_free_slots_can_be_peeked_at_as_in_a_semaphore() -> None:
-    server = Fast(num_max_requests_at_once=3, num_requests_for_eval=2)
-    assert (server.sem._value, server.eval_sem._value) == (3, 2)
-    assert (server.sem.max_val, server.sem.weight, server.sem.min_val()) == (3, 1.0, 0.0)
-    async with server.sem:
-        assert server.sem._value == 2

@@ -15,6 +15,7 @@ from atroposlib.inference.scripted_engine import (
     Fault,
     Script,
     ScriptedEngine,
+    made_up_logprobs,
 )
 from atroposlib.inference.servers.api_server import APIServer
 from atroposlib.inference.servers.openai import OpenAIServer
@@ -111,6 +112,8 @@ async def test_prompt_logprobs_are_the_same_from_sglang_and_vllm() -> None:
     assert answers[0] == answers[1]
     own, top = answers[0]
     assert own["prompt_topk_token_ids"] == [[], [11], [12]]
+    values = made_up_logprobs(PROMPT[:1], PROMPT[1:], spans=[("default", 2)])
+    assert own["prompt_topk_logprobs"] == [[], *([value] for value in values)]
     assert [len(ids) for ids in top["prompt_topk_token_ids"]] == [0, 3, 3]
 
 

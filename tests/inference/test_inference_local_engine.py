@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 import torch
-import uvicorn
 from transformers import AutoModelForCausalLM
 
 from atroposlib.engine.command import EngineConfig
@@ -17,6 +14,7 @@ from atroposlib.engine.loading import load
 from atroposlib.engine.server import create_app
 from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.manager import ServerManager
+from atroposlib.utils.local_server import serve_locally
 from tests.tiny_model import make_tiny_model, make_tiny_tokenizer
 
 
@@ -29,20 +27,12 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def manager(model_dir: Path) -> AsyncIterator[ServerManager]:
     loaded = load(EngineConfig(model=str(model_dir), device="cpu", weight_version="4"))
     loaded.engine.start()
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(create_app(loaded), log_level="warning"))
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-    config = APIServerConfig(base_url=url, model_name=loaded.model_name, server_type="vllm")
-    manager = ServerManager(config)
-    manager.servers[0].health_poll_s = 0.01
-    yield manager
-    await manager.close()
-    server.should_exit = True
-    await serving
+    async with serve_locally(create_app(loaded)) as url:
+        config = APIServerConfig(base_url=url, model_name=loaded.model_name, server_type="vllm")
+        manager = ServerManager(config)
+        yield manager
+        await manager.close()
     loaded.engine.close()
-    listener.close()
 
 
 async def test_managed_turns_on_the_local_engine_are_token_exact(
@@ -72,13 +62,3 @@ async def test_managed_turns_on_the_local_engine_are_token_exact(
                 gap = abs(float(expected[position - 1, label]) - node.logprobs[position])
                 assert gap < 1e-4, (position, gap)
         assert node.metadata["policy_version"] == 4
-
-
-async def test_chat_and_text_routes_of_the_local_engine(manager: ServerManager) -> None:
-    chat = await manager.chat_completion(
-        messages=[{"role": "user", "content": "abc"}], n=2, max_tokens=4
-    )
-    assert [choice.index for choice in chat.choices] == [0, 1]
-    text = await manager.completion(prompt="abc", max_tokens=4, temperature=0.0)
-    again = await manager.completion(prompt="abc", max_tokens=4, temperature=0.0)
-    assert text.choices[0].text == again.choices[0].text

@@ -203,14 +203,6 @@ async def test_tools_are_shown_and_calls_stay_text_without_a_parser_or_with_tool
     assert "Add numbers." in engine.tokenizer.decode(engine.sent[0])
 
 
-async def test_text_that_is_no_call_is_content() -> None:
-    engine, managed = session()
-    engine.tell("<tool_call>{not json</tool_call>")
-    choice = await ask(managed, [user("x")])
-    assert choice.message.content == "<tool_call>{not json</tool_call>"
-    assert choice.finish_reason == "stop"
-
-
 async def test_each_of_several_choices_has_its_own_calls() -> None:
     engine, managed = session()
     engine.tell("no", CALL)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.errors import EngineRejected, EngineUnavailable
+from atroposlib.errors import EngineRejected
 from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.harness import (
     ByteTokenizer,
@@ -75,21 +75,6 @@ def test_scripted_answers_repeat_one_text_or_keep_several_with_their_finish_reas
     assert (chat.id, chat.model) == ("test_id", "test_model")
     with pytest.raises(ValueError, match="zip"):
         create_chat_completion("yes", n=3, finish_reason=["stop"])
-
-
-async def test_faults_are_retried_like_those_of_a_real_server() -> None:
-    harness = ServerHarness(respond=echo)
-    harness.fail(ConnectionResetError("reset"), times=2)
-    await harness.chat_completion(messages=HELLO)
-    assert len(harness.requests) == 3
-    assert list(harness.attempts_list) == [3]
-    harness.fail(EngineRejected("no"))
-    with pytest.raises(EngineRejected, match="no"):
-        await harness.chat_completion(messages=HELLO)
-    assert len(harness.requests) == 4
-    harness.fail(EngineUnavailable("down"), times=3)
-    with pytest.raises(EngineUnavailable, match="down"):
-        await harness.chat_completion(messages=HELLO)
 
 
 async def test_a_stated_version_goes_with_every_token_and_into_its_logprob() -> None:

@@ -73,14 +73,6 @@ def test_a_call_is_in_the_openai_form(translator: ToolCallTranslator) -> None:
     )
 
 
-def test_text_around_the_calls_is_the_content(translator: ToolCallTranslator) -> None:
-    text = f"<think>hm</think>\nI look.\n{RAW}\n{RAW}"
-    content, tool_calls, reason = translator.parse_model_output(text, tools=TOOLS)
-    assert (content, reason) == ("<think>hm</think>\nI look.", "tool_calls")
-    assert tool_calls is not None
-    assert len(tool_calls) == 2
-
-
 @pytest.mark.parametrize(
     ("tool_choice", "tools"), [("none", TOOLS), ("auto", None), ("auto", []), (None, None)]
 )
@@ -201,10 +193,6 @@ def test_empty_arguments_are_an_empty_object(
 def test_arguments_that_are_no_json_become_a_string(translator: ToolCallTranslator) -> None:
     call = {"id": "x", "function": {"name": "f", "arguments": "a=1"}}
     assert '"arguments": "a=1"' in translator.reconstruct_raw_text_from_tool_calls([call])
-
-
-def test_no_calls_are_no_text(translator: ToolCallTranslator) -> None:
-    assert translator.reconstruct_raw_text_from_tool_calls([]) == ""
 
 
 def test_messages_without_calls_stay_as_they_are(translator: ToolCallTranslator) -> None:

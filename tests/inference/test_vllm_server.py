@@ -137,13 +137,6 @@ async def test_a_server_that_is_starting_is_asked_again_what_it_offers() -> None
     assert num_asked(engine) == {"/openapi.json": 2, TOKENS_ROUTE: 1}
 
 
-async def test_a_server_without_a_description_is_asked_for_completions() -> None:
-    async with StockVLLM(missing=("/openapi.json",)) as engine, client_of(engine) as client:
-        for _ in range(2):
-            await client.tokens_and_logprobs_completion(input_ids=PROMPT, max_tokens=1)
-    assert num_asked(engine) == {"/openapi.json": 1, "/v1/completions": 2}
-
-
 async def test_completions_of_large_answers_keep_their_order_over_several_requests() -> None:
     script = Script(lengths=(9, 9), reports_spans=False)
     async with StockVLLM(script) as engine, client_of(engine) as client:

@@ -41,8 +41,10 @@ class EngineSampling(AgentBody):
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
 
-
-ENGINE_NAMES = tuple(EngineSampling.model_fields)
+    def sampling(self) -> dict[str, Any]:
+        """Return the given parameters."""
+        given = {name: getattr(self, name) for name in EngineSampling.model_fields}
+        return {name: value for name, value in given.items() if value not in (None, [], {})}
 
 
 class Sampling(EngineSampling):
@@ -58,11 +60,10 @@ class Sampling(EngineSampling):
     """Not OpenAI's: an answer gets what the prompt leaves of it, at least 1 token."""
 
     def sampling(self) -> dict[str, Any]:
-        """Return the given parameters under the engine's names."""
-        given = {name: getattr(self, name) for name in ENGINE_NAMES}
-        if self.response_format is not None and self.response_format.get("type") != "text":
+        given = super().sampling()
+        if self.response_format and self.response_format.get("type") != "text":
             given["response_format"] = self.response_format
-        return {name: value for name, value in given.items() if value not in (None, [], {})}
+        return given
 
     @property
     def shows_usage(self) -> bool:

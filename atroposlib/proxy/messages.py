@@ -10,14 +10,12 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from pydantic import Field
-
 from atroposlib.inference.tools.tool_messages import parsed_json
 from atroposlib.proxy import sse
+from atroposlib.proxy.chat import EngineSampling
 from atroposlib.proxy.errors import ProxyError
 from atroposlib.proxy.turn import (
     AgentAnswer,
-    AgentBody,
     AgentRequest,
     read_messages,
     text_content,
@@ -28,17 +26,13 @@ from atroposlib.proxy.turn import (
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-class MessagesBody(AgentBody):
+class MessagesBody(EngineSampling):
     """A request for a message."""
 
     messages: list[dict[str, Any]]
     system: str | list[dict[str, Any]] | None = None
-    max_tokens: int | None = Field(default=None, ge=1)
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
-    temperature: float | None = Field(default=None, ge=0)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = None
     stop_sequences: list[str] | None = None
     stream: bool | None = None
 
@@ -50,19 +44,15 @@ def read(body: MessagesBody) -> AgentRequest:
         messages.append({"role": "system", "content": text_content(body.system, where="system")})
     for i, message in enumerate(body.messages):
         messages += _messages_of(message, f"messages[{i}]")
-    sampling = {
-        "max_tokens": body.max_tokens,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "top_k": body.top_k,
-        "stop": body.stop_sequences or None,
-    }
+    sampling = body.sampling()
+    if body.stop_sequences:
+        sampling["stop"] = body.stop_sequences
     choice = (body.tool_choice or {}).get("type")
     return AgentRequest(
         messages=read_messages(messages),
         tools=[_tool(tool, i) for i, tool in enumerate(body.tools or [])] or None,
         tool_choice="none" if choice == "none" else None,
-        sampling={name: value for name, value in sampling.items() if value is not None},
+        sampling=sampling,
     )
 
 

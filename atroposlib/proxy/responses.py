@@ -13,10 +13,10 @@ from typing import Any
 from pydantic import Field
 
 from atroposlib.proxy import sse
+from atroposlib.proxy.chat import EngineSampling
 from atroposlib.proxy.errors import ProxyError
 from atroposlib.proxy.turn import (
     AgentAnswer,
-    AgentBody,
     AgentRequest,
     read_messages,
     text_content,
@@ -28,7 +28,7 @@ History = MutableMapping[str, list[dict[str, Any]]]
 """Response id -> the messages up to and including that response, without its instructions."""
 
 
-class ResponsesBody(AgentBody):
+class ResponsesBody(EngineSampling):
     """A request for a response."""
 
     input: str | list[dict[str, Any]] = Field(default_factory=list)
@@ -37,8 +37,6 @@ class ResponsesBody(AgentBody):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
-    temperature: float | None = Field(default=None, ge=0)
-    top_p: float | None = Field(default=None, gt=0, le=1)
     text: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -66,11 +64,9 @@ def read(body: ResponsesBody, history: History) -> tuple[AgentRequest, list[dict
         items = [{"role": "user", "content": items}]
     conversation = join_items([*earlier, *messages_of(items)])
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    sampling: dict[str, Any] = {
-        "max_tokens": body.max_output_tokens,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-    }
+    sampling = body.sampling()
+    if body.max_output_tokens is not None:
+        sampling["max_tokens"] = body.max_output_tokens
     text_format = (body.text or {}).get("format") or {"type": "text"}
     if not isinstance(text_format, Mapping):
         raise ProxyError("text.format must be an object", param="text.format")
@@ -85,7 +81,7 @@ def read(body: ResponsesBody, history: History) -> tuple[AgentRequest, list[dict
         messages=read_messages([*system, *conversation], param="input"),
         tools=[_tool(tool, i) for i, tool in enumerate(body.tools or [])] or None,
         tool_choice=_tool_choice(body.tool_choice),
-        sampling={name: value for name, value in sampling.items() if value is not None},
+        sampling=sampling,
     )
     return ask, conversation
 

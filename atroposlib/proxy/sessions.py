@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from atroposlib.errors import EngineError
+from atroposlib.errors import ConfigError, EngineError
 from atroposlib.http_bodies import MAX_BODY_BYTES
 from atroposlib.inference.manager import DEFAULT_TOOL_PARSER
 from atroposlib.inference.servers.api_server import TokenCompletions
@@ -378,8 +378,6 @@ class Sessions:
             raise ProxyError(f"{num_open} sessions are open", status=429, code="too_many_sessions")
         if options.tool_parser is not None:
             style_named(options.tool_parser, tokenizer=self.tokenizer)
-        if options.base_url is not None:
-            self._check_engine(options.base_url)
         stack = AsyncExitStack()
         self._num_opening += 1
         try:
@@ -391,6 +389,8 @@ class Sessions:
                     track_tree=options.track_tree,
                 )
             )
+        except ConfigError as e:  # no such engine
+            raise ProxyError(str(e), status=404, param="base_url") from e
         except NotImplementedError:
             if options.needs_tokens:
                 raise
@@ -473,15 +473,6 @@ class Sessions:
                 code="session_expired",
             )
         return ProxyError(f"there is no session {uuid!r:.80}", status=404, code="session_not_found")
-
-    def _check_engine(self, base_url: str) -> None:
-        known = [str(getattr(s.config, "base_url", "") or "") for s in self.manager.servers]
-        if base_url.rstrip("/") not in [url.rstrip("/") for url in known]:
-            raise ProxyError(
-                f"no server at {base_url!r}; there are: {', '.join(known)}",
-                status=404,
-                param="base_url",
-            )
 
 
 @functools.cache

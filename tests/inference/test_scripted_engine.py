@@ -248,7 +248,7 @@ async def test_weight_versions_are_reported_and_set_as_by_vllm_and_sglang() -> N
 async def test_weights_swapped_in_the_middle_split_every_running_sequence() -> None:
     async with running(Script(latency=Latency(per_token_s=0.02)), weight_version="7") as client:
         asked = asyncio.create_task(client.ask(n=2, max_tokens=10))
-        await eventually(lambda: client.engine.num_running == 2)
+        await eventually(lambda: client.engine.generator.num_running == 2)
         await asyncio.sleep(0.07)
         client.engine.weight_version = "8"
         answer = await asked
@@ -264,7 +264,7 @@ async def test_weights_swapped_in_the_middle_split_every_running_sequence() -> N
 async def test_a_kept_pause_freezes_generations_and_holds_new_ones() -> None:
     async with running(Script(latency=Latency(per_token_s=0.01)), weight_version="7") as client:
         asked = asyncio.create_task(client.ask(max_tokens=10))
-        await eventually(lambda: client.engine.num_running == 1)
+        await eventually(lambda: client.engine.generator.num_running == 1)
         assert (await client.post("/pause?mode=keep", {}))[1] == {"status": "paused"}
         assert (await client.get("/is_paused"))[1] == {"is_paused": True}
         held = asyncio.create_task(client.ask(max_tokens=1))
@@ -283,7 +283,7 @@ async def test_a_kept_pause_freezes_generations_and_holds_new_ones() -> None:
 async def test_an_aborting_pause_ends_generations_with_what_they_have() -> None:
     async with running(Script(latency=Latency(per_token_s=0.01))) as client:
         asked = asyncio.create_task(client.ask(max_tokens=1000))
-        await eventually(lambda: client.engine.num_running == 1)
+        await eventually(lambda: client.engine.generator.num_running == 1)
         await asyncio.sleep(0.05)
         await client.post("/pause_generation", {"mode": "abort"})
         (choice,) = (await asked)["choices"]
@@ -296,9 +296,9 @@ async def test_an_aborting_pause_ends_generations_with_what_they_have() -> None:
 async def test_a_waiting_pause_lets_generations_end() -> None:
     async with running(Script(latency=Latency(per_token_s=0.01))) as client:
         asked = asyncio.create_task(client.ask(max_tokens=5))
-        await eventually(lambda: client.engine.num_running == 1)
+        await eventually(lambda: client.engine.generator.num_running == 1)
         await client.post("/pause?mode=wait", {})
-        assert client.engine.num_running == 0
+        assert client.engine.generator.num_running == 0
         assert (await asked)["choices"][0]["finish_reason"] == "length"
         assert (await client.post("/pause?mode=bogus", {}))[0] == 400
 
@@ -319,11 +319,11 @@ async def test_completions_beyond_the_slots_are_queued() -> None:
     async with running(script) as client:
         began = time.monotonic()
         asked = [asyncio.create_task(client.ask(seed=i)) for i in range(6)]
-        await eventually(lambda: client.engine.num_waiting == 4)
-        assert client.engine.num_running == 2
+        await eventually(lambda: client.engine.generator.num_waiting == 4)
+        assert client.engine.generator.num_running == 2
         await asyncio.gather(*asked)
         assert time.monotonic() - began >= 0.45
-        assert (client.engine.num_running, client.engine.num_waiting) == (0, 0)
+        assert (client.engine.generator.num_running, client.engine.generator.num_waiting) == (0, 0)
 
 
 async def test_a_full_queue_is_answered_429_with_retry_after() -> None:
@@ -332,7 +332,7 @@ async def test_a_full_queue_is_answered_429_with_retry_after() -> None:
     )
     async with running(script) as client:
         asked = [asyncio.create_task(client.ask(seed=i)) for i in range(2)]
-        await eventually(lambda: client.engine.num_waiting == 1)
+        await eventually(lambda: client.engine.generator.num_waiting == 1)
         assert (await client.post("/v1/completions", ASK))[0] == 429
         assert client.headers["Retry-After"] == "2.5"
         await asyncio.gather(*asked)
@@ -342,11 +342,13 @@ async def test_a_client_that_disconnects_frees_its_slot() -> None:
     script = Script(num_slots=1, latency=Latency(first_token_s=30))
     async with running(script) as client:
         asked = [asyncio.create_task(client.ask(seed=i)) for i in range(2)]
-        await eventually(lambda: client.engine.num_waiting == 1)
+        await eventually(lambda: client.engine.generator.num_waiting == 1)
         for task in asked:
             task.cancel()
         await asyncio.gather(*asked, return_exceptions=True)
-        await eventually(lambda: client.engine.num_running + client.engine.num_waiting == 0)
+        await eventually(
+            lambda: client.engine.generator.num_running + client.engine.generator.num_waiting == 0
+        )
         assert [served.was_generated for served in client.engine.served] == [False, False]
 
 
@@ -438,13 +440,13 @@ async def test_a_script_is_set_over_http_and_unknown_fields_are_refused() -> Non
 async def test_a_killed_engine_breaks_its_connections_and_restarts_at_its_address() -> None:
     async with running(Script(latency=Latency(first_token_s=30))) as client:
         asked = asyncio.create_task(client.ask())
-        await eventually(lambda: client.engine.num_running == 1)
+        await eventually(lambda: client.engine.generator.num_running == 1)
         await client.engine.stop()
         with pytest.raises(aiohttp.ServerDisconnectedError):
             await asked
         with pytest.raises(aiohttp.ClientConnectorError):
             await client.ask()
-        assert client.engine.num_running == 0
+        assert client.engine.generator.num_running == 0
         await client.engine.start()
         client.engine.set_script(Script())
         assert (await client.ask())["choices"][0]["token_ids"] == expected(("default", 4))[0]

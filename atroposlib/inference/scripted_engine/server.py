@@ -102,13 +102,13 @@ class ScriptedEngine:
         """Requests by path, faults by kind, and `status <number>` of every answer."""
         self.served: deque[ServedRequest] = deque(maxlen=NUM_KEPT_REQUESTS)
         """Generation requests, oldest first."""
-        self._generator = Generator(
+        self.generator = Generator(
             tokenizer=self.tokenizer,
             script=script or Script(),
             respond=respond,
             weight_version=weight_version,
         )
-        self._schedule = Schedule(self._generator.script, now_s=time.monotonic())
+        self._schedule = Schedule(self.generator.script, now_s=time.monotonic())
         self._web: web.Server | None = None
         self._listener: asyncio.Server | None = None
         gets, posts = self._control_routes()
@@ -160,30 +160,20 @@ class ScriptedEngine:
 
     @property
     def script(self) -> Script:
-        return self._generator.script
+        return self.generator.script
 
     def set_script(self, script: Script) -> None:
         """Replace the script; running generations keep their pace."""
-        self._generator.set_script(script)
+        self.generator.set_script(script)
         self._schedule = Schedule(script, now_s=time.monotonic())
 
     @property
     def weight_version(self) -> str:
-        return self._generator.weight_version
+        return self.generator.weight_version
 
     @weight_version.setter
     def weight_version(self, version: str) -> None:
-        self._generator.set_weight_version(version)
-
-    @property
-    def num_running(self) -> int:
-        """Completions being generated."""
-        return self._generator.num_running
-
-    @property
-    def num_waiting(self) -> int:
-        """Completions that wait for a slot."""
-        return self._generator.num_waiting
+        self.generator.set_weight_version(version)
 
     # Requests.
 
@@ -225,7 +215,7 @@ class ScriptedEngine:
         self.served.append(served)
         swaps = served.fault == "swap_weights"
         samples = await asyncio.gather(
-            *(self._generator.generate(ask, swaps_weights=swaps) for ask in asks)
+            *(self.generator.generate(ask, swaps_weights=swaps) for ask in asks)
         )
         served.was_generated = True
         if served.fault == "wrong_lengths":
@@ -258,7 +248,7 @@ class ScriptedEngine:
             "/openapi.json": lambda body: {
                 "paths": dict.fromkeys([*self._gets, *self._posts, *self._generation_paths], {})
             },
-            "/is_paused": lambda body: {"is_paused": self._generator.is_paused},
+            "/is_paused": lambda body: {"is_paused": self.generator.is_paused},
             "/weight_info": self._version,
             "/weight_version": self._version,
             "/get_weight_version": self._version,
@@ -335,11 +325,11 @@ class ScriptedEngine:
             raise ApiError(
                 f"mode: Input should be 'abort', 'wait' or 'keep', got {mode!r}", param="query.mode"
             )
-        await self._generator.pause(mode)
+        await self.generator.pause(mode)
         return {"status": "paused"}
 
     def _resumed(self, answer: dict[str, Any]) -> dict[str, Any]:
-        self._generator.resume()
+        self.generator.resume()
         return answer
 
     def _collective_rpc(self, body: dict[str, Any]) -> Any:
@@ -348,7 +338,7 @@ class ScriptedEngine:
             raise ApiError("Missing 'method' in request body")
         if method != "reload_weights":
             raise ApiError(f"Call to collective_rpc method failed: no {method!r}", status=500)
-        self.weight_version = self._generator.next_version()
+        self.weight_version = self.generator.next_version()
         return {"results": [None]}
 
     def _update_weight_version(self, body: dict[str, Any]) -> Any:
@@ -360,18 +350,18 @@ class ScriptedEngine:
 
     async def _pause_generation(self, body: dict[str, Any]) -> Any:
         # Of SGLang's modes, retract and in_place both resume later.
-        await self._generator.pause("abort" if body.get("mode", "abort") == "abort" else "keep")
+        await self.generator.pause("abort" if body.get("mode", "abort") == "abort" else "keep")
         return {"message": "Generation paused successfully.", "status": "ok"}
 
     def _update_weights_from_disk(self, body: dict[str, Any]) -> Any:
         if body.get("model_path") is None:
             raise ApiError("model_path: Field required", status=422, param="model_path")
         version = body.get("weight_version")
-        self.weight_version = self._generator.next_version() if version is None else str(version)
+        self.weight_version = self.generator.next_version() if version is None else str(version)
         return {
             "success": True,
             "message": "Succeeded to update model weights.",
-            "num_paused_requests": self.num_running if self._generator.is_paused else 0,
+            "num_paused_requests": self.generator.num_running if self.generator.is_paused else 0,
         }
 
 

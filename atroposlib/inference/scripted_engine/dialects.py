@@ -386,23 +386,15 @@ def _sglang_logprobs(
         start = len(ask.prompt_tokens)
     prompt, own = ask.prompt_tokens[start:], _prompt_values(ask, engine)[start:]
 
-    def triple(logprob: float | None, token: int) -> list[Any]:
-        wants_text = body.get("return_text_in_logprobs")
-        return [logprob, token, _piece(token, engine) if wants_text else None]
-
-    def top(values: Sequence[float | None], tokens: Sequence[int]) -> list[Any]:
-        return [
-            None
-            if value is None
-            else [triple(v, t) for t, v in _likelier(token, value, num_top, engine)]
-            for value, token in zip(values, tokens, strict=True)
-        ]
-
     meta: Body = {
-        "input_token_logprobs": list(map(triple, own, prompt)),
-        "output_token_logprobs": list(map(triple, sample.logprobs, sample.tokens)),
+        "input_token_logprobs": [[v, t, None] for v, t in zip(own, prompt, strict=True)],
+        "output_token_logprobs": [
+            [v, t, None] for v, t in zip(sample.logprobs, sample.tokens, strict=False)
+        ],
     }
     if num_top:
-        meta["input_top_logprobs"] = top(own, prompt)
-        meta["output_top_logprobs"] = top(sample.logprobs, sample.tokens)
+        meta["input_top_logprobs"] = [
+            value and [[v, t, None] for t, v in _likelier(token, value, num_top, engine)]
+            for value, token in zip(own, prompt, strict=True)
+        ]
     return meta

@@ -268,31 +268,26 @@ class APIServer(ABC):
         self, metrics_dict: dict[str, Any] | None, server_name: str | None
     ) -> dict[str, Any]:
         """Add this server's metrics over its last `rolling_buffer_length` requests; times in seconds."""
-        metrics = {} if metrics_dict is None else metrics_dict
-        name = server_name or "server"
-        metrics[f"server/{name}_healthy"] = float(self.server_healthy)
-        metrics[f"server/{name}_tokens_in"] = float(self.num_tokens_in)
-        metrics[f"server/{name}_tokens_out"] = float(self.num_tokens_out)
-        metrics[f"server/{name}_requests_waiting"] = float(
-            max(0, self._num_calls - self.sem.in_use - self.eval_sem.in_use)
-        )
+        shown: dict[str, Any] = {
+            "healthy": self.server_healthy,
+            "tokens_in": self.num_tokens_in,
+            "tokens_out": self.num_tokens_out,
+            "requests_waiting": max(0, self._num_calls - self.sem.in_use - self.eval_sem.in_use),
+        }
         if self.concurrency is not None:
-            limit = min(self.concurrency.limit, self.sem.max_val)
-            metrics[f"server/{name}_concurrency_limit"] = float(limit)
+            shown["concurrency_limit"] = min(self.concurrency.limit, self.sem.max_val)
         for prefix, timings in (("", self.request_timings), ("eval_", self.eval_request_timings)):
             if timings:
-                values = np.asarray(timings)
-                metrics[f"server/{name}_{prefix}request_time_avg"] = float(values.mean())
-                metrics[f"server/{name}_{prefix}request_time_std"] = float(values.std())
-                metrics[f"server/{name}_{prefix}request_time_99p"] = float(
-                    np.percentile(values, 99)
-                )
+                shown[f"{prefix}request_time_avg"] = np.mean(timings)
+                shown[f"{prefix}request_time_std"] = np.std(timings)
+                shown[f"{prefix}request_time_99p"] = np.percentile(timings, 99)
         if self.attempts_list:
-            metrics[f"server/{name}_average_num_attempts"] = float(np.mean(self.attempts_list))
+            shown["average_num_attempts"] = np.mean(self.attempts_list)
         if self.eval_attempts_list:
-            metrics[f"server/{name}_eval_retry_rate"] = float(
-                np.mean(np.asarray(self.eval_attempts_list) > 1)
-            )
+            shown["eval_retry_rate"] = np.mean(np.asarray(self.eval_attempts_list) > 1)
+        metrics = {} if metrics_dict is None else metrics_dict
+        name = server_name or "server"
+        metrics |= {f"server/{name}_{key}": float(value) for key, value in shown.items()}
         return metrics
 
     async def close(self) -> None:

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from helpers_inference import FastVLLM, StockVLLM
 
 from atroposlib.errors import ConfigError, EngineProtocolError
 from atroposlib.inference.harness import (
@@ -186,6 +187,22 @@ async def test_sampling_keywords_reach_the_engine_and_the_rest_does_not() -> Non
     )
     sent = {k: v for k, v in harness.requests[0].items() if k not in ("input_ids", "prompt")}
     assert sent == {"temperature": 0.3, "stop": ["x"], "model": "test_model"}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"max_completion_tokens": 99}, {"max_new_tokens": 5}, {"extra_body": {"max_tokens": 99}}],
+)
+async def test_no_name_of_an_answers_limit_exceeds_what_the_prompt_leaves(given: Any) -> None:
+    async with StockVLLM() as engine:
+        server = FastVLLM(engine.config())
+        managed = ManagedServer(server, tokenizer=TOKENIZER)
+        managed.max_context_tokens = 40
+        await managed.completion(prompt="some room", **given)
+        await server.close()
+    num_prompt = len(TOKENIZER.encode("some room"))
+    [node] = managed.nodes
+    assert len(node.tokens) == (num_prompt + 5 if "max_new_tokens" in given else 40)
 
 
 async def test_reset_clears_the_session_but_not_lists_obtained_before() -> None:

@@ -40,6 +40,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+OTHER_LIMIT_NAMES = ("max_new_tokens", "max_completion_tokens")
+"""Names that callers use for `max_tokens` at engines."""
+
+
 async def import_openai() -> None:
     """Import the types off the event loop before they are needed: it takes about a second, once."""
     if "openai.types.chat" not in sys.modules:

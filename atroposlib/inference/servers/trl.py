@@ -19,6 +19,7 @@ from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.servers.api_server import TokenCompletions
 from atroposlib.inference.servers.http_peer import EngineHttpRejected
 from atroposlib.inference.servers.openai_routes import (
+    OTHER_LIMIT_NAMES,
     CallKeywords,
     chat_completion_from,
     completion_from,
@@ -228,7 +229,7 @@ class TrlVllmServer(TokenServer):
         body: dict[str, Any] = {"prompts": [prompt], **DEFAULTS}
         generation: dict[str, Any] = {}
         for name, value in request.body.items():
-            if name in ("max_new_tokens", "max_completion_tokens"):
+            if name in OTHER_LIMIT_NAMES:
                 body["max_tokens"] = value
             elif name in REQUEST_FIELDS:
                 body[name] = value

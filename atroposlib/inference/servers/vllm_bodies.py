@@ -16,6 +16,7 @@ import msgspec
 
 from atroposlib.errors import EngineProtocolError
 from atroposlib.inference.servers.api_server import WeightSpan
+from atroposlib.inference.servers.openai_routes import OTHER_LIMIT_NAMES
 from atroposlib.inference.servers.token_ids import (
     NEUTRAL_SAMPLING,
     SampledCompletion,
@@ -140,7 +141,7 @@ _prompt_logprobs = msgspec.json.Decoder(_PromptLogprobs)
 
 def rename_max_tokens(body: dict[str, Any]) -> dict[str, Any]:
     """Rename the token limit to its name on the completion routes."""
-    for name in ("max_new_tokens", "max_completion_tokens"):
+    for name in OTHER_LIMIT_NAMES:
         if name in body:
             body = {**body, "max_tokens": body[name]}
             del body[name]

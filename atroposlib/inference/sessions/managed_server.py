@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from atroposlib.errors import ConfigError, EngineProtocolError, EngineRejected
 from atroposlib.inference.servers.api_server import TokenCompletions
 from atroposlib.inference.servers.openai_routes import (
+    OTHER_LIMIT_NAMES,
     chat_completion_from,
     completion_from,
     import_openai,
@@ -394,8 +395,7 @@ class ManagedServer:
                     f"This model's maximum context length is {limit} tokens. However, your messages resulted in"
                     f" {len(turn.tokens)} tokens. Please reduce the length of the messages."
                 )
-            room = max(1, room)
-            request["max_tokens"] = min(request.get("max_tokens") or room, room)
+            limit_tokens(request, max(1, room))
         raw = await self.server.tokens_and_logprobs_completion(**prompt, **request)
         answer = TokenCompletions.of(raw)
         if turn.chat is not None:
@@ -478,6 +478,23 @@ def _describe(
     if (record := recorded()) is not None:
         texts = [sampled.visible_text for sampled in completions]
         record.describe(answer, messages=messages, texts=texts)
+
+
+def limit_tokens(request: dict[str, Any], room: int) -> None:
+    """Limit an answer to `room` tokens, whatever name the request has for its own limit.
+
+    >>> request = {"max_completion_tokens": 99, "stop": "x"}
+    >>> limit_tokens(request, 8)
+    >>> request
+    {'stop': 'x', 'max_tokens': 8}
+    """
+    bodies = [request]
+    if request.get("extra_body"):
+        request["extra_body"] = dict(request["extra_body"])
+        bodies.append(request["extra_body"])
+    names = ("max_tokens", *OTHER_LIMIT_NAMES)
+    given = [body.pop(name, None) for body in bodies for name in names]
+    request["max_tokens"] = min(filter(None, (room, *given)))
 
 
 def _chat_with_images(messages: list[dict[str, Any]], options: TemplateOptions) -> dict[str, Any]:

@@ -23,7 +23,6 @@ from atroposlib.envs.eval_run import (
     METRICS_FILE,
     SAMPLES_FILE,
     EvalRun,
-    dated_folder,
     evaluate_items,
     keep_earlier,
     lines_of,
@@ -227,17 +226,18 @@ async def eval_runner(eval_env: EvalBase) -> dict[str, float]:
     }
     given = flags.resume or flags.eval_dir or getattr(eval_env, "eval_dir", None)
     run = EvalRun(
-        Path(given) if given else dated_folder(name),
+        given,
+        name=name,
         config=yaml.safe_dump(json.loads(json.dumps(settings, default=plain)), sort_keys=False),
         is_resumed=flags.resume is not None,
     )
-    vars(eval_env).update(eval_run=run, eval_dir=str(run.folder), verbose=True)
     server = APIServerConfig(
         base_url=flags.server_url, model_name=flags.model_name, api_key="dummy", health_check=False
     )
     manager = ServerManager([server])
     try:
         with run:
+            vars(eval_env).update(eval_run=run, eval_dir=str(run.folder), verbose=True)
             metrics = await eval_env(manager)
     finally:
         await manager.close()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -27,6 +28,7 @@ import yaml
 from atroposlib.errors import ConfigError
 from atroposlib.inference.servers.choices import run_together
 from atroposlib.utils.files import replace_file
+from atroposlib.utils.json_lines import read_lines
 
 logger = logging.getLogger(__name__)
 
@@ -57,17 +59,20 @@ class EvalRun:
 
     def __init__(
         self,
-        folder: Path,
+        folder: str | Path | None,
         *,
+        name: str = "",
         config: str,
         is_resumed: bool = False,
         rescored: Sequence[Sample] | None = None,
     ) -> None:
         """Write nothing yet; refuse (ConfigError) a resumed run with other settings.
 
+        Without a `folder`, `open` makes a directory in `evals/` that has the evaluation's `name` and the time.
         `config` is the configuration as YAML, with secrets masked.
         """
-        self.folder = folder
+        self._is_dated = not folder
+        self.folder = Path(folder) if folder else _dated_folder(name)
         self.rescored = rescored
         """Samples of another evaluation that are scored again; None: new ones are made."""
         self.num_items = 0
@@ -79,7 +84,7 @@ class EvalRun:
         self._stored: dict[int, list[Sample]] = {}
         self._lock: int | None = None
         if is_resumed:
-            _refuse_other_settings(folder, config)
+            _refuse_other_settings(self.folder, config)
 
     def open(self) -> None:
         """Create the directory with configuration and versions; read the complete items of a resumed one.
@@ -87,7 +92,13 @@ class EvalRun:
         Earlier results in a directory that is not resumed are kept under a number. ConfigError if another process has
         it open.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
+        first = self.folder
+        for number in itertools.count(2):
+            try:
+                self.folder.mkdir(parents=True, exist_ok=not self._is_dated)
+                break
+            except FileExistsError:  # of another evaluation that began in the same second
+                self.folder = first.with_name(f"{first.name}-{number}")
         self._lock = os.open(self.folder, os.O_RDONLY)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -193,13 +204,9 @@ async def evaluate_items(
     return [sample for samples in per_item for sample in samples]
 
 
-def dated_folder(name: str) -> Path:
-    """Return a directory in `evals/` that does not exist, named after the evaluation and the time."""
+def _dated_folder(name: str) -> Path:
     plain_name = re.sub(r"[^\w.-]+", "_", name)
-    folder = Path("evals", f"{plain_name}-{time.strftime('%Y%m%d-%H%M%S')}")
-    while folder.exists():
-        folder = folder.with_name(f"{folder.name}-again")
-    return folder
+    return Path("evals", f"{plain_name}-{time.strftime('%Y%m%d-%H%M%S')}")
 
 
 def hash_of(item: Any) -> str:
@@ -225,12 +232,10 @@ def read_config(folder: Path) -> str:
 def stored_samples(path: Path) -> list[Sample]:
     """Return the samples in a file, or in the directory of an evaluation, in order of their items.
 
-    ConfigError if there is no file, or no sample that names its item.
+    ConfigError if the file cannot be read, or has no samples or one that does not name its item.
     """
     source = path / SAMPLES_FILE if path.is_dir() else path
-    if not source.is_file():
-        raise ConfigError(f"{source}: there is no such file")
-    samples = _read_lines(source)
+    samples = _read_samples(source)
     if not samples:
         raise ConfigError(f"{source}: the file has no samples")
     return sorted(samples, key=lambda sample: int(sample["item_index"]))
@@ -270,15 +275,9 @@ def _numbered(path: Path, number: int) -> Path:
     return path.with_name(f"{path.stem}_{number}{path.suffix}")
 
 
-def _read_lines(path: Path) -> list[Sample]:
+def _read_samples(path: Path) -> list[Sample]:
     """Return the samples of a file without a line cut off by a kill; ConfigError if one does not name its item."""
-    samples = []
-    for line in path.read_text(encoding="utf-8").split("\n"):
-        try:
-            samples.append(json.loads(line))
-        except json.JSONDecodeError:
-            if line:
-                logger.warning("%s: an incomplete line is left out", path)
+    samples = list(read_lines(path))
     if not all("item_index" in sample for sample in samples):
         raise ConfigError(
             f"{path}: the samples do not name their items: evaluate() did not use evaluate_items"
@@ -289,7 +288,7 @@ def _read_lines(path: Path) -> list[Sample]:
 def _complete_items(path: Path) -> dict[int, list[Sample]]:
     """Return the items of which all samples are in the file, by index; {} without a file."""
     by_item: dict[int, list[Sample]] = defaultdict(list)
-    for sample in _read_lines(path) if path.exists() else ():
+    for sample in _read_samples(path) if path.exists() else ():
         by_item[sample["item_index"]].append(sample)
     return {
         index: samples

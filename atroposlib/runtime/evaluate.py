@@ -18,7 +18,6 @@ from atroposlib.envs.eval_run import (
     PAGE_FILE,
     SAMPLES_FILE,
     EvalRun,
-    dated_folder,
     stored_samples,
 )
 from atroposlib.frontend.run_files import find_run_files, write_run_page
@@ -47,9 +46,9 @@ def eval_run_of(
     if config is None:
         settings = env.config.model_dump(mode="json", fallback=str)
         config = yaml.safe_dump(without_secrets({"env": settings}), sort_keys=False)
-    given = resume or env.config.data_dir_to_save_evals
     return EvalRun(
-        Path(given) if given else dated_folder(env.registered_name),
+        resume or env.config.data_dir_to_save_evals,
+        name=env.registered_name,
         config=config,
         is_resumed=resume is not None,
         rescored=None if rescore is None else stored_samples(Path(rescore)),
@@ -64,7 +63,6 @@ async def evaluate(env: BaseEnv, *, timings: Timings | None = None) -> Path:
     if env.config.use_wandb:
         require_wandb(env)
     run = env.eval_run = env.eval_run or eval_run_of(env)
-    env.config.data_dir_to_save_evals = str(run.folder)
     with cancelled_by_sigterm():
         async with closed_at_end(env):
             await _evaluate(env, run, timings)
@@ -75,6 +73,7 @@ async def _evaluate(env: BaseEnv, run: EvalRun, timings: Timings | None) -> None
     """Evaluate into the directory of `run`, then write the page of its samples."""
     await env.setup()
     with run:
+        env.config.data_dir_to_save_evals = str(run.folder)
         if env.config.use_wandb:
             start_wandb(env, project=None, group=None)
         logger.info("evaluating; results go to %s", run.folder)

@@ -135,7 +135,7 @@ def test_the_items_that_changed_most_come_first_also_on_the_page(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "no such file"),
+        (None, "No such file"),
         ('{"score": 1}\n', "do not name their items"),
         (
             '{"score": 1, "item_index": 0, "item_hash": "other"}\n',

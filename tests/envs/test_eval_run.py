@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs.eval_run import EvalRun, evaluate_items, hash_of
+from atroposlib.envs.eval_run import EvalRun, evaluate_items, hash_of, stored_samples
 from atroposlib.errors import ConfigError
 
 CONFIG = "env: {seed: 0, max_eval_workers: 2}\nopenai:\n- {model_name: m, base_url: http://a}\n"
@@ -129,6 +129,23 @@ def test_two_processes_do_not_write_one_evaluation(tmp_path: Path) -> None:
         run_in(tmp_path, is_resumed=True),
     ):
         pass
+
+
+def test_two_evaluations_of_one_name_that_begin_together_have_their_own_directories(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    runs = [EvalRun(None, name="sums", config=CONFIG) for _ in range(3)]
+    with runs[0], runs[1], runs[2]:
+        assert len({run.folder for run in runs}) == 3
+    assert sorted(Path("evals").iterdir()) == sorted(run.folder for run in runs)
+
+
+def test_line_that_is_no_sample_is_refused_before_the_last_one(tmp_path: Path) -> None:
+    samples = '{"item_index": 0}\n{"item_in\n{"item_index": 1}\n'
+    (tmp_path / "samples.jsonl").write_text(samples)
+    with pytest.raises(ConfigError, match=r"samples\.jsonl, line 2: not JSON"):
+        stored_samples(tmp_path)
 
 
 async def test_two_data_sets_of_one_evaluation_are_told_apart(tmp_path: Path) -> None:

@@ -152,6 +152,8 @@ class BaseEnv(ABC):
                 max_tokens=config.max_reasoning_tokens,
             ),
         )
+        self.extra_managers: dict[str, ServerManager] = {}
+        """Those of `extra_servers` that are configured; the runtime checks them at the start and closes them."""
         if self.server.gives_token_ids:
             self.tokenizer = self.load_tokenizer()
         self.env_id: int | None = None

@@ -51,10 +51,16 @@ async def collect_timed(env: BaseEnv, item: Any) -> tuple[Any, list[Any]]:
 
 
 async def close(env: BaseEnv) -> None:
-    """Call the author's `close`, plain or async, then close the connections to the servers."""
+    """Call the author's `close`, plain or async, then close the connections to all servers."""
     try:
         closing = env.close()
         if inspect.isawaitable(closing):
             await closing
     finally:
-        await env.server.close()
+        await close_connections(env)
+
+
+async def close_connections(env: BaseEnv) -> None:
+    """Close the connections to the policy's servers and to the extra ones."""
+    for manager in (env.server, *env.extra_managers.values()):
+        await manager.close()

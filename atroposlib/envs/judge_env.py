@@ -101,6 +101,7 @@ class JudgeEnv(DatasetEnv):
         """The policy's servers if no judge is configured."""
         if judge_configs is not None:
             self.judge = ServerManager(judge_configs, testing=testing)
+            self.extra_managers["judge"] = self.judge
         self._reward_model: HttpPeer | None = None
         self._reward_model_name = ""
         if self.judging == "reward_model":
@@ -207,9 +208,7 @@ class JudgeEnv(DatasetEnv):
         }
 
     async def close(self) -> None:
-        """Close the judge's connections."""
-        if self.judge is not self.server:
-            await self.judge.close()
+        """Close the reward model's connections."""
         if self._reward_model is not None:
             await self._reward_model.close()
         await super().close()

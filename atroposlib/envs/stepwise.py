@@ -325,9 +325,6 @@ class _NoJudge:
             "the judge must not be the policy, which the trainer samples: give --judge.base_url"
         )
 
-    async def close(self) -> None:
-        """Close nothing."""
-
 
 def _dicts(entries: Any) -> list[dict[str, Any]]:
     return [as_dict(entry) for entry in entries or ()]

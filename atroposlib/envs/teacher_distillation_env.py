@@ -81,6 +81,7 @@ class TeacherDistillationEnv(BaseEnv):
             teacher_server_configs = [teacher_server_configs]
         self._check_vocabulary(teacher_server_configs)
         self.teacher_server = ServerManager(teacher_server_configs, testing=testing)
+        self.extra_managers[self.teacher_namespace] = self.teacher_server
 
     @classmethod
     def teacher_config_init(cls) -> Servers | None:
@@ -199,14 +200,6 @@ class TeacherDistillationEnv(BaseEnv):
         if self.teacher_server is not None:
             metrics["train/teacher_failures"] = self.num_teacher_failures
         await super().wandb_log(metrics)
-
-    async def close(self) -> None:
-        """Close the teacher's connections."""
-        try:
-            if self.teacher_server is not None:
-                await self.teacher_server.close()
-        finally:
-            await super().close()
 
 
 def read_answer(answer: Mapping[str, Any], *, num_tokens: int) -> TeacherLogprobs:

@@ -1,5 +1,6 @@
 """Compare the configuration with the engines at the start of a run: model name, context length, tokenizer.
 
+Of the extra servers (a judge, a teacher) only the model name is compared.
 Every question is optional: an engine that does not answer it, or answers nonsense, is not at fault. A fault is one
 warning with its cure. A run ends only if its training would certainly be wrong: token ids of another vocabulary, or
 none at all. Called by `runtime.command`, not by `check`.
@@ -15,6 +16,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from atroposlib.envs.base import BaseEnv
+from atroposlib.envs.collecting import close_connections
+from atroposlib.envs.constants import OPENAI_NAMESPACE
 from atroposlib.errors import ConfigError
 from atroposlib.inference.manager import TEXT_ONLY
 from atroposlib.inference.servers.api_server import APIServer
@@ -62,7 +65,7 @@ async def engines_checked(env: BaseEnv, mode: str) -> AsyncIterator[None]:
         checking.remove_done_callback(end_run)
         checking.cancel()
         await asyncio.gather(checking, return_exceptions=True)
-        await env.server.close()
+        await close_connections(env)
 
 
 def _has_failed(task: asyncio.Task[None]) -> bool:
@@ -71,29 +74,37 @@ def _has_failed(task: asyncio.Task[None]) -> bool:
 
 async def _check_engines(env: BaseEnv, mode: str) -> None:
     """Check all engines concurrently; the same fault of several engines is logged once."""
-    if env.server.use_proxy:
-        return  # the proxy knows the engines
     logged: set[str] = set()
 
-    async def check(server: APIServer) -> None:
+    async def check(namespace: str, server: APIServer) -> None:
         if not isinstance(server, HttpServer):
             return
         await server.first_answer()
         await server.healthy_again()
-        for fault in await _faults_of(server, env, mode):
+        for fault in await _faults_of(server, namespace, env, mode):
             if fault not in logged:
                 logged.add(fault)
                 logger.warning("%s: %s", server.config.base_url or "the OpenAI API", fault)
 
-    await asyncio.gather(*(check(server) for server in env.server.servers))
+    managers = dict(env.extra_managers)
+    if not env.server.use_proxy:  # which knows the policy's engines
+        managers[OPENAI_NAMESPACE] = env.server
+    each = ((name, server) for name, manager in managers.items() for server in manager.servers)
+    await asyncio.gather(*(check(name, server) for name, server in each))
 
 
-async def _faults_of(server: HttpServer, env: BaseEnv, mode: str) -> list[str]:
+async def _faults_of(server: HttpServer, namespace: str, env: BaseEnv, mode: str) -> list[str]:
     faults = []
+    is_policy = namespace == OPENAI_NAMESPACE
     if isinstance(server, OpenAIRoutesServer):
-        models = await server.list_models()
-        faults += [model_fault(server, models), context_fault(server, env)]
-    if isinstance(server, TokenServer) and await _has_other_vocabulary(server, env.tokenizer):
+        faults.append(model_fault(server, await server.list_models(), namespace))
+        if is_policy:
+            faults.append(context_fault(server, env))
+    if (
+        is_policy
+        and isinstance(server, TokenServer)
+        and await _has_other_vocabulary(server, env.tokenizer)
+    ):
         fault = (
             f"the engine's token ids are not those of the tokenizer {env.config.tokenizer_name!r};"
             " set --env.tokenizer_name to the tokenizer of the engine's model"
@@ -104,7 +115,7 @@ async def _faults_of(server: HttpServer, env: BaseEnv, mode: str) -> list[str]:
     return [fault for fault in faults if fault]
 
 
-def model_fault(server: OpenAIRoutesServer, models: list[str]) -> str | None:
+def model_fault(server: OpenAIRoutesServer, models: list[str], namespace: str) -> str | None:
     """Return the fault if the configured model is not among those that the engine lists."""
     name = server.config.model_name
     if not models or name in models or not server.reads_model_name:
@@ -113,7 +124,7 @@ def model_fault(server: OpenAIRoutesServer, models: list[str]) -> str | None:
     rest = f" and {len(models) - NUM_SHOWN} more" if len(models) > NUM_SHOWN else ""
     return (
         f"the engine does not serve the model {name!r} but {', '.join(map(repr, shown))}{rest};"
-        " set --openai.model_name, unless the trainer loads an adapter of that name"
+        f" set --{namespace}.model_name, unless the trainer loads an adapter of that name"
     )
 
 

@@ -13,6 +13,11 @@ from aiohttp import web
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv
 from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig
+from atroposlib.envs.judge_env import JudgeEnv, JudgeEnvConfig
+from atroposlib.envs.teacher_distillation_env import (
+    TeacherDistillationConfig,
+    TeacherDistillationEnv,
+)
 from atroposlib.errors import ConfigError
 from atroposlib.inference.scripted_answers import ByteTokenizer
 from atroposlib.inference.scripted_engine.server import ScriptedEngine
@@ -72,6 +77,48 @@ async def test_wrong_model_is_said_where_the_engine_reads_the_name(
     if is_said:
         assert f"{engine.url}/v1: the engine does not serve the model 'scripted' but" in said[0]
         assert "'served'; set --openai.model_name" in said[0]
+
+
+class Judged(JudgeEnv):
+    def load_tokenizer(self) -> Any:
+        return ByteTokenizer()
+
+
+class Taught(TeacherDistillationEnv):
+    get_next_item = evaluate = None  # type: ignore[assignment]
+
+    def load_tokenizer(self) -> Any:
+        return ByteTokenizer()
+
+
+def env_with(namespace: str, url: str, *, extra_url: str) -> BaseEnv:
+    """Return an environment with a judge or a teacher at `extra_url`."""
+    policy, extra = (
+        APIServerConfig(base_url=f"{each}/v1", server_type="vllm", model_name="scripted")
+        for each in (url, extra_url)
+    )
+    if namespace == "judge":
+        return Judged(JudgeEnvConfig(max_token_length=9), [policy], judge_configs=extra)
+    config = TeacherDistillationConfig(
+        teacher_enabled=True, tokenizer_name="scripted", max_token_length=9
+    )
+    return Taught(config, [policy], extra)
+
+
+@pytest.mark.parametrize("namespace", ["judge", "teacher"])
+async def test_judge_and_teacher_are_checked_before_the_first_item(
+    namespace: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with ScriptedEngine() as engine, ScriptedEngine(model_name="served") as other:
+        env = env_with(namespace, engine.url, extra_url=other.url)
+        (said,) = await said_about(env, caplog)
+        assert f"{other.url}/v1: the engine does not serve the model 'scripted' but" in said
+        assert f"set --{namespace}.model_name" in said
+        assert await said_about(env_with(namespace, engine.url, extra_url=engine.url), caplog) == []
+        monkeypatch.setattr(guards, "START_S", 0.5)
+        away = f"http://127.0.0.1:{free_port()}"
+        (said,) = await said_about(env_with(namespace, engine.url, extra_url=away), caplog)
+        assert f"Inference server {away}/v1 is not ready" in said
 
 
 async def test_too_short_a_context_is_said_once_for_all_engines(

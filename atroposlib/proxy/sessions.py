@@ -157,6 +157,8 @@ class Session:
         self._limits = limits
         self._close = close
         self._calls: set[asyncio.Task[Any]] = set()
+        self._num_asked = 0
+        """Sequences of the requests that are being sampled."""
         self._record = recorded()
         """Of the item that opened the session; the agent's requests come from outside it."""
         self.base_url = getattr(managed.server.config, "base_url", None)
@@ -265,11 +267,26 @@ class Session:
         kwargs: dict[str, Any],
         write: Callable[[AgentAnswer], T],
     ) -> tuple[AgentAnswer, T]:
-        if self.num_nodes >= self._limits.max_nodes:
+        limit = self._limits.max_nodes
+        if self.num_nodes + self._num_asked + ask.n > limit:
             raise ProxyError(
-                f"this session has {self.num_nodes} sequences, the limit",
+                f"this session has {self.num_nodes} sequences and requests for {self._num_asked} more;"
+                f" with n={ask.n} they would exceed the limit, {limit}",
                 code="too_many_sequences",
             )
+        self._num_asked += ask.n
+        try:
+            return await self._sample_now(send, ask, kwargs, write)
+        finally:
+            self._num_asked -= ask.n
+
+    async def _sample_now(
+        self,
+        send: Turn,
+        ask: AgentRequest,
+        kwargs: dict[str, Any],
+        write: Callable[[AgentAnswer], T],
+    ) -> tuple[AgentAnswer, T]:
         # Hundreds of agents may call at once, and building a prompt takes a fraction of a millisecond.
         await start_slot()
         asked = self._allowed(ask.sampling)

@@ -650,6 +650,17 @@ async def test_limits_of_sessions_sequences_and_bodies_are_kept() -> None:
         assert (await proxy.client.post(chat_url(uuid), json=long)).status_code == 413
 
 
+async def test_requests_at_the_same_time_keep_the_limit_of_sequences() -> None:
+    async with Proxy(limits=SessionLimits(max_nodes=4)) as proxy:
+        uuid = await proxy.open()
+        asking = [proxy.client.post(chat_url(uuid), json={**HELLO, "n": n}) for n in (1, 2, 2, 9)]
+        statuses = [answer.status_code for answer in await asyncio.gather(*asking)]
+        assert statuses == [200, 200, 400, 400]
+        assert (await proxy.client.post(chat_url(uuid), json=HELLO)).status_code == 200
+        nodes = await proxy.client.get(f"/{uuid}/nodes")
+        assert len(nodes.json()["nodes"]) == 4
+
+
 async def test_sessions_opened_at_the_same_time_keep_the_limit() -> None:
     async with Proxy(limits=SessionLimits(max_sessions=10)) as proxy:
         opening = [proxy.client.post("/sessions/create", json={}) for _ in range(30)]

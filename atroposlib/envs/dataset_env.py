@@ -10,41 +10,58 @@ masked or judged again, as configured, and counted. It affects neither the score
 from __future__ import annotations
 
 import contextvars
-import functools
 import inspect
 import itertools
 import logging
-import math
-import random
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
-from atroposlib.envs.eval import pass_at_k
+from atroposlib.envs.eval import score_metrics
+from atroposlib.envs.eval import success_rates as success_rates
 from atroposlib.envs.eval_run import Sample, hash_of
+from atroposlib.envs.lengths import num_trained
 from atroposlib.envs.rewards import JsonValue, RewardFailure, RewardWorkers
-from atroposlib.envs.rows import SAMPLE, RowSource, read_jsonl, sample_path
+from atroposlib.envs.rollouts import (
+    ABORTED,
+    ChatSession,
+    Outcome,
+    Rollout,
+    Row,
+    Split,
+    join_rollouts,
+    number_of,
+    raise_if_all_raised,
+)
+from atroposlib.envs.rows import (
+    SAMPLE,
+    RowSource,
+    Splits,
+    epoch_order,
+    hold_out,
+    read_jsonl,
+    sample_path,
+)
 from atroposlib.errors import AtroposError, ConfigError, EnvError
 from atroposlib.inference.servers.choices import run_together
-from atroposlib.inference.sessions.sequences import SequenceNode
-from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
-from atroposlib.utils.estimates import estimate_mean
+
+__all__ = [
+    "ABORTED",
+    "ChatSession",
+    "DatasetEnv",
+    "DatasetEnvConfig",
+    "Outcome",
+    "Rollout",
+    "Row",
+    "Split",
+]
 
 logger = logging.getLogger(__name__)
-
-Row: TypeAlias = Any
-"""One task, in any form; only the environment reads it."""
-
-Split: TypeAlias = Literal["train", "eval"]
-
-Outcome: TypeAlias = float | bool | RewardFailure | None
-"""Result of judging an answer: a number, or None / `RewardFailure` if it could not be judged."""
 
 _split_judged: contextvars.ContextVar[Split] = contextvars.ContextVar(
     "split_judged", default="train"
@@ -52,9 +69,6 @@ _split_judged: contextvars.ContextVar[Split] = contextvars.ContextVar(
 """The split of the row that the current task samples and judges."""
 
 NUM_GOLD_ANSWERS_CHECKED = 100
-
-ABORTED = "abort"
-"""Finish reason of an answer that the engine did not complete, for example because of a weight update."""
 
 
 class DatasetEnvConfig(BaseEnvConfig):
@@ -86,66 +100,6 @@ class DatasetEnvConfig(BaseEnvConfig):
     """Time limit of one `in_worker` call in seconds; then its worker is killed."""
     num_reward_workers: int = Field(default=2, ge=1)
     """Processes of `in_worker`; they start on first use."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Rollout:
-    """One answer or conversation of the model for one row."""
-
-    messages: list[dict[str, Any]]
-    """The conversation, including the last answer."""
-    nodes: list[SequenceNode]
-    """Its token sequences: one, or several if the chat template rewrites earlier turns. Empty without token ids."""
-    finish_reason: str | None = None
-    """Of the last answer: stop, length or abort; in `MultiTurnEnv` the episode's `done_reason`."""
-    outcome: Outcome = None
-    """Set if the rollout was judged while it ran (multi-turn, agent)."""
-    overrides: dict[str, Any] = field(default_factory=dict)
-    """Sent as the `overrides` of each of its sequences."""
-
-    @property
-    def completion(self) -> str:
-        """The last answer of the model."""
-        answers = [message for message in self.messages if message["role"] == "assistant"]
-        return str(answers[-1]["content"]) if answers else ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatSession:
-    """One conversation with the policy; the same calls in training and evaluation."""
-
-    target: Any
-    """A managed server; in evaluation with an API without token ids, the server manager."""
-    has_tokens: bool
-    """Whether `target` is a managed server."""
-    split: Split
-    temperature: float
-    max_tokens: int
-
-    async def ask(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        n: int = 1,
-        max_tokens: int | None = None,
-        stop: Sequence[str] = (),
-    ) -> Any:
-        """Return a `ChatCompletion` with `n` choices, which end before a text of `stop`."""
-        return await self.target.chat_completion(
-            messages=list(messages),
-            n=n,
-            **({"stop": list(stop)} if stop else {}),
-            max_tokens=max_tokens or self.max_tokens,
-            temperature=self.temperature,
-            split=self.split,
-        )
-
-    def nodes(self) -> list[SequenceNode]:
-        """Return the token sequences so far; [] for an API without token ids."""
-        if not self.has_tokens:
-            return []
-        nodes: list[SequenceNode] = self.target.get_state()["nodes"]
-        return nodes
 
 
 class DatasetEnv(BaseEnv):
@@ -304,11 +258,16 @@ class DatasetEnv(BaseEnv):
         outcomes = await self._judge(item, rollouts)
         if num_aborted := sum(rollout.finish_reason == ABORTED for rollout in rollouts):
             self.counts["aborted"] += num_aborted
-        _raise_if_all_raised(outcomes)
+        raise_if_all_raised(outcomes)
         scores = [number_of(outcome) for outcome in outcomes]
-        group = self._join(rollouts, scores, num_needed=num_needed)
-        if group is None:
+        judged = [score for score in scores if score is not None]
+        self.num_reward_failures += len(scores) - len(judged)
+        if len(judged) < num_needed:
             return None, []
+        self.train_scores += judged
+        group = join_rollouts(
+            rollouts, scores, masks_unjudged=self.config.on_reward_failure == "mask"
+        )
         if group["policy_version"] is None:
             group["policy_version"] = published
         shaped = self.shape_group(item, group)
@@ -404,7 +363,7 @@ class DatasetEnv(BaseEnv):
 
         samples = await self.evaluate_items(rows, measure)
         if len(judged) == len(samples):
-            _raise_if_all_raised(judged)
+            raise_if_all_raised(judged)
         context = contextvars.copy_context()
         context.run(_split_judged.set, "eval")
         counts = {f"eval/{name}": float(count) for name, count in self._counts["eval"].items()}
@@ -434,23 +393,9 @@ class DatasetEnv(BaseEnv):
         answers; percent_correct, the name in the dashboards of existing environments, is pass@1.
         Means have their standard error and interval, with the answers of a row as one cluster.
         """
-        judged = [[score for score in row if score is not None] for row in scores]
-        flat = [score for row in judged for score in row]
-        rows = [index for index, row in enumerate(judged) for _ in row]
-        metrics = {"eval/reward_failures": float(sum(map(len, scores)) - len(flat))}
-        if flat:
-            metrics["eval/mean_score"] = estimate_mean(flat, clusters=rows)
-        for k in sorted({1, self.config.num_eval_samples}):
-            rates = [
-                pass_at_k(len(row), sum(score >= self.success_score for score in row), k)
-                for row in judged
-                if len(row) >= k
-            ]
-            if rates:
-                metrics[f"eval/pass@{k}"] = estimate_mean(rates)
-        if "eval/pass@1" in metrics:
-            metrics["eval/percent_correct"] = metrics["eval/pass@1"]
-        return metrics
+        return score_metrics(
+            scores, success_score=self.success_score, num_samples=self.config.num_eval_samples
+        )
 
     def train_metrics(self) -> dict[str, float]:
         """Return further metrics for a log; called once, before `train_scores` and `counts` are cleared."""
@@ -578,30 +523,14 @@ class DatasetEnv(BaseEnv):
             return self.config.eval_temperature
         return 0.0 if self.config.num_eval_samples == 1 else self.config.temperature
 
-    async def _load_splits(self) -> tuple[list[Row], list[Row]]:
+    async def _load_splits(self) -> Splits:
         rows = list(await awaited(self.load_rows("train")))
         own = await awaited(self.load_rows("eval"))
         if not rows:
             raise ConfigError(f"{self.registered_name}: load_rows('train') has no rows")
         if own is not None:
-            return rows, list(own)
-        order = list(range(len(rows)))
-        random.Random(f"{self.config.seed}:held out").shuffle(order)
-        wanted = self.config.num_eval_rows
-        num_held_out = min(wanted, len(rows) // 2)
-        if num_held_out < wanted:
-            logger.warning(
-                "%d of the %d training rows are held out for evaluation (num_eval_rows is %d, at most half are);"
-                " to train on all, give evaluation rows or --env.num_eval_rows 0",
-                num_held_out,
-                len(rows),
-                wanted,
-            )
-        held_out = set(order[:num_held_out])
-        return (
-            [row for i, row in enumerate(rows) if i not in held_out],
-            [row for i, row in enumerate(rows) if i in held_out],
-        )
+            return Splits(rows, list(own))
+        return hold_out(rows, self.config.num_eval_rows, seed=self.config.seed)
 
     def _failure_of(self, where: str, error: Exception) -> RewardFailure:
         kind = type(error).__name__
@@ -632,9 +561,7 @@ class DatasetEnv(BaseEnv):
         return outcome
 
     def _is_long_enough(self, rollout: Rollout) -> bool:
-        trained = sum(
-            label != IGNORE_INDEX for node in rollout.nodes for label in node.masked_tokens
-        )
+        trained = sum(num_trained(node.masked_tokens) for node in rollout.nodes)
         if trained >= self.config.min_trained_tokens or rollout.finish_reason == ABORTED:
             return True
         has_failed = isinstance(rollout.outcome, RewardFailure)
@@ -659,95 +586,10 @@ class DatasetEnv(BaseEnv):
             None if rollout.finish_reason == ABORTED else next(outcomes) for rollout in rollouts
         ]
 
-    def _join(
-        self, rollouts: Sequence[Rollout], scores: Sequence[float | None], *, num_needed: int
-    ) -> ScoredDataGroup | None:
-        """Build the group of the judged rollouts; None if there are fewer than `num_needed`."""
-        judged = [score for score in scores if score is not None]
-        self.num_reward_failures += len(scores) - len(judged)
-        if len(judged) < num_needed:
-            return None
-        # The score of masked sequences; a rounded mean of equal scores could differ from them.
-        stand_in = judged[0] if min(judged) == max(judged) else sum(judged) / len(judged)
-        group = ScoredDataGroup(tokens=[], masks=[], inference_logprobs=[], scores=[], messages=[])
-        overrides: list[dict[str, Any]] = []
-        versions: list[int | None] = []
-        for rollout, score in zip(rollouts, scores, strict=True):
-            if score is None and self.config.on_reward_failure != "mask":
-                continue
-            if score is not None:
-                self.train_scores.append(score)
-            for node in rollout.nodes:
-                is_masked = score is None
-                group["tokens"].append(node.tokens)
-                group["masks"].append(
-                    [IGNORE_INDEX] * len(node.tokens) if is_masked else node.masked_tokens
-                )
-                group["inference_logprobs"].append(  # type: ignore[union-attr]
-                    [MASKED_LOGPROB] * len(node.tokens) if is_masked else node.logprobs
-                )
-                group["scores"].append(stand_in if score is None else score)
-                group["messages"].append(rollout.messages)  # type: ignore[union-attr]
-                overrides.append(rollout.overrides)
-                versions.append((node.metadata or {}).get("policy_version"))
-        if any(overrides):
-            group["overrides"] = overrides
-        known = [version for version in versions if version is not None]
-        group["policy_version"] = min(known) if len(known) == len(versions) else None
-        return group
-
-
-@functools.lru_cache(maxsize=1)
-def epoch_order(num_rows: int, *, seed: int, epoch: int) -> list[int]:
-    """Return the order of the rows in one epoch: a permutation determined by seed and epoch.
-
-    >>> sorted(epoch_order(5, seed=0, epoch=1))
-    [0, 1, 2, 3, 4]
-    """
-    order = list(range(num_rows))
-    random.Random(f"{seed}:{epoch}").shuffle(order)
-    return order
-
-
-def success_rates(
-    parts: Sequence[str], scores: Sequence[Sequence[float | None]], *, success_score: float = 1.0
-) -> dict[str, float]:
-    """Return the share of successes in every part of an evaluation; row i of `scores` belongs to `parts[i]`.
-
-    >>> success_rates(["easy", "hard", "hard"], [[1.0], [1.0, None], [0.0]])
-    {'easy': 1.0, 'hard': 0.5}
-    """
-    solved: dict[str, list[bool]] = {}
-    for part, row in zip(parts, scores, strict=True):
-        solved.setdefault(part, []).extend(x >= success_score for x in row if x is not None)
-    return {part: sum(found) / len(found) for part, found in sorted(solved.items()) if found}
-
 
 async def awaited(value: Any) -> Any:
     """Return `value`, awaited if it is awaitable: hooks may be plain or async."""
     return await value if inspect.isawaitable(value) else value
-
-
-def number_of(outcome: Outcome) -> float | None:
-    """Return the score as a float; None if there is none or it is not a finite number.
-
-    >>> number_of(True), number_of(float("nan")), number_of(None)
-    (1.0, None, None)
-    """
-    if outcome is None or isinstance(outcome, RewardFailure):
-        return None
-    try:
-        number = float(outcome)
-    except (TypeError, ValueError, OverflowError):
-        return None
-    return number if math.isfinite(number) else None
-
-
-def _raise_if_all_raised(outcomes: Sequence[Outcome]) -> None:
-    """Raise the first exception if judging raised for every answer: the answers are not the cause."""
-    errors = [o.error for o in outcomes if isinstance(o, RewardFailure) and o.error is not None]
-    if errors and len(errors) == len(outcomes):
-        raise errors[0]
 
 
 def _rollout_of(sample: Sample) -> Rollout:

@@ -48,6 +48,43 @@ def pass_at_k(m: int, c: int, k: int) -> float:
     return 1.0 - math.comb(m - c, k) / math.comb(m, k)
 
 
+def success_rates(
+    parts: Sequence[str], scores: Sequence[Sequence[float | None]], *, success_score: float = 1.0
+) -> dict[str, float]:
+    """Return the share of successes in every part of an evaluation; row i of `scores` belongs to `parts[i]`.
+
+    >>> success_rates(["easy", "hard", "hard"], [[1.0], [1.0, None], [0.0]])
+    {'easy': 1.0, 'hard': 0.5}
+    """
+    solved: dict[str, list[bool]] = {}
+    for part, row in zip(parts, scores, strict=True):
+        solved.setdefault(part, []).extend(x >= success_score for x in row if x is not None)
+    return {part: sum(found) / len(found) for part, found in sorted(solved.items()) if found}
+
+
+def score_metrics(
+    scores: Sequence[Sequence[float | None]], *, success_score: float, num_samples: int
+) -> dict[str, float]:
+    """Return mean, pass@1 and pass@`num_samples` of the scores of every row; None: not judged, in no figure."""
+    judged = [[score for score in row if score is not None] for row in scores]
+    flat = [score for row in judged for score in row]
+    rows = [index for index, row in enumerate(judged) for _ in row]
+    metrics = {"eval/reward_failures": float(sum(map(len, scores)) - len(flat))}
+    if flat:
+        metrics["eval/mean_score"] = estimate_mean(flat, clusters=rows)
+    for k in sorted({1, num_samples}):
+        rates = [
+            pass_at_k(len(row), sum(score >= success_score for score in row), k)
+            for row in judged
+            if len(row) >= k
+        ]
+        if rates:
+            metrics[f"eval/pass@{k}"] = estimate_mean(rates)
+    if "eval/pass@1" in metrics:
+        metrics["eval/percent_correct"] = metrics["eval/pass@1"]
+    return metrics
+
+
 def evaluate_log(
     metrics: dict[str, Any],
     eval_dir: str | None = None,

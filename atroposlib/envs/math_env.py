@@ -10,13 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from atroposlib.envs.dataset_env import (
-    DatasetEnv,
-    DatasetEnvConfig,
-    Outcome,
-    Split,
-    success_rates,
-)
+from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig, Outcome, Split, success_rates
 from atroposlib.envs.reward_fns.math_worker import is_equal
 from atroposlib.envs.reward_fns.reward_function import after_thinking
 from atroposlib.envs.rewards import RewardFailure

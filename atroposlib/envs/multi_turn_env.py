@@ -26,9 +26,9 @@ from atroposlib.envs.dataset_env import (
     Row,
     Split,
     awaited,
-    number_of,
 )
 from atroposlib.envs.rewards import RewardFailure
+from atroposlib.envs.rollouts import number_of
 from atroposlib.errors import EnvError
 from atroposlib.inference.servers.choices import run_together
 

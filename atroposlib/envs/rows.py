@@ -1,14 +1,20 @@
-"""Where the rows of a `DatasetEnv` come from: a JSONL file, the sample next to the environment, or Hugging Face."""
+"""Rows of a `DatasetEnv`: where they come from, which are held out for evaluation, and their order in an epoch."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
+import logging
+import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from atroposlib.errors import ConfigError, require
+
+logger = logging.getLogger(__name__)
 
 SAMPLE = "sample"
 """Value of `--env.dataset_path` that means `samples/<name>.jsonl` next to the environment's file or folder."""
@@ -114,3 +120,42 @@ def read_jsonl(path: str, *, flag: str = "dataset_path") -> list[Any]:
     if not rows:
         raise ConfigError(f"--env.{flag} {path}: the file has no rows")
     return rows
+
+
+class Splits(NamedTuple):
+    """Rows for training and rows for evaluation."""
+
+    train: list[Any]
+    eval: list[Any]
+
+
+def hold_out(rows: Sequence[Any], wanted: int, *, seed: int) -> Splits:
+    """Return the rows without those held out for evaluation: `wanted` of them, but at most half; log if fewer."""
+    order = list(range(len(rows)))
+    random.Random(f"{seed}:held out").shuffle(order)
+    num_held_out = min(wanted, len(rows) // 2)
+    if num_held_out < wanted:
+        logger.warning(
+            "%d of the %d training rows are held out for evaluation (num_eval_rows is %d, at most half are);"
+            " to train on all, give evaluation rows or --env.num_eval_rows 0",
+            num_held_out,
+            len(rows),
+            wanted,
+        )
+    held_out = set(order[:num_held_out])
+    splits = Splits([], [])
+    for i, row in enumerate(rows):
+        (splits.eval if i in held_out else splits.train).append(row)
+    return splits
+
+
+@functools.lru_cache(maxsize=1)
+def epoch_order(num_rows: int, *, seed: int, epoch: int) -> list[int]:
+    """Return the order of the rows in one epoch: a permutation determined by seed and epoch.
+
+    >>> sorted(epoch_order(5, seed=0, epoch=1))
+    [0, 1, 2, 3, 4]
+    """
+    order = list(range(num_rows))
+    random.Random(f"{seed}:{epoch}").shuffle(order)
+    return order

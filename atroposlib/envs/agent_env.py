@@ -17,7 +17,6 @@ import math
 import os
 import re
 import secrets
-import signal
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -38,6 +37,7 @@ from atroposlib.envs.dataset_env import (
     Split,
     awaited,
 )
+from atroposlib.envs.keeper import kill_group
 from atroposlib.envs.rewards import RewardFailure
 from atroposlib.envs.tool_env import call_function
 from atroposlib.errors import EngineError, EnvError
@@ -163,7 +163,7 @@ class AgentEnv(DatasetEnv):
             )
             code = await process.wait()
         finally:
-            _kill_group(process.pid)
+            kill_group(process.pid)
             await process.wait()
         if code != 0:
             tail = errors.decode("utf-8", "replace").strip()[-_TAIL_CHARS:]
@@ -335,7 +335,7 @@ class _Leader(asyncio.subprocess.SubprocessStreamProtocol):
         super().connection_made(transport)
 
     def process_exited(self) -> None:
-        _kill_group(self._pid)
+        kill_group(self._pid)
         super().process_exited()
 
 
@@ -346,11 +346,6 @@ async def _start(argv: Sequence[str], **options: Any) -> asyncio.subprocess.Proc
         lambda: _Leader(limit=2**16, loop=loop), *argv, start_new_session=True, **options
     )
     return asyncio.subprocess.Process(transport, protocol, loop)
-
-
-def _kill_group(leader_pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(leader_pid, signal.SIGKILL)
 
 
 async def _write(stream: asyncio.StreamWriter, content: bytes) -> bytes:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atroposlib.envs.env_config import BaseEnvConfig
-from atroposlib.scored_data import ScoredGroup
+from atroposlib.scored_data import DISTILL_FIELDS, PER_TOKEN_FIELDS, ScoredGroup
 from atroposlib.utils.off_loop import off_loop
 
 T = TypeVar("T")
@@ -68,16 +68,7 @@ def drop_rule(
     return None
 
 
-_NUMBERS = (
-    "tokens",
-    "masks",
-    "scores",
-    "advantages",
-    "ref_logprobs",
-    "inference_logprobs",
-    "distill_token_ids",
-    "distill_logprobs",
-)
+_NUMBERS = ("tokens", "masks", "scores", *PER_TOKEN_FIELDS, *DISTILL_FIELDS)
 
 
 def without_tensors(group: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -28,7 +28,7 @@ from atroposlib.inference.config import APIServerConfig, ServerBaseline, ServerM
 from atroposlib.inference.manager import ServerManager
 from atroposlib.inference.servers.api_server import APIServer
 from atroposlib.inference.servers.reasoning import ReasoningConfig
-from atroposlib.scored_data import ScoredDataGroup, ScoredDataItem
+from atroposlib.scored_data import OPTIONAL_ROWS, ScoredDataGroup, ScoredDataItem
 from atroposlib.type_definitions import UUID, Item, Message
 from atroposlib.utils.metrics import get_std_min_max_avg
 from atroposlib.utils.tokenizers import load_tokenizer
@@ -60,18 +60,6 @@ logger = logging.getLogger(__name__)
 
 OpenaiConfig = APIServerConfig
 """Name imported by some community environments."""
-
-_PER_SEQUENCE = (
-    "advantages",
-    "ref_logprobs",
-    "inference_logprobs",
-    "messages",
-    "overrides",
-    "images",
-    "distill_token_ids",
-    "distill_logprobs",
-)
-
 
 Servers = ServerBaseline | APIServerConfig | list[APIServerConfig]
 
@@ -558,7 +546,7 @@ def join_items(items: Sequence[Any]) -> ScoredDataGroup:
     group: dict[str, Any] = {
         key: [member[key] for member in items] for key in ("tokens", "masks", "scores")
     }
-    for key in _PER_SEQUENCE:
+    for key in (*OPTIONAL_ROWS, "images"):
         values = [member.get(key) for member in items]
         if any(value is not None for value in values):
             if key == "overrides":

@@ -18,7 +18,6 @@ import itertools
 import json
 import logging
 import os
-import signal
 import sys
 from collections import deque
 from collections.abc import Mapping
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from atroposlib.envs import bridge_child
-from atroposlib.envs.keeper import IS_LINUX
+from atroposlib.envs.keeper import IS_LINUX, kill_group
 from atroposlib.errors import EnvError
 
 logger = logging.getLogger(__name__)
@@ -60,11 +59,11 @@ class _Child:
 
     def kill(self) -> None:
         """Kill the child; on Linux its keeper does, together with what it started."""
-        with contextlib.suppress(ProcessLookupError):
-            if IS_LINUX:
+        if IS_LINUX:
+            with contextlib.suppress(ProcessLookupError):
                 self.process.terminate()
-            else:
-                os.killpg(self.process.pid, signal.SIGKILL)
+        else:
+            kill_group(self.process.pid)
 
     def fail_calls(self, reason: str) -> None:
         """Raise EnvError in all calls in flight."""

@@ -169,16 +169,12 @@ class DatasetEnv(BaseEnv):
 
         The default reads the configured JSONL files, else `train_data` and `eval_data`, and calls `parse_row`.
         """
-        own_path = self.config.dataset_path
-        hub_rows = self.hub_rows(split)
-        if split == "train":
-            path, flag = own_path, "dataset_path"
-        else:
-            path, flag = self.config.eval_dataset_path, "eval_dataset_path"
-            hub_rows = hub_rows if own_path is None else None
+        config = self.config
+        is_train = split == "train"
+        path = config.dataset_path if is_train else config.eval_dataset_path
         if path is not None:
-            raw = self.read_file(path, flag=flag)
-        elif hub_rows is not None:
+            raw = self.read_file(path, flag="dataset_path" if is_train else "eval_dataset_path")
+        elif config.dataset_path is None and (hub_rows := self.hub_rows(split)) is not None:
             raw = hub_rows.load()
         elif split == "eval":
             return None
@@ -265,9 +261,8 @@ class DatasetEnv(BaseEnv):
         if len(judged) < num_needed:
             return None, []
         self.train_scores += judged
-        group = join_rollouts(
-            rollouts, scores, masks_unjudged=self.config.on_reward_failure == "mask"
-        )
+        masks_unjudged = self.config.on_reward_failure == "mask"
+        group = join_rollouts(rollouts, scores, masks_unjudged=masks_unjudged)
         if group["policy_version"] is None:
             group["policy_version"] = published
         shaped = self.shape_group(item, group)
@@ -303,7 +298,13 @@ class DatasetEnv(BaseEnv):
 
         Rollouts that the engine aborted, and in training those that are too short, are excluded.
         """
-        return await run_together([self._outcome_of_rollout(row, each) for each in rollouts])
+
+        async def judge(rollout: Rollout) -> Outcome:
+            if self.truncated_score is not None and rollout.finish_reason == "length":
+                return self.truncated_score
+            return await self.outcome_of(row, rollout.completion)
+
+        return await run_together([judge(rollout) for rollout in rollouts])
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Sample and judge every evaluation row; write the metrics and the samples."""
@@ -403,15 +404,17 @@ class DatasetEnv(BaseEnv):
 
     async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
         """Add scores, failures, `train_metrics` and the last evaluation."""
-        metrics = {**(wandb_metrics or {}), **self.eval_metrics, **self.train_metrics()}
-        metrics["train/reward_failures"] = self.num_reward_failures
-        metrics["train/too_short"] = self.num_too_short
-        metrics.update(
-            {f"train/score_error_{kind}": count for kind, count in self.score_errors.items()}
-        )
-        metrics["train/epoch"] = self.num_items / max(1, len(self.train_rows))
         counts = self._counts["train"]
-        metrics.update({f"train/{name}": count for name, count in counts.items()})
+        metrics = {
+            **(wandb_metrics or {}),
+            **self.eval_metrics,
+            **self.train_metrics(),
+            "train/reward_failures": self.num_reward_failures,
+            "train/too_short": self.num_too_short,
+            **{f"train/score_error_{kind}": n for kind, n in self.score_errors.items()},
+            "train/epoch": self.num_items / max(1, len(self.train_rows)),
+            **{f"train/{name}": count for name, count in counts.items()},
+        }
         if self.train_scores:
             solved = [score >= self.success_score for score in self.train_scores]
             metrics["train/mean_score"] = sum(self.train_scores) / len(self.train_scores)
@@ -546,11 +549,6 @@ class DatasetEnv(BaseEnv):
             exc_info=error if is_first else None,
         )
         return RewardFailure(reason="exception", detail=f"{kind}: {error}", error=error)
-
-    async def _outcome_of_rollout(self, row: Row, rollout: Rollout) -> Outcome:
-        if self.truncated_score is not None and rollout.finish_reason == "length":
-            return self.truncated_score
-        return await self.outcome_of(row, rollout.completion)
 
     async def _score_of(self, row: Row, answer: str) -> Outcome:
         outcome: Outcome = await self.guarded(self.score, row, answer)

@@ -8,7 +8,7 @@ Invariant: an unreadable verdict gives no score; it is counted and handled by `o
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
@@ -156,8 +156,7 @@ class JudgeEnv(DatasetEnv):
     async def score(self, row: Row, answer: str) -> Outcome:
         """Judge one answer by itself; pairwise, against the reference."""
         if self.judging == "rubric":
-            verdict = await self._ask(self.judge_messages(row, answer))
-            return self._counted(self.parse_mark(verdict))
+            return await self.ask_judge(self.judge_messages(row, answer), self.parse_mark)
         if self.judging == "reward_model":
             return await self._reward(row, answer)
         reference = self.reference(row)
@@ -216,13 +215,18 @@ class JudgeEnv(DatasetEnv):
     async def _prefer(self, row: Row, first: str, second: str) -> float | None:
         num_tries = 2 if self.config.on_reward_failure == "retry" else 1
         for _ in range(num_tries):
-            verdict = parse_verdict(await self._ask(self.pairwise_messages(row, first, second)))
-            if self._counted(verdict) is not None:
+            messages = self.pairwise_messages(row, first, second)
+            if (verdict := await self.ask_judge(messages, parse_verdict)) is not None:
                 return verdict
         return None
 
-    async def _ask(self, messages: list[dict[str, Any]]) -> str:
-        """Return the judge's answer; "" if it was cut off: it may end within the reasoning."""
+    async def ask_judge(
+        self, messages: list[dict[str, Any]], parse: Callable[[str], float | None]
+    ) -> float | None:
+        """Return what `parse` reads in the judge's answer; None if it cannot be read or was cut off.
+
+        An answer that was cut off may end within the reasoning.
+        """
         self.counts["judge_calls"] += 1
         completion = await self.judge.chat_completion(
             messages=messages,
@@ -231,10 +235,14 @@ class JudgeEnv(DatasetEnv):
             temperature=self.config.judge_temperature,
         )
         choice = completion.choices[0]
+        score = None
         if choice.finish_reason in ("length", ABORTED):
             self.counts["judge_cut_off"] += 1
-            return ""
-        return choice.message.content or ""
+        else:
+            score = parse(choice.message.content or "")
+        if score is None:
+            self.counts["judge_unparsable"] += 1
+        return score
 
     async def _reward(self, row: Row, answer: str) -> float:
         assert self._reward_model is not None
@@ -251,11 +259,6 @@ class JudgeEnv(DatasetEnv):
             raise EngineProtocolError(
                 f"the reward model's answer has no score: {reply!r:.400}"
             ) from error
-
-    def _counted(self, score: float | None) -> float | None:
-        if score is None:
-            self.counts["judge_unparsable"] += 1
-        return score
 
 
 def pairings(num_answers: int, *, num_opponents: int) -> list[tuple[int, int]]:

@@ -73,9 +73,7 @@ def _keep(child: int, grace_s: float) -> int:
         elif not events or signal.SIGTERM in os.read(woken, 4096):
             break
         status = _collect(child)
-    with contextlib.suppress(ProcessLookupError):
-        # The whole group first: processes may fork faster than they can be listed.
-        os.killpg(child, signal.SIGKILL)
+    kill_group(child)  # first: processes may fork faster than they can be listed
     while (left := children()) or status is None:
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
@@ -105,6 +103,12 @@ def _collect(child: int) -> int | None:
             if ended[0] == child:
                 status = ended[1]
     return status
+
+
+def kill_group(leader: int) -> None:
+    """Kill the process group of `leader`, if it has not ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
 
 
 def children() -> list[int]:

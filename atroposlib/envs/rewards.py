@@ -23,7 +23,6 @@ import json
 import logging
 import os
 import secrets
-import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -31,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias
 
-from atroposlib.envs.keeper import IS_LINUX
+from atroposlib.envs.keeper import IS_LINUX, kill_group
 from atroposlib.envs.reward_worker import MAX_LOGGED_LINES, TAIL_BYTES
 from atroposlib.envs.sandbox import hide_if_programs_share_the_user
 from atroposlib.errors import EnvError
@@ -310,21 +309,16 @@ class _Worker:
             with contextlib.suppress(ProcessLookupError):
                 process.terminate()  # a fork of this process may hold the pipe open
         else:
-            _kill_group(process.pid)
+            kill_group(process.pid)
         try:
             async with asyncio.timeout(_END_TIMEOUT_S):
                 await process.wait()
         except TimeoutError:
             logger.error("reward worker %d does not end; killing its process group", process.pid)
-            _kill_group(process.pid)
+            kill_group(process.pid)
         for reader in readers:
             reader.cancel()
         await asyncio.gather(*readers, return_exceptions=True)
-
-
-def _kill_group(pgid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pgid, signal.SIGKILL)
 
 
 def _address(function: Callable[..., JsonValue] | str) -> dict[str, str | None]:

@@ -44,6 +44,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from atroposlib.envs import sandbox_child
+from atroposlib.envs.keeper import kill_group
 from atroposlib.envs.sandbox_child import READY
 from atroposlib.errors import EnvError
 
@@ -393,8 +394,7 @@ def _run(
         try:
             output = _exchange(process, code + stdin.encode("utf-8", "replace"), limits)
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            kill_group(process.pid)
     stderr = output.stderr.decode("utf-8", "replace")
     if not output.stdout.startswith(READY):
         if output.ended_by == "timeout":

@@ -6,19 +6,14 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from atroposlib.scored_data import DISTILL_FIELDS, PER_TOKEN_FIELDS
 from atroposlib.utils.tokenize_for_trainer import UNMASKED_ROLES, tokenize_for_trainer
 
 logger = logging.getLogger(__name__)
 
 _OPEN, _CLOSE = "<think>", "</think>"
 _NEEDED_KEYS = ("messages", "tokens", "masks", "seed", "parsed_actions")
-_ALIGNED_KEYS = (
-    "inference_logprobs",
-    "ref_logprobs",
-    "advantages",
-    "distill_token_ids",
-    "distill_logprobs",
-)
+_ALIGNED_KEYS = (*PER_TOKEN_FIELDS, *DISTILL_FIELDS)
 """Per-token fields of a step, invalid after the text is tokenised again."""
 
 Step = dict[str, Any]

@@ -82,7 +82,7 @@ class SimpleQAEvalEnv(BenchmarkEnv, JudgeEnv):
         if not self.config.use_llm_judge:
             return float(is_same(answer, row["answer"]))
         text = JUDGE_PROMPT.format(question=row["question"], gold=row["answer"], answer=answer)
-        return self._counted(read_grade(await self._ask([{"role": "user", "content": text}])))
+        return await self.ask_judge([{"role": "user", "content": text}], read_grade)
 
     def sample_fields(self, row: Question, answer: str) -> dict[str, Any]:
         """Add how the texts compare."""

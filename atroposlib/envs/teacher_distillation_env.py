@@ -6,22 +6,20 @@ the distillation fields.
 
 from __future__ import annotations
 
-import functools
 import logging
-import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from pydantic import Field
 
 from atroposlib.envs.author_groups import drop_rule, in_thread_if_large, without_tensors
 from atroposlib.envs.base import BaseEnv, ExtraServers, Servers
 from atroposlib.envs.env_config import BaseEnvConfig
-from atroposlib.errors import ConfigError, EngineProtocolError, GroupError
+from atroposlib.errors import ConfigError, GroupError
 from atroposlib.inference.config import APIServerConfig, ServerBaseline
 from atroposlib.inference.manager import ServerManager
 from atroposlib.inference.servers.choices import run_together
-from atroposlib.scored_data import Strictness, check_group
+from atroposlib.scored_data import ScoredGroup, Strictness, check_group
 from atroposlib.type_definitions import Item
 from atroposlib.utils.off_loop import off_loop
 from atroposlib.utils.tokenizers import load_tokenizer
@@ -36,15 +34,6 @@ class TeacherDistillationConfig(BaseEnvConfig):
     """Request logprobs from the teacher servers."""
     teacher_top_k: int = Field(default=0, ge=-1)
     """Most likely tokens to keep per position; 0: only the sequence's own token; -1: no request."""
-
-
-class TeacherLogprobs(NamedTuple):
-    """A teacher's answer for one sequence."""
-
-    token_ids: list[list[int]]
-    """[num_tokens][k]; the first position may be empty."""
-    logprobs: list[list[float]]
-    """As `token_ids`."""
 
 
 class TeacherDistillationEnv(BaseEnv):
@@ -126,9 +115,8 @@ class TeacherDistillationEnv(BaseEnv):
             if isinstance(scored_data, Mapping):
                 scored_data = await self._annotated(scored_data, abort)
             else:
-                scored_data = await run_together(
-                    [self._annotated(group, abort) for group in scored_data or []]
-                )
+                groups = scored_data or []
+                scored_data = await run_together([self._annotated(g, abort) for g in groups])
         return await super().handle_send_to_api(
             scored_data, item, do_send_to_api, abort_on_any_max_length_exceeded
         )
@@ -136,8 +124,9 @@ class TeacherDistillationEnv(BaseEnv):
     async def _annotated(
         self, group: Mapping[str, Any] | None, abort_on_max_length: bool
     ) -> Mapping[str, Any] | None:
-        if group is None:
-            return None
+        teacher = self.teacher_server
+        if group is None or teacher is None:
+            return group
         if not await in_thread_if_large(group, self._is_kept, group, abort_on_max_length):
             return group
         overrides = group.get("group_overrides") or {}
@@ -147,9 +136,22 @@ class TeacherDistillationEnv(BaseEnv):
             top_k = self._top_k(overrides.get("teacher_top_k"))
             if top_k < 0:
                 return group
-            answers = await run_together(
-                [self._ask([int(token) for token in tokens], top_k) for tokens in group["tokens"]]
-            )
+            asked = [
+                teacher.get_logprobs(
+                    input_ids=[int(token) for token in tokens],
+                    top_k=top_k,
+                    max_tokens=1,
+                    split="train",
+                )
+                for tokens in group["tokens"]
+            ]
+            answers = await run_together(asked)
+            annotated = {
+                **group,
+                "distill_token_ids": [answer["prompt_topk_token_ids"] for answer in answers],
+                "distill_logprobs": [answer["prompt_topk_logprobs"] for answer in answers],
+            }
+            await off_loop(_check, annotated)
         except Exception as error:
             self.num_teacher_failures += 1
             logger.warning(
@@ -160,11 +162,7 @@ class TeacherDistillationEnv(BaseEnv):
                 exc_info=self.num_teacher_failures == 1,
             )
             return {**group, "distill_token_ids": None, "distill_logprobs": None}
-        return {
-            **group,
-            "distill_token_ids": [answer.token_ids for answer in answers],
-            "distill_logprobs": [answer.logprobs for answer in answers],
-        }
+        return annotated
 
     def _top_k(self, override: Any) -> int:
         if override is None:
@@ -176,7 +174,7 @@ class TeacherDistillationEnv(BaseEnv):
     def _is_kept(self, group: Mapping[str, Any], abort_on_max_length: bool) -> bool:
         """Whether the outbox will keep the group; the outbox logs the reason if not."""
         try:
-            checked = check_group(without_tensors(group), strictness=Strictness.MEANING)
+            checked = _check(group)
         except GroupError:
             return False
         verdict = drop_rule(
@@ -187,13 +185,6 @@ class TeacherDistillationEnv(BaseEnv):
         )
         return verdict is None
 
-    async def _ask(self, tokens: list[int], top_k: int) -> TeacherLogprobs:
-        assert self.teacher_server is not None
-        answer = await self.teacher_server.get_logprobs(
-            input_ids=tokens, top_k=top_k, max_tokens=1, split="train"
-        )
-        return await off_loop(functools.partial(read_answer, answer, num_tokens=len(tokens)))
-
     async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
         """Add the number of teacher failures."""
         metrics = dict(wandb_metrics or {})
@@ -202,21 +193,5 @@ class TeacherDistillationEnv(BaseEnv):
         await super().wandb_log(metrics)
 
 
-def read_answer(answer: Mapping[str, Any], *, num_tokens: int) -> TeacherLogprobs:
-    """Check one answer of `get_logprobs`: a position per token, as many ids as finite logprobs in each.
-
-    Raises `EngineProtocolError` for anything else, and KeyError for a missing key.
-    """
-    ids = [[int(token) for token in row] for row in answer["prompt_topk_token_ids"]]
-    logprobs = [[float(value) for value in row] for row in answer["prompt_topk_logprobs"]]
-    for name, rows in (("prompt_topk_token_ids", ids), ("prompt_topk_logprobs", logprobs)):
-        if len(rows) != num_tokens:
-            raise EngineProtocolError(f"{name}: {len(rows)} positions for {num_tokens} tokens")
-    for position, (row_ids, row) in enumerate(zip(ids, logprobs, strict=True)):
-        if len(row_ids) != len(row):
-            raise EngineProtocolError(
-                f"position {position}: {len(row)} logprobs for {len(row_ids)} token ids"
-            )
-        if not all(map(math.isfinite, row)):
-            raise EngineProtocolError(f"position {position}: logprobs are not finite: {row}")
-    return TeacherLogprobs(ids, logprobs)
+def _check(group: Mapping[str, Any]) -> ScoredGroup:
+    return check_group(without_tensors(group), strictness=Strictness.MEANING)

@@ -15,9 +15,8 @@ from atroposlib.envs.collecting import close
 from atroposlib.envs.teacher_distillation_env import (
     TeacherDistillationConfig,
     TeacherDistillationEnv,
-    read_answer,
 )
-from atroposlib.errors import ConfigError, EngineError, EngineProtocolError, EngineUnavailable
+from atroposlib.errors import ConfigError, EngineUnavailable
 from atroposlib.inference.harness import ByteTokenizer, ServerHarness
 from atroposlib.inference.scripted_engine import ScriptedEngine, made_up_logprobs
 from atroposlib.runtime.command import build_environment
@@ -258,14 +257,6 @@ async def test_without_a_teacher_groups_pass_as_they_are(tmp_path: Path) -> None
     assert env.teacher_server is None
     assert await env.handle_send_to_api([group(), None]) == 1
     log.close()
-
-
-def test_answers_are_checked_position_by_position() -> None:
-    good = {"prompt_topk_token_ids": [[], [1]], "prompt_topk_logprobs": [[], [-1]]}
-    assert read_answer(good, num_tokens=2) == ([[], [1]], [[], [-1.0]])
-    with pytest.raises(EngineProtocolError, match="2 positions for 3 tokens"):
-        read_answer(good, num_tokens=3)
-    assert issubclass(EngineProtocolError, EngineError)
 
 
 async def test_the_teachers_connections_are_closed_with_the_environment() -> None:

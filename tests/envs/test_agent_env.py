@@ -128,11 +128,7 @@ class OfflineArithmetic(Offline, ArithmeticAgents):
 
 
 async def test_agent_on_openais_sdk_trains_what_was_sampled_over_its_turns_with_tools() -> None:
-    env = make(
-        OfflineArithmetic,
-        respond=Calculates(),
-        agent="openai_sdk",
-    )
+    env = make(OfflineArithmetic, respond=Calculates(), agent="openai_sdk")
     group = await group_of(env, "17 * 23")
     checked = check_group(group, strictness=Strictness.MEANING)
     assert checked.num_sequences == 2
@@ -152,11 +148,7 @@ async def test_agent_on_openais_sdk_trains_what_was_sampled_over_its_turns_with_
 
 
 async def test_agent_on_plain_http_with_two_conversations_makes_two_sequences() -> None:
-    env = make(
-        OfflineArithmetic,
-        respond=Reviews(),
-        agent="http",
-    )
+    env = make(OfflineArithmetic, respond=Reviews(), agent="http")
     group = await group_of(env, "17 * 23")
     check_group(group, strictness=Strictness.MEANING)
     assert len(group["scores"]) == 4

@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,9 @@ import pytest
 from atroposlib.envs import bridge as bridge_module
 from atroposlib.envs.bridge import Bridge
 from atroposlib.errors import EnvError
+from tests.faults.drivers import is_alive
 from tests.processes import ROOT
+from tests.runtime.helpers_runtime import until
 
 THEIR_SIDE = """
 import asyncio, os, subprocess, sys, time
@@ -92,20 +94,6 @@ async def bridge(script: Path) -> AsyncIterator[Bridge]:
     await made.close()
 
 
-async def until(claim: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not claim():  # noqa: ASYNC110 - watches processes
-            await asyncio.sleep(0.01)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
-
-
 async def test_calls_run_concurrently_and_return_their_results(bridge: Bridge) -> None:
     description = await bridge.open()
     assert description["name"] == "x"
@@ -161,7 +149,7 @@ async def test_a_crash_fails_the_calls_in_flight_and_the_next_call_starts_anothe
         await waiting
     assert bridge.num_ended == 1
     assert await bridge.call("add", a=1, b=1) == 2
-    assert not any(is_running(pid) for pid in before)
+    assert not any(is_alive(pid) for pid in before)
 
 
 async def test_a_cancelled_call_is_cancelled_in_the_child(bridge: Bridge) -> None:
@@ -183,7 +171,7 @@ async def test_a_child_that_does_not_end_a_cancelled_call_is_killed(
             await bridge.call("hang")
     await until(lambda: bridge.num_ended == 1)
     assert await bridge.call("add", a=1, b=1) == 2
-    await until(lambda: not any(is_running(pid) for pid in before))
+    await until(lambda: not any(is_alive(pid) for pid in before))
 
 
 async def test_a_child_that_does_not_start_says_why(script: Path) -> None:
@@ -197,9 +185,9 @@ async def test_a_child_that_does_not_start_says_why(script: Path) -> None:
 
 async def test_close_ends_the_child_and_the_daemons_that_it_started(bridge: Bridge) -> None:
     pids = (await bridge.open())["pids"]
-    assert all(map(is_running, pids))
+    assert all(map(is_alive, pids))
     await bridge.close()
-    assert not any(map(is_running, pids))
+    assert not any(map(is_alive, pids))
     assert bridge.num_ended == 0
 
 
@@ -238,4 +226,4 @@ async def test_a_killed_parent_leaves_no_process(
     assert len(pids) == 3
     parent.send_signal(signal.SIGKILL)
     await parent.wait()
-    await until(lambda: not any(is_running(pid) for pid in pids))
+    await until(lambda: not any(is_alive(pid) for pid in pids))

@@ -142,8 +142,9 @@ class LegacyEnv(BaseEnv):
 
 
 @pytest.fixture(autouse=True)
-def _no_download(monkeypatch: pytest.MonkeyPatch) -> None:
+def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("atroposlib.envs.base.load_tokenizer", lambda source: ByteTokenizer())
+    monkeypatch.setattr(command, "collect_less_often", lambda: None)  # scans the heap of all tests
 
 
 def legacy(*argv: str) -> LegacyEnv:
@@ -211,11 +212,6 @@ async def test_legacy_author_serves(tmp_path: Path) -> None:
     assert saved["iter"] >= 3
 
 
-@pytest.fixture(autouse=True)
-def _quick_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "collect_less_often", lambda: None)  # scans the heap of all tests
-
-
 def test_legacy_author_processes(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     argv = ["process", "--testing", "--env.total_steps", "5"]
@@ -229,22 +225,17 @@ def test_legacy_author_processes(tmp_path: Path) -> None:
     assert "6 groups" in path.with_suffix(".html").read_text()
 
 
-def test_legacy_author_evaluates(tmp_path: Path) -> None:
+def test_legacy_author_evaluates_and_can_give_the_configuration_back(tmp_path: Path) -> None:
     argv = ["evaluate", "--testing", "--env.data_dir_to_save_evals", str(tmp_path)]
-    assert run_environment(LegacyEnv, argv) == 0
+    assert run_environment(LegacyEnv, [*argv, "--openai.model_name", "other"]) == 0
     results = json.loads((tmp_path / "metrics.json").read_text())
-    assert results["config_general"]["model_name"] == "legacy-model"
+    assert results["config_general"]["model_name"] == "other"
     assert results["results"]["atropos|legacy_eval|0"] == {"eval/percent_correct": 0.25}
     assert json.loads((tmp_path / "samples.jsonl").read_text())["question"] == "1+1"
     saved = yaml.safe_load((tmp_path / "evaluate_config.yaml").read_text())
     assert saved["openai"][0]["api_key"] == "***"
     assert saved["env"]["length_penalty"] == 0.5
     assert (saved["slurm"], saved["testing"]) == (False, True)
-
-
-def test_config_written_by_evaluate_can_be_given_back_and_keeps_the_key(tmp_path: Path) -> None:
-    argv = ["evaluate", "--testing", "--env.data_dir_to_save_evals", str(tmp_path)]
-    assert run_environment(LegacyEnv, [*argv, "--openai.model_name", "other"]) == 0
     env = legacy("--config", str(tmp_path / "evaluate_config.yaml"))
     config = env.server.servers[0].config
     assert (config.model_name, config.api_key) == ("other", "legacy-secret")

@@ -46,7 +46,7 @@ def make(
     return make_env(env_cls, respond=respond, **settings)
 
 
-async def test_each_turn_sends_the_sampled_tokens_and_all_answers_are_trained() -> None:
+async def test_each_turn_sends_the_sampled_tokens_and_all_answers_are_trained_and_scored() -> None:
     env = make()
     group = await group_of(env, 3)
     checked = check_group(group, strictness=Strictness.MEANING)
@@ -60,11 +60,6 @@ async def test_each_turn_sends_the_sampled_tokens_and_all_answers_are_trained() 
     sent = [r["input_ids"] for r in env.server.servers[0].requests]
     assert all(ids == tokens[: len(ids)] for ids in sent)
     assert len(sent) == 6
-
-
-async def test_score_is_the_sum_of_the_turns_and_the_turns_travel_as_overrides() -> None:
-    env = make()
-    group = await group_of(env, 3)
     assert group["scores"] == [0.5, 0.5]
     details = {"turn_rewards": [-0.25, -0.25, 1.0], "done_reason": "found"}
     assert group["overrides"] == [details, details]
@@ -78,15 +73,14 @@ async def test_every_episode_is_ended_once_also_if_its_engine_fails() -> None:
         async def end(self, episode: Episode) -> None:
             self.ended.append(episode.row)
 
-    for respond, error in [(count_up, None), (lambda request: 1 / 0, ZeroDivisionError)]:
-        env = make(Closing, respond=respond)
-        env.ended = []
-        if error is None:
-            await group_of(env, 3)
-        else:
-            with pytest.raises(error):
-                await group_of(env, 3)
-        assert env.ended == [3, 3]
+    env = make(Closing)
+    env.ended = []
+    await group_of(env, 3)
+    assert env.ended == [3, 3]
+    env.server.servers[0].fail(EngineRejected("too long"))
+    with pytest.raises(EngineRejected, match="too long"):  # as itself
+        await group_of(env, 3)
+    assert env.ended == [3, 3, 3, 3]
 
 
 async def test_max_turns_ends_an_episode_with_the_unfinished_score() -> None:
@@ -106,17 +100,13 @@ async def test_answer_that_was_cut_off_is_not_stepped() -> None:
     assert env.counts["done_length"] == 2
 
 
-async def test_episode_ends_before_it_outgrows_what_the_trainer_takes() -> None:
-    env = make(max_turns=100)
-    env.max_token_len = 200
-    group = await group_of(env, -1)
-    assert env.counts["done_tokens"] == 2
-    assert 100 < max(map(len, group["tokens"])) < 200
-
-
-async def test_episode_ends_at_the_context_of_the_engine() -> None:
+@pytest.mark.parametrize("limits", ["trainer", "engine"])
+async def test_episode_ends_before_it_outgrows_the_trainer_or_the_engine(limits: str) -> None:
     env = make(max_turns=99, max_token_length=50)
-    env.server.servers[0].context_len = 200
+    if limits == "trainer":
+        env.max_token_len = 200
+    else:
+        env.server.servers[0].context_len = 200
     group = await group_of(env, -1)
     assert env.counts["done_tokens"] == 2
     assert 100 < max(map(len, group["tokens"])) < 200
@@ -161,14 +151,6 @@ async def test_step_that_says_nothing_is_an_error_that_names_it(reply: Any) -> N
         await env.collect_trajectories(1)
 
 
-async def test_failure_of_one_episode_is_the_items_failure_with_its_own_type() -> None:
-    env = make()
-    await env.setup()
-    env.server.servers[0].fail(EngineRejected("too long"))
-    with pytest.raises(EngineRejected, match="too long"):
-        await env.collect_trajectories(3)
-
-
 async def test_evaluation_plays_episodes_and_counts_the_solved_ones() -> None:
     class Short(Guess):
         def step(self, episode: Episode, answer: str) -> Step:
@@ -199,11 +181,4 @@ async def test_template_that_rewrites_the_past_makes_a_sequence_of_each_part() -
     assert checked.num_sequences == 6
     assert group["group_overrides"] == {"group_size": 6}
     assert group["scores"] == [0.5] * 6
-    assert sorted(trained_texts(group)) == [
-        "1<eos>",
-        "1<eos>",
-        "2<eos>",
-        "2<eos>",
-        "3<eos>",
-        "3<eos>",
-    ]
+    assert sorted(trained_texts(group)) == [f"{guess}<eos>" for guess in (1, 1, 2, 2, 3, 3)]

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
 import sys
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,8 @@ import pytest
 from atroposlib.envs.rewards import RewardFailure, RewardWorkers
 from atroposlib.errors import EnvError
 from tests.faults.drivers import is_alive
+from tests.processes import ROOT
+from tests.runtime.helpers_runtime import until
 
 MODULE = "tests.envs.helpers_rewards"
 
@@ -52,7 +52,7 @@ async def test_a_kill_takes_the_children_of_the_scoring_code(
     outcome = await run(workers, "hang_with_a_child", str(pid_file), timeout_s=1.5)
     assert isinstance(outcome, RewardFailure)
     child = int(pid_file.read_text())
-    await asyncio.to_thread(_wait_until, lambda: not is_alive(child))
+    await until(lambda: not is_alive(child))
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ async def test_output_between_two_calls_ends_the_worker(
     for number in range(2):
         mark = tmp_path / str(number)
         assert await run(workers, "forge_afterwards", 0.25, str(mark)) == 0.25
-        await asyncio.to_thread(_wait_until, mark.exists)
+        await until(mark.exists)
         assert await run(workers, "add", number, 0.5) == number + 0.5
     assert not is_alive(before)
     assert workers.num_unasked == 2
@@ -168,7 +168,7 @@ async def test_a_cancelled_call_kills_its_worker(workers: RewardWorkers) -> None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")
-def test_a_hung_worker_does_not_outlive_a_killed_parent(tmp_path: Path) -> None:
+async def test_a_hung_worker_does_not_outlive_a_killed_parent(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     script = (
         "import asyncio\n"
@@ -181,17 +181,11 @@ def test_a_hung_worker_does_not_outlive_a_killed_parent(tmp_path: Path) -> None:
         f"    await workers.run('{MODULE}:hang', timeout_s=60)\n"
         "asyncio.run(main())\n"
     )
-    with subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[2]) as parent:
-        try:
-            _wait_until(lambda: pid_file.exists() and pid_file.read_text() != "")
-        finally:
-            parent.kill()
+    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", script, cwd=ROOT)
+    try:
+        await until(lambda: pid_file.exists() and pid_file.read_text() != "")
+    finally:
+        parent.kill()
+        await parent.wait()
     pid = int(pid_file.read_text())
-    _wait_until(lambda: not is_alive(pid))
-
-
-def _wait_until(is_true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not is_true():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    await until(lambda: not is_alive(pid))

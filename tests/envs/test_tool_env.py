@@ -68,11 +68,42 @@ def long(num_chars: int) -> str:
     return "x" * num_chars
 
 
+class Unprintable:
+    def __str__(self) -> str:
+        raise SystemExit("no text")
+
+
+class UnprintableError(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+def give(kind: str) -> Any:
+    circular: list[Any] = []
+    circular.append(circular)
+    deep: list[Any] = []
+    for _ in range(10_000):
+        deep = [deep]
+    return {
+        "tuple keys": {(1, 2): 3},
+        "circular": circular,
+        "deep": deep,
+        "unprintable": Unprintable(),
+        "surrogate": "a\ud800b",
+        "nested surrogate": ["\udfff"],
+        "special": "x<eos>y <bos",
+    }[kind]
+
+
+def fail_without_a_text() -> str:
+    raise UnprintableError
+
+
 class Calculator(Offline, ToolEnv):
     """Answers must be the text `3`."""
 
     name = "calculator"
-    tools = (add, slow, stuck, broken, leave, run_dry, remember, long)
+    tools = (add, slow, stuck, broken, leave, run_dry, fail_without_a_text, remember, long, give)
 
     def load_rows(self, split: str) -> Any:
         return [{"question": "1 + 2?", "answer": "3"}]
@@ -241,6 +272,11 @@ async def test_tools_are_described_in_the_system_message_after_the_environments_
         (call("broken"), "ZeroDivisionError: no numbers here", "exception"),
         (call("leave"), "SystemExit(3)", "exception"),
         (call("run_dry"), "StopIteration()", "exception"),
+        (call("fail_without_a_text"), "Error: UnprintableError", "exception"),
+        *(
+            (call("give", kind=kind), "the result of give cannot be written as text: ", "result")
+            for kind in ("tuple keys", "circular", "deep", "unprintable")
+        ),
     ],
 )
 async def test_failed_call_is_told_to_the_model_and_counted(
@@ -316,13 +352,22 @@ def test_two_tools_of_one_name_are_refused() -> None:
         make("3", env_cls=Twice)
 
 
-async def test_missing_mcp_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    class OverMcp(Calculator):
-        mcp_servers = (McpServer(command=sys.executable),)
+def over_mcp(*command: str, answer: str = "3") -> Any:
+    """Return an environment with `add` and the tools of a server."""
 
+    class OverMcp(Calculator):
+        tools = (add,)
+        mcp_servers = (
+            McpServer(command=command[0], args=command[1:], env={"PYTHONPATH": ":".join(sys.path)}),
+        )
+
+    return make(answer, "3", env_cls=OverMcp)
+
+
+async def test_missing_mcp_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mcp", None)
     with pytest.raises(MissingDependency, match=r"\[mcp\]"):
-        await make("3", env_cls=OverMcp).setup()
+        await over_mcp(sys.executable).setup()
 
 
 MCP_SERVER = """
@@ -361,17 +406,8 @@ async def test_tools_of_an_mcp_server_are_called_like_any_other(tmp_path: Path) 
     script = tmp_path / "server.py"
     script.write_text(MCP_SERVER)
 
-    class OverMcp(Calculator):
-        tools = (add,)
-        mcp_servers = (
-            McpServer(
-                command=sys.executable,
-                args=(str(script),),
-                env={"PYTHONPATH": ":".join(sys.path)},
-            ),
-        )
-
-    env = make(call("double", number=4) + call("quote") + call("refuse"), "3", env_cls=OverMcp)
+    calls = call("double", number=4) + call("quote") + call("refuse")
+    env = over_mcp(sys.executable, str(script), answer=calls)
     try:
         await env.setup()
         assert list(env.tools_by_name) == ["add", "double", "quote", "refuse", "die"]
@@ -399,10 +435,7 @@ async def test_mcp_server_that_never_answers_is_stopped(monkeypatch: pytest.Monk
     pytest.importorskip("mcp")
     monkeypatch.setattr("atroposlib.envs.mcp_tools.OPEN_TIMEOUT_S", 0.2)
 
-    class OverMcp(Calculator):
-        mcp_servers = (McpServer(command="sleep", args=("600",)),)
-
-    env = make("3", env_cls=OverMcp)
+    env = over_mcp("sleep", "600")
     with pytest.raises(EnvError, match=r"sleep did not answer within 0\.2 s"):
         await env.setup()
     await env.close()
@@ -411,60 +444,8 @@ async def test_mcp_server_that_never_answers_is_stopped(monkeypatch: pytest.Monk
 async def test_mcp_server_that_does_not_start_is_an_error_that_names_it() -> None:
     pytest.importorskip("mcp")
 
-    class OverMcp(Calculator):
-        mcp_servers = (McpServer(command="/nowhere/to/be/found"),)
-
     with pytest.raises(EnvError, match="MCP server /nowhere/to/be/found did not start: .*No such"):
-        await make("3", env_cls=OverMcp).setup()
-
-
-class Unprintable:
-    def __str__(self) -> str:
-        raise SystemExit("no text")
-
-
-class UnprintableError(Exception):
-    def __str__(self) -> str:
-        raise ValueError("no text")
-
-
-def give(kind: str) -> Any:
-    circular: list[Any] = []
-    circular.append(circular)
-    deep: list[Any] = []
-    for _ in range(10_000):
-        deep = [deep]
-    return {
-        "tuple keys": {(1, 2): 3},
-        "circular": circular,
-        "deep": deep,
-        "unprintable": Unprintable(),
-        "surrogate": "a\ud800b",
-        "nested surrogate": ["\udfff"],
-        "special": "x<eos>y <bos",
-    }[kind]
-
-
-def fail_without_a_text() -> str:
-    raise UnprintableError
-
-
-class Hostile(Calculator):
-    tools = (give, fail_without_a_text, remember, stuck)
-
-
-@pytest.mark.parametrize("kind", ["tuple keys", "circular", "deep", "unprintable"])
-async def test_result_that_has_no_text_is_told_to_the_model_and_counted(kind: str) -> None:
-    env = make(call("give", kind=kind), "3", env_cls=Hostile)
-    text = await result_of(env)
-    assert text.startswith("Error: the result of give cannot be written as text: ")
-    assert env.counts["tool_error_result"] == 1
-    assert env.counts["done_answered"] == 1
-
-
-async def test_exception_without_a_text_is_told_by_its_type() -> None:
-    env = make(call("fail_without_a_text"), "3", env_cls=Hostile)
-    assert await result_of(env) == "Error: UnprintableError"
+        await over_mcp("/nowhere/to/be/found").setup()
 
 
 @pytest.mark.parametrize(
@@ -476,7 +457,7 @@ async def test_exception_without_a_text_is_told_by_its_type() -> None:
     ],
 )
 async def test_lone_surrogates_do_not_spoil_the_group(answer: str, told: str) -> None:
-    env = make(answer, "3", env_cls=Hostile)
+    env = make(answer, "3")
     group = await group_of(env, ROW)
     check_group(group, strictness=Strictness.MEANING)
     reply = group["messages"][0][3]
@@ -486,7 +467,7 @@ async def test_lone_surrogates_do_not_spoil_the_group(answer: str, told: str) ->
 
 @pytest.mark.parametrize("role", ["tool", "user"])
 async def test_special_tokens_in_results_are_escaped_unless_told_otherwise(role: str) -> None:
-    env_cls = type("Escaping", (Hostile,), {"tool_role": role})
+    env_cls = type("Escaping", (Calculator,), {"tool_role": role})
     env = make(call("give", kind="special"), "3", env_cls=env_cls)
     assert "x< eos>y <bos" in await result_of(env)
     env = make(call("give", kind="special"), "3", env_cls=env_cls, escape_special_tokens=False)
@@ -497,7 +478,7 @@ async def test_calls_that_hang_leave_a_bounded_number_of_threads(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("atroposlib.envs.tool_env.MAX_HUNG_THREADS", 3)
-    env = make(call("stuck") * 5, "3", env_cls=Hostile, tool_timeout_s=0.05)
+    env = make(call("stuck") * 5, "3", tool_timeout_s=0.05)
     RELEASE.clear()
     try:
         await result_of(env)

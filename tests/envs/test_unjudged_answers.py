@@ -237,8 +237,8 @@ async def test_advantages_of_the_judged_are_those_of_the_group_without_the_other
         num_short = sum(member.fate == "short" for member in members)
         assert env.num_too_short == num_short
         assert env.num_reward_failures == len(members) - len(judged) - num_short
-        kept = members if policy == "mask" else judged
-        assert len(group["scores"]) == len(kept) - (num_short if policy == "mask" else 0)
+        num_kept = len(members) - num_short if policy == "mask" else len(judged)
+        assert len(group["scores"]) == num_kept == group["group_overrides"]["group_size"]
         is_flat = len(set(alone["scores"])) == 1
         assert (len(set(group["scores"])) == 1) == is_flat
 

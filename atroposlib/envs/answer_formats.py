@@ -10,8 +10,7 @@ import json
 import re
 import tomllib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import yaml
 
@@ -58,8 +57,7 @@ SECTIONS = {
 Kind = Literal["generic", "math_only", "code_only"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class AnswerFormat:
+class AnswerFormat(NamedTuple):
     """One format."""
 
     name: str
@@ -173,12 +171,7 @@ DOCUMENTS: list[tuple[str, str, Callable[[str], Any], list[str | int]]] = [
 
 def simple_formats() -> Iterator[AnswerFormat]:
     """Yield the formats with one place for the answer."""
-
-    def make(
-        name: str, example: str, read: Callable[[str], str | None], kind: Kind = "generic"
-    ) -> AnswerFormat:
-        return AnswerFormat(name=name, example=example, read=read, kind=kind)
-
+    make = AnswerFormat
     for name, example, parse, path in DOCUMENTS:
         read = by_parser(parse, *path, num_entries=2 if name.endswith("confidence") else 1)
         yield make(name, example.replace(BLANK, f'"{BLANK}"'), read)
@@ -264,13 +257,10 @@ def all_formats() -> list[AnswerFormat]:
     """Return every format, in a fixed order."""
     sectioned = [
         AnswerFormat(
-            name=f"complex_{name}",
-            example="\n".join(f"<{tag}>\n{BLANK}\n</{tag}>" for tag in tags.split()),
-            read=by_sections(*tags.split()),
-            kind=next(
-                (kind for start, kind in _SECTION_KINDS.items() if name.startswith(start)),
-                "generic",
-            ),
+            f"complex_{name}",
+            "\n".join(f"<{tag}>\n{BLANK}\n</{tag}>" for tag in tags.split()),
+            by_sections(*tags.split()),
+            _SECTION_KINDS.get(name.partition("_")[0], "generic"),
             is_sectioned=True,
         )
         for name, tags in SECTIONS.items()

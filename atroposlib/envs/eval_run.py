@@ -68,7 +68,7 @@ class EvalRun:
     ) -> None:
         """Write nothing yet; refuse (ConfigError) a resumed run with other settings.
 
-        Without a `folder`, `open` makes a directory in `evals/` that has the evaluation's `name` and the time.
+        Without a `folder`, entering makes a directory in `evals/` that has the evaluation's `name` and the time.
         `config` is the configuration as YAML, with secrets masked.
         """
         self._is_dated = not folder
@@ -82,11 +82,10 @@ class EvalRun:
         self._config = config
         self._is_resumed = is_resumed
         self._stored: dict[int, list[Sample]] = {}
-        self._lock: int | None = None
         if is_resumed:
             _refuse_other_settings(self.folder, config)
 
-    def open(self) -> None:
+    def __enter__(self) -> Self:
         """Create the directory with configuration and versions; read the complete items of a resumed one.
 
         Earlier results in a directory that is not resumed are kept under a number. ConfigError if another process has
@@ -102,8 +101,15 @@ class EvalRun:
         self._lock = os.open(self.folder, os.O_RDONLY)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ConfigError(f"{self.folder}: another process is evaluating there") from error
+            self._prepare()
+        except BaseException as error:
+            os.close(self._lock)
+            if isinstance(error, BlockingIOError):
+                raise ConfigError(f"{self.folder}: another process is evaluating there") from error
+            raise
+        return self
+
+    def _prepare(self) -> None:
         path = self.folder / SAMPLES_FILE
         if self._is_resumed:
             self._stored = _complete_items(path)
@@ -116,22 +122,8 @@ class EvalRun:
             replace_file(self.folder / CONFIG_FILE, self._config)
             replace_file(self.folder / VERSIONS_FILE, json.dumps(_versions(), indent=2) + "\n")
 
-    def close(self) -> None:
-        """Let other processes open the directory."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-
-    def __enter__(self) -> Self:
-        try:
-            self.open()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.close()
+        os.close(self._lock)
         if kind is not None and self.num_done:
             logger.warning(
                 "not finished: %d of %d items are in %s; to continue: evaluate --resume %s",

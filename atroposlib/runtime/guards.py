@@ -122,9 +122,10 @@ def model_fault(server: OpenAIRoutesServer, models: list[str], namespace: str) -
         return None
     shown = difflib.get_close_matches(name, models, n=NUM_SHOWN, cutoff=0.0)
     rest = f" and {len(models) - NUM_SHOWN} more" if len(models) > NUM_SHOWN else ""
+    adapter = ", unless the trainer loads an adapter of that name"
     return (
         f"the engine does not serve the model {name!r} but {', '.join(map(repr, shown))}{rest};"
-        f" set --{namespace}.model_name, unless the trainer loads an adapter of that name"
+        f" set --{namespace}.model_name{adapter if namespace == OPENAI_NAMESPACE else ''}"
     )
 
 

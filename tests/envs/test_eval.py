@@ -67,13 +67,8 @@ def test_earlier_results_are_kept_under_a_number(tmp_path: Path) -> None:
         samples = [{"value": value}] if value != 1 else None
         evaluate_log({"v": value}, eval_dir=str(tmp_path), samples=samples, verbose=False)
     found = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    assert sorted(found) == [
-        "metrics.json",
-        "metrics_1.json",
-        "metrics_2.json",
-        "samples.jsonl",
-        "samples_1.jsonl",
-    ]
+    metrics = ["metrics.json", "metrics_1.json", "metrics_2.json"]
+    assert sorted(found) == [*metrics, "samples.jsonl", "samples_1.jsonl"]
     values = [
         json.loads(found[f"metrics{n}.json"])["results"]["all"]["v"] for n in ("_1", "_2", "")
     ]
@@ -128,12 +123,8 @@ async def test_evaluation_averages_its_items_and_writes_them(tmp_path: Path) -> 
     written = read(tmp_path / "metrics.json")
     assert written["results"]["atropos|Reverse@2:4|0"] == {"right": pytest.approx(1 / 3)}
     assert written["config_general"]["model_name"] == "m"
-    assert written["config_general"]["generation_parameters"] == {
-        "temperature": 0.7,
-        "n": 4,
-        "top_p": 1.0,
-        "max_tokens": -1,
-    }
+    parameters = {"temperature": 0.7, "n": 4, "top_p": 1.0, "max_tokens": -1}
+    assert written["config_general"]["generation_parameters"] == parameters
     lines = (tmp_path / "samples.jsonl").read_text().splitlines()
     assert [json.loads(line)["item"] for line in lines] == ["ab", "cd", "ef"]
     assert len(harness.eval_request_timings) == 3  # the evaluation budget, not training's

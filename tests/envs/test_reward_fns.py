@@ -129,22 +129,19 @@ def test_content_of_every_shape_of_completion(completion: Any, text: str) -> Non
         ("r1", "R1Reward"),
         ("r1_reward", "R1Reward"),
         ("cascading_r1_math", "LegacyFunctionWrapper"),
-        ("cosinescaled", "CosineScaledReward"),
         ("cosine_scaled", "CosineScaledReward"),
-        ("crosswordformat", "CrosswordFormatReward"),
         ("crossword_format", "CrosswordFormatReward"),
-        ("reasoningsteps", "ReasoningStepsReward"),
         ("reasoning_steps", "ReasoningStepsReward"),
-        ("repetitionpenalty", "RepetitionPenaltyReward"),
         ("repetition_penalty", "RepetitionPenaltyReward"),
-        ("chandasmeter", "ChandasMeterReward"),
         ("chandas_meter", "ChandasMeterReward"),
     ],
 )
 def test_every_name_makes_its_own_class(name: str, cls: str) -> None:
-    made = registry.create(name, weight=2.0)
-    assert type(made).__name__ == cls
-    assert made.weight == 2.0
+    # "cascading_r1_math" and "r1_reward" have one spelling.
+    for spelling in {name, name if "r1" in name else name.replace("_", "")}:
+        made = registry.create(spelling, weight=2.0)
+        assert type(made).__name__ == cls
+        assert made.weight == 2.0
 
 
 @pytest.mark.parametrize(
@@ -216,13 +213,8 @@ def test_required_functions_are_found_everywhere_in_a_configuration() -> None:
         "reward_functions": [{"type": "repetition_penalty", "weight": 0.1}],
         "reward_funcs": ["reasoning_steps"],
     }
-    assert registry.load_required_functions(config) == {
-        "accuracy",
-        "format",
-        "r1",
-        "repetition_penalty",
-        "reasoning_steps",
-    }
+    names = "accuracy format r1 repetition_penalty reasoning_steps"
+    assert registry.load_required_functions(config) == {*names.split()}
     with pytest.raises(ImportError):
         registry.load_required_functions({"reward_funcs": ["nothing_like_it"]})
 
@@ -342,12 +334,8 @@ def test_accuracy_x_looks_for_the_solution_in_the_response(
 def test_r1_is_the_weighted_sum_of_form_and_accuracy() -> None:
     texts = ["<think>x</think>four", "four", "<think>x</think>five", "five"]
     assert R1Reward()(texts, solution="four") == [1.25, 1.0, 0.25, 0.0]
-    assert R1Reward(format_weight=2.0, accuracy_weight=3.0)(texts, solution=["four"] * 4) == [
-        4.0,
-        3.0,
-        1.0,
-        0.0,
-    ]
+    weighted = R1Reward(format_weight=2.0, accuracy_weight=3.0)
+    assert weighted(texts, solution=["four"] * 4) == [4.0, 3.0, 1.0, 0.0]
     assert r1_reward(texts, solution="four", format_weight=0.0) == [1.0, 1.0, 0.0, 0.0]
 
 
@@ -408,6 +396,7 @@ def test_pattern_weights_have_the_originals_names(caplog: pytest.LogCaptureFixtu
     assert "'bullets' have no effect; the names are numbered_steps, list_numbers" in caplog.text
 
 
+SAME_BEGINNINGS = "We saw a big dog here. We saw an old car there. We saw some men at work now."
 PLAIN = "The cat sat on a mat near our door. Later it went off to sleep in some warm place."
 
 
@@ -421,15 +410,9 @@ PLAIN = "The cat sat on a mat near our door. Later it went off to sleep in some 
         (f"{PLAIN} It rains now. it rains, NOW!", -0.6 - 0.4 / 4),
         ("go on. " * 10, -0.6 - 0.4 * 9 / 10),
         # 4 of 20 words follow themselves (share 4/19), and 4 of 18 phrases are repeats.
-        (
-            "a b c d e f g h i j. k l m n o p p p p p.",
-            -(0.6 * 4 / 19 + 0.4 * 2 / 18),
-        ),
+        ("a b c d e f g h i j. k l m n o p p p p p.", -(0.6 * 4 / 19 + 0.4 * 2 / 18)),
         # Two of three sentences begin like the first; no other share is above the threshold.
-        (
-            "We saw a big dog here. We saw an old car there. We saw some men at work now.",
-            -(0.5 * 2 / 3),
-        ),
+        (SAME_BEGINNINGS, -(0.5 * 2 / 3)),
     ],
 )
 def test_repetition_costs_what_is_repeated(text: str, expected: float) -> None:
@@ -452,11 +435,9 @@ def test_repetition_takes_the_originals_keywords(caplog: pytest.LogCaptureFixtur
     twice = f"{PLAIN} It rains now. it rains, NOW!"
     reward = RepetitionPenaltyReward(paragraph_repetition_base_penalty=-0.2, weight=2.0)
     assert reward([twice]) == [pytest.approx(2 * (-0.2 - 0.4 / 4))]
-    text = "We saw a big dog here. We saw an old car there. We saw some men at work now."
     weights = {"beginning_repetition": 0.25, "phrase_repetition": 0, "consecutive_repetition": 0}
-    assert RepetitionPenaltyReward(component_weights=weights)([text]) == [
-        pytest.approx(-(0.25 * 2 / 3))
-    ]
+    reward = RepetitionPenaltyReward(component_weights=weights)
+    assert reward([SAME_BEGINNINGS]) == [pytest.approx(-(0.25 * 2 / 3))]
     often = "Word of mine. Your word is word enough for them all, word."
     assert RepetitionPenaltyReward()([often]) == [pytest.approx(-0.3 * 3 / 12)]
     assert RepetitionPenaltyReward(stopwords={"word"})([often]) == [0.0]

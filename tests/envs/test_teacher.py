@@ -311,12 +311,8 @@ def build(cls: type[Env], *argv: str, mode: str = "serve") -> Any:
 
 
 def test_teacher_flags_describe_the_teacher_and_only_it() -> None:
-    env = build(
-        Configured,
-        "--env.teacher_enabled=true",
-        "--teacher.base_url=http://t/v1",
-        "--teacher.model_name=big",
-    )
+    flags = ["--teacher.base_url=http://t/v1", "--teacher.model_name=big"]
+    env = build(Configured, "--env.teacher_enabled=true", *flags)
     [server] = env.teacher_server.servers
     assert (server.config.base_url, server.config.model_name) == ("http://t/v1", "big")
     assert env.server.servers[0].config.base_url == "http://policy/v1"

@@ -113,7 +113,7 @@ async def test_judge_and_teacher_are_checked_before_the_first_item(
         env = env_with(namespace, engine.url, extra_url=other.url)
         (said,) = await said_about(env, caplog)
         assert f"{other.url}/v1: the engine does not serve the model 'scripted' but" in said
-        assert f"set --{namespace}.model_name" in said
+        assert said.endswith(f"set --{namespace}.model_name")
         assert await said_about(env_with(namespace, engine.url, extra_url=engine.url), caplog) == []
         monkeypatch.setattr(guards, "START_S", 0.5)
         away = f"http://127.0.0.1:{free_port()}"

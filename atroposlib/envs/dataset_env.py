@@ -249,11 +249,12 @@ class DatasetEnv(BaseEnv):
         sampled = await self.roll_out(item, self.config.group_size, split="train")
         rollouts = [rollout for rollout in sampled if self._is_long_enough(rollout)]
         num_needed = min(2, len(sampled))
-        if len(rollouts) < num_needed:
-            return None, []
-        outcomes = await self._judge(item, rollouts)
         if num_aborted := sum(rollout.finish_reason == ABORTED for rollout in rollouts):
             self.counts["aborted"] += num_aborted
+        if len(rollouts) - num_aborted < num_needed:
+            self.num_reward_failures += num_aborted
+            return None, []
+        outcomes = await self._judge(item, rollouts)
         raise_if_all_raised(outcomes)
         scores = [number_of(outcome) for outcome in outcomes]
         judged = [score for score in scores if score is not None]

@@ -106,16 +106,18 @@ def sample_path(env_cls: type, name: str) -> str:
 
 
 def read_jsonl(path: str, *, flag: str = "dataset_path") -> list[Any]:
-    """Read one JSON value per line; ConfigError names `--env.<flag>` if the file is missing, invalid or empty."""
-    if not Path(path).is_file():
-        raise ConfigError(f"--env.{flag} {path}: there is no such file")
+    """Read one JSON value per line; ConfigError names `--env.<flag>` if it cannot be read or has no rows."""
+    try:
+        lines = Path(path).read_bytes().split(b"\n")
+    except OSError as error:
+        raise ConfigError(f"--env.{flag} {path}: {error.strerror}") from error
     rows = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), start=1):
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
+        except ValueError as error:
             raise ConfigError(f"--env.{flag} {path}, line {number}: {error}") from error
     if not rows:
         raise ConfigError(f"--env.{flag} {path}: the file has no rows")

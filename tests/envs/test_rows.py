@@ -15,17 +15,18 @@ from atroposlib.errors import ConfigError, MissingDependency
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "there is no such file"),
-        ("\n", "has no rows"),
-        ('{"a": 1}\n{', "line 2"),
+        (None, "No such file"),
+        (b"\n", "has no rows"),
+        (b'{"a": 1}\n{', "line 2"),
+        (b'{"a": 1}\n{"a": "caf\xe9"}\n', "line 2"),
     ],
 )
 def test_unusable_row_files_name_the_flag(
-    tmp_path: Path, content: str | None, message: str
+    tmp_path: Path, content: bytes | None, message: str
 ) -> None:
     path = tmp_path / "rows.jsonl"
     if content is not None:
-        path.write_text(content)
+        path.write_bytes(content)
     with pytest.raises(ConfigError, match=rf"--env\.dataset_path .*{message}"):
         read_jsonl(str(path))
 

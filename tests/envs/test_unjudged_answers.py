@@ -272,6 +272,16 @@ async def test_one_judged_answer_beside_others_is_no_group(policy: str) -> None:
     assert env.lost_answers() == {"too_short": 0, "aborted": 1, "unjudged": 2, "shape_group": 0}
 
 
+@pytest.mark.parametrize("base", [Dataset, Rubric, Pairwise])
+async def test_one_answer_beside_aborted_ones_is_not_judged(base: type[Any]) -> None:
+    members = [Member(i, fate) for i, fate in enumerate(["1.0", "abort", "abort", "short"])]
+    group, env = await play(base, members, "drop")
+    assert group is None
+    assert env.counts["judge_calls"] == 0
+    lost = {reason: number for reason, number in env.lost_answers().items() if number}
+    assert lost == {"too_short": 1, "aborted": 2}
+
+
 async def test_answer_that_was_aborted_at_once_is_not_called_too_short() -> None:
     class Cut(Member):
         text = "abort"

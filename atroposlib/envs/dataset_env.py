@@ -41,7 +41,6 @@ from atroposlib.envs.rollouts import (
 from atroposlib.envs.rows import (
     SAMPLE,
     RowSource,
-    Splits,
     epoch_order,
     hold_out,
     read_jsonl,
@@ -221,7 +220,15 @@ class DatasetEnv(BaseEnv):
 
     async def setup(self) -> None:
         """Load both splits and check the gold answers."""
-        self.train_rows, self.eval_rows = await self._load_splits()
+        train = list(await awaited(self.load_rows("train")))
+        if not train:
+            raise ConfigError(f"{self.registered_name}: load_rows('train') has no rows")
+        own = await awaited(self.load_rows("eval"))
+        if own is not None:
+            self.train_rows, self.eval_rows = train, list(own)
+        else:
+            wanted = self.config.num_eval_rows
+            self.train_rows, self.eval_rows = hold_out(train, wanted, seed=self.config.seed)
         rows = self.train_rows[:NUM_GOLD_ANSWERS_CHECKED]
         pairs = [(row, gold) for row in rows if (gold := self.gold_answer(row)) is not None]
         outcomes = await run_together([self.outcome_of(row, gold) for row, gold in pairs])
@@ -499,14 +506,8 @@ class DatasetEnv(BaseEnv):
     @asynccontextmanager
     async def chat_session(self, split: Split) -> AsyncIterator[ChatSession]:
         """Open a conversation; evaluation falls back to plain chat if the API has no token ids."""
-        settings: dict[str, Any] = {
-            "split": split,
-            "temperature": self._temperature(split),
-            "max_tokens": self.config.max_token_length,
-        }
         async with AsyncExitStack() as stack:
             target: Any = self.server
-            has_tokens = True
             try:
                 tokenizer = self.tokenizer if self.server.gives_token_ids else None
                 managed = self.server.managed_server(tokenizer=tokenizer)
@@ -514,11 +515,15 @@ class DatasetEnv(BaseEnv):
             except NotImplementedError:
                 if split == "train":
                     raise
-                has_tokens = False
             if split == "train" and self.max_token_len > 0:
                 # A prompt and its answer must be shorter than the trainer's limit, or the whole group is dropped.
                 target.max_context_tokens = self.max_token_len - 1
-            yield ChatSession(target=target, has_tokens=has_tokens, **settings)
+            yield ChatSession(
+                target=target,
+                split=split,
+                temperature=self._temperature(split),
+                max_tokens=self.config.max_token_length,
+            )
 
     def _temperature(self, split: Split) -> float:
         if split == "train":
@@ -526,15 +531,6 @@ class DatasetEnv(BaseEnv):
         if self.config.eval_temperature is not None:
             return self.config.eval_temperature
         return 0.0 if self.config.num_eval_samples == 1 else self.config.temperature
-
-    async def _load_splits(self) -> Splits:
-        rows = list(await awaited(self.load_rows("train")))
-        own = await awaited(self.load_rows("eval"))
-        if not rows:
-            raise ConfigError(f"{self.registered_name}: load_rows('train') has no rows")
-        if own is not None:
-            return Splits(rows, list(own))
-        return hold_out(rows, self.config.num_eval_rows, seed=self.config.seed)
 
     def _failure_of(self, where: str, error: Exception) -> RewardFailure:
         kind = type(error).__name__

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from atroposlib.envs.rewards import RewardFailure
+from atroposlib.inference.manager import ServerManager
 from atroposlib.inference.sessions.sequences import SequenceNode
 from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB, ScoredDataGroup
 
@@ -54,8 +55,6 @@ class ChatSession:
 
     target: Any
     """A managed server; in evaluation with an API without token ids, the server manager."""
-    has_tokens: bool
-    """Whether `target` is a managed server."""
     split: Split
     temperature: float
     max_tokens: int
@@ -80,10 +79,8 @@ class ChatSession:
 
     def nodes(self) -> list[SequenceNode]:
         """Return the token sequences so far; [] for an API without token ids."""
-        if not self.has_tokens:
-            return []
-        nodes: list[SequenceNode] = self.target.get_state()["nodes"]
-        return nodes
+        has_tokens = not isinstance(self.target, ServerManager)
+        return list(self.target.get_state()["nodes"]) if has_tokens else []
 
 
 def number_of(outcome: Outcome) -> float | None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import textwrap
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
@@ -75,23 +76,34 @@ class Chatty(BaseEnv):
     async def evaluate(self, *args: Any, **kwargs: Any) -> None: ...
 
 
+async def asked(turn: Awaitable[Any]) -> Request:
+    """Return a turn that is a request."""
+    found = await turn
+    assert isinstance(found, Request)
+    return found
+
+
+async def ended(turn: Awaitable[Any]) -> EpisodeEnd:
+    """Return a turn that ends its episode."""
+    found = await turn
+    assert isinstance(found, EpisodeEnd)
+    return found
+
+
 async def test_the_conversation_and_its_token_ids_are_asked_together() -> None:
     async with stepped("Shopping") as env:
         episode = env.episode()
-        first = await episode.reset(seed=3)
-        assert isinstance(first, Request)
+        first = await asked(episode.reset(seed=3))
         assert [message["role"] for message in first.messages] == ["system", "user"]
         assert TOKENIZER.decode(first.prompt_ids) == first.prompt
         assert first.prompt.endswith(first.messages[-1]["content"] + "<eos><assistant>")
         assert first.sampling["max_tokens"] == env.env.config.max_token_length
         call = shop(first)
-        second = await episode.step(call)
-        assert isinstance(second, Request)
+        second = await asked(episode.step(call))
         assert [message["role"] for message in second.messages[2:]] == ["assistant", "tool"]
         answered = first.prompt_ids + TOKENIZER.encode(call, add_special_tokens=False)
         assert second.prompt_ids[: len(answered)] == answered
-        end = await episode.step(shop(second))
-        assert isinstance(end, EpisodeEnd)
+        end = await ended(episode.step(shop(second)))
         assert end.reward == 1.0
         assert end.group is not None
         [mask] = end.group["masks"]
@@ -102,10 +114,8 @@ async def test_the_conversation_and_its_token_ids_are_asked_together() -> None:
 async def test_token_ids_and_logprobs_reach_the_group_as_they_were_sampled() -> None:
     async with stepped("CountVowels") as env:
         episode = env.episode()
-        request = await episode.reset(seed=0)
-        assert isinstance(request, Request)
-        end = await episode.step(Answer(token_ids=[54, 2], logprobs=[-0.25, -0.5]))
-        assert isinstance(end, EpisodeEnd)
+        request = await asked(episode.reset(seed=0))
+        end = await ended(episode.step(Answer(token_ids=[54, 2], logprobs=[-0.25, -0.5])))
         assert end.group is not None
         assert end.group["tokens"] == [[*request.prompt_ids, 54, 2]]
         assert end.group["inference_logprobs"][0][-2:] == [-0.25, -0.5]
@@ -114,10 +124,8 @@ async def test_token_ids_and_logprobs_reach_the_group_as_they_were_sampled() -> 
 async def test_a_text_is_cut_to_the_limit_as_an_engine_does() -> None:
     async with stepped("CountVowels", max_token_length=3) as env:
         episode = env.episode()
-        request = await episode.reset(seed=0)
-        assert isinstance(request, Request)
-        end = await episode.step("12345")
-        assert isinstance(end, EpisodeEnd)
+        request = await asked(episode.reset(seed=0))
+        end = await ended(episode.step("12345"))
         assert end.group is not None
         assert TOKENIZER.decode(end.group["tokens"][0][len(request.prompt_ids) :]) == "123"
 
@@ -125,8 +133,7 @@ async def test_a_text_is_cut_to_the_limit_as_an_engine_does() -> None:
 async def test_a_seed_is_an_item_whatever_was_asked_before() -> None:
     async with stepped("CountVowels") as env, stepped("CountVowels") as other:
         turns = [await env.episode().reset(seed) for seed in (2, 0, 2)]
-        again = await other.episode().reset(2)
-        assert isinstance(again, Request)
+        again = await asked(other.episode().reset(2))
         prompts = [turn.prompt_ids for turn in turns if isinstance(turn, Request)]
         assert prompts[0] == prompts[2] == again.prompt_ids != prompts[1]
 
@@ -154,14 +161,12 @@ async def test_requests_made_at_once_are_asked_one_by_one() -> None:
         episode = env.episode()
         first = await episode.reset()
         second = await episode.step("a")
-        third = await episode.step("b")
-        assert isinstance(third, Request)
+        third = await asked(episode.step("b"))
         assert first == second
         assert first.sampling == {"temperature": 0.5}
         assert (third.messages, third.prompt) == ([], "once")
         assert third.sampling == {"max_tokens": 3, "stop": ["."]}
-        end = await episode.step("c.")
-        assert isinstance(end, EpisodeEnd)
+        end = await ended(episode.step("c."))
         assert end.reward == 3.0
         assert end.group is not None
         assert end.group["overrides"] == [{"said": ["a", "b", "c."]}]
@@ -183,8 +188,7 @@ async def test_tools_of_a_plain_chat_are_in_its_prompt() -> None:
 
     async with SteppedEnv(Tooled(*Tooled.config_init())) as env:
         episode = env.episode()
-        request = await episode.reset()
-        assert isinstance(request, Request)
+        request = await asked(episode.reset())
         assert request.prompt.startswith('[{"name": "look"}]<user>one')
         assert TOKENIZER.decode(request.prompt_ids) == request.prompt
         await episode.close()
@@ -231,8 +235,7 @@ async def test_an_answer_that_was_not_completed_has_no_reward() -> None:
     async with stepped("CountVowels") as env:
         episode = env.episode()
         await episode.reset(0)
-        end = await episode.step(Answer(token_ids=[54], finish_reason="abort"))
-        assert isinstance(end, EpisodeEnd)
+        end = await ended(episode.step(Answer(token_ids=[54], finish_reason="abort")))
         assert (end.reward, end.group) == (None, None)
         assert "no score" in end.reason
 
@@ -256,8 +259,7 @@ async def test_every_conversation_of_an_agent_belongs_to_its_own_episode() -> No
             assert isinstance(turn, Request)
             found = re.search(r"Double (\d+)", turn.prompt)
             assert found
-            end = await episode.step(str(2 * int(found[1]) + i % 2))
-            assert isinstance(end, EpisodeEnd)
+            end = await ended(episode.step(str(2 * int(found[1]) + i % 2)))
             rewards.append(end.reward)
         assert rewards == [1.0, 0.0, 1.0]
 

@@ -378,6 +378,20 @@ def test_compression_is_for_other_machines(url: str, is_compressed: bool) -> Non
     assert seen == ["zstd" if is_compressed else "identity"]
 
 
+def test_the_certificate_authorities_are_read_for_https_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Read(Exception): ...
+
+    def read() -> None:
+        raise Read
+
+    monkeypatch.setattr("ssl.create_default_context", read)
+    TrainerClient("http://hub").close()
+    with pytest.raises(Read):
+        TrainerClient("https://hub")
+
+
 @pytest.mark.parametrize("refusal", [400, 415])
 async def test_server_that_refuses_compression_gets_plain_bodies_from_then_on(refusal: int) -> None:
     def answer(request: Request) -> Any:

@@ -1,8 +1,8 @@
 """`view-run` shows the groups of a run in the browser: a live one at a hub, or the stored files of one.
 
-A live run is only read: the page shows the groups that were queued last and takes nothing from the trainer. With
-`--consume` it acts as the trainer, like the original viewer: shown batches are consumed. A live run needs the extra
-`view`.
+A live run is only read: every two seconds the page adds the group that was queued last, a sample of the run, and takes
+nothing from the trainer. With `--consume` it acts as the trainer, like the original viewer: shown batches are consumed.
+A live run needs the extra `view`.
 """
 
 from __future__ import annotations
@@ -309,7 +309,8 @@ class SeenGroups:
         elif not self._groups:
             self._state = NOTHING_YET
         else:
-            what = "Batches taken from the trainer" if self._config.consume else "Newest groups"
+            sampled = f"A sample of the groups: the newest one every {POLL_EVERY_S:g} s"
+            what = "Batches taken from the trainer" if self._config.consume else sampled
             self._state = f"{what}: {len(self._groups)} shown, at most {MAX_GROUPS}"
 
 

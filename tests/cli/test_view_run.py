@@ -84,6 +84,8 @@ def test_groups_that_were_seen_stay_and_only_newer_ones_are_sent_again(hub: HubS
         second = shown["groups"][1]["id"]
         assert shown["index"]["id"] == [group["id"] for group in shown["groups"]]
         assert shown["index"]["preview"] == ["Qa", "Qb", "Qc"]
+        about = "A sample of the groups: the newest one every 2 s: 3 shown, at most 200"
+        assert shown["head"]["about"] == about
         assert newest(seen, after=shown["index"]["id"][-1])["index"] is None
         assert answers(newest(seen, after=second)) == ["Qc"]
         assert answers(newest(seen, after="of another run")) == ["Qa", "Qb", "Qc"]

@@ -24,7 +24,7 @@ from example_trainer.parallel import ALONE
 from tests.faults.drivers import HubProcess, hub_process
 from tests.faults.trainer_lives import Ended, Life, nursery
 from tests.tiny_model import make_tiny_model
-from tests.trainer.helpers_reload import FakeEngine, fake_engine
+from tests.trainer.helpers_engine import RecordedEngine, recorded_engine
 from tests.trainer.helpers_run import ledger_of, send
 from tests.trainer.helpers_trainer import make_group
 
@@ -63,7 +63,7 @@ class Course:
     num_steps: int
     run: Run
     hub: HubProcess
-    engine: FakeEngine
+    engine: RecordedEngine
     seconds: float = 0.0
 
     @property
@@ -172,7 +172,7 @@ def course(
     No batch is set aside as dead: the kills may all hit trainers that hold the first one.
     """
     flags = ("--max-deliveries", str(NUM_KILLS + 1))
-    with hub_process(directory, *flags) as hub, fake_engine() as engine:
+    with hub_process(directory, *flags) as hub, recorded_engine() as engine:
         send(hub.url, groups_for(num_steps)[:num_groups])
         yield Course(directory, model_dir, num_steps, run, hub, engine)
 

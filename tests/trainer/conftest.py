@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from atroposlib.api.server import create_app
+from tests.api.helpers_api import serving
 from tests.tiny_model import make_tiny_model
-from tests.trainer.helpers_reload import FakeEngine, fake_engine, running_hub
+from tests.trainer.helpers_engine import RecordedEngine, recorded_engine
 from tests.trainer.helpers_run import Configure, config_for
 
 
@@ -25,18 +27,18 @@ def _short_polls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def engine() -> Iterator[FakeEngine]:
-    with fake_engine() as engine:
+def engine() -> Iterator[RecordedEngine]:
+    with recorded_engine() as engine:
         yield engine
 
 
 @pytest.fixture
 def hub_url() -> Iterator[str]:
-    with running_hub() as url:
+    with serving(create_app()) as url:
         yield url
 
 
 @pytest.fixture
-def configure(model_dir: Path, tmp_path: Path, hub_url: str, engine: FakeEngine) -> Configure:
+def configure(model_dir: Path, tmp_path: Path, hub_url: str, engine: RecordedEngine) -> Configure:
     """Make the configuration of a run with this test's hub and engine."""
     return partial(config_for, model_dir, tmp_path, hub_url=hub_url, engine_url=engine.url)

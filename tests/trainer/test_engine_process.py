@@ -1,4 +1,4 @@
-"""`example_trainer/vllm_process.py` against a small real server: it starts, notices death, and kills only its own."""
+"""`example_trainer/vllm_process.py` with Python's file server: it starts, notices death, and kills only its own."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import pytest
 
 from atroposlib.errors import ConfigError, EngineError
 from example_trainer.vllm_process import EngineProcess, vllm_environment
-from tests.processes import answers, free_port
+from tests.processes import ROOT, answers, free_port
 
-FAKE_ENGINE = Path(__file__).with_name("fake_engine.py")
+DEAF = "trap '' TERM; "
 
 
 @pytest.fixture
@@ -26,13 +26,20 @@ def port() -> int:
     return free_port()
 
 
+def command(port: int, directory: Path, *, first: str = "") -> list[str]:
+    """Return the command of a server that is healthy if the directory has a file `health`; `first`: run in a shell."""
+    server = [sys.executable, "-m", "http.server", str(port), "--bind=127.0.0.1"]
+    return ["sh", "-c", f'{first} exec "$@"', "sh", *server, f"--directory={directory}"]
+
+
 @pytest.fixture
 def make_engine(port: int, tmp_path: Path) -> Iterator[Callable[..., EngineProcess]]:
     made: list[EngineProcess] = []
+    (tmp_path / "health").touch()
 
-    def make(*options: str, **settings: float) -> EngineProcess:
+    def make(first: str = "", *, directory: Path = tmp_path, **settings: float) -> EngineProcess:
         engine = EngineProcess(
-            [sys.executable, str(FAKE_ENGINE), str(port), *options],
+            command(port, directory, first=first),
             url=f"http://127.0.0.1:{port}",
             log_path=tmp_path / "logs" / "engine.log",
             **settings,
@@ -43,6 +50,16 @@ def make_engine(port: int, tmp_path: Path) -> Iterator[Callable[..., EngineProce
     yield make
     for engine in made:
         engine.stop()
+
+
+def with_child(directory: Path) -> str:
+    return f"sleep 60 & echo $! > {directory}/child; "
+
+
+def kill(pid: int) -> None:
+    """Kill a child and wait until all its threads have ended."""
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
 
 def wait_gone(pid: int) -> None:
@@ -79,13 +96,14 @@ def test_engine_answers_inside_each_block_and_is_gone_after_it(
 def test_early_death_is_reported_with_status_command_and_the_reason_from_the_log_of_this_run(
     make_engine: Callable[..., EngineProcess],
 ) -> None:
-    with pytest.raises(EngineError), make_engine("--die", "first run"):
+    with pytest.raises(EngineError), make_engine("echo first run; exit 3;"):
         pass
-    engine = make_engine("--die", "head size 16 is not supported")
+    reason = "ValueError: head size 16 is not supported"
+    engine = make_engine(f"echo {reason}; seq 40; exit 3;")
     with pytest.raises(EngineError, match="exited with status 3") as caught, engine:
         pass
-    assert "ValueError: head size 16 is not supported" in str(caught.value)
-    assert "fake_engine.py" in str(caught.value)
+    assert f"\n  {reason}\n" in str(caught.value)
+    assert "-m http.server" in str(caught.value)
     assert engine.poll() == 3
     assert "first run" not in engine.log_tail()
 
@@ -93,14 +111,15 @@ def test_early_death_is_reported_with_status_command_and_the_reason_from_the_log
 def test_death_by_signal_is_named(make_engine: Callable[..., EngineProcess]) -> None:
     with make_engine() as engine:
         assert engine.pid is not None
-        os.kill(engine.pid, signal.SIGKILL)
-        wait_gone(engine.pid)
+        kill(engine.pid)
         with pytest.raises(EngineError, match="ended by SIGKILL"):
             engine.check_alive()
 
 
-def test_startup_timeout_stops_the_engine(make_engine: Callable[..., EngineProcess]) -> None:
-    engine = make_engine("--never-healthy", startup_timeout_s=0.5)
+def test_startup_timeout_stops_the_engine(
+    make_engine: Callable[..., EngineProcess], tmp_path: Path
+) -> None:
+    engine = make_engine(directory=tmp_path / "empty", startup_timeout_s=0.5)
     with pytest.raises(EngineError, match="not healthy after"), engine:
         pass
     assert engine.pid is None
@@ -120,7 +139,7 @@ def test_taken_port_is_refused_and_its_owner_left_alone(
 
 
 def test_engine_that_ignores_sigterm_is_killed(make_engine: Callable[..., EngineProcess]) -> None:
-    with make_engine("--deaf", stop_grace_s=0.2) as engine:
+    with make_engine(DEAF, stop_grace_s=0.2) as engine:
         pid = engine.pid
         assert pid is not None
     assert not is_running(pid)
@@ -132,7 +151,7 @@ def test_children_of_the_engine_end_with_it_and_strangers_do_not(
 ) -> None:
     stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
-        with make_engine("--child", str(tmp_path / "child")):
+        with make_engine(with_child(tmp_path)):
             child = int((tmp_path / "child").read_text())
             assert is_running(child)
         wait_gone(child)
@@ -146,34 +165,31 @@ def test_children_of_the_engine_end_with_it_and_strangers_do_not(
 def test_children_of_an_engine_that_died_are_killed_when_its_death_is_seen(
     make_engine: Callable[..., EngineProcess], tmp_path: Path
 ) -> None:
-    with make_engine("--child", str(tmp_path / "child")) as engine:
+    with make_engine(with_child(tmp_path)) as engine:
         child = int((tmp_path / "child").read_text())
         assert engine.pid is not None
-        os.kill(engine.pid, signal.SIGKILL)
-        wait_gone(engine.pid)
+        kill(engine.pid)
         assert engine.poll() == -signal.SIGKILL
         wait_gone(child)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs prctl and pidfd_open")
-@pytest.mark.parametrize("options", [[], ["--deaf", "--child"]], ids=["engine", "deaf engine"])
+@pytest.mark.parametrize("is_deaf", [False, True], ids=["engine", "deaf engine"])
 def test_an_engine_and_its_children_end_when_its_parent_is_killed(
-    port: int, tmp_path: Path, options: list[str]
+    port: int, tmp_path: Path, is_deaf: bool
 ) -> None:
     """vLLM ignores SIGTERM while it starts."""
-    child = tmp_path / "child"
-    command = [str(FAKE_ENGINE), str(port), *options, *([str(child)] if options else [])]
+    (tmp_path / "health").touch()
+    first = DEAF + with_child(tmp_path) if is_deaf else ""
     # Of the base class, which owns the process: `EngineProcess` imports torch, for three seconds of CPU.
     program = (
         "import sys, time; from pathlib import Path\n"
         "from atroposlib.utils.owned_process import OwnedProcess\n"
-        f"engine = OwnedProcess([sys.executable, *{command!r}], stop_grace_s=0.2,"
+        f"engine = OwnedProcess({command(port, tmp_path, first=first)!r}, stop_grace_s=0.2,"
         f" name='engine', log_path=Path({str(tmp_path / 'log')!r}))\n"
         "engine.start(); print(engine.pid, flush=True); time.sleep(60)\n"
     )
-    parent = subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=FAKE_ENGINE.parents[2]
-    )
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=ROOT)
     try:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
@@ -186,8 +202,8 @@ def test_an_engine_and_its_children_end_when_its_parent_is_killed(
         parent.kill()
         parent.communicate()
     wait_gone(pid)
-    if options:
-        wait_gone(int(child.read_text()))
+    if is_deaf:
+        wait_gone(int((tmp_path / "child").read_text()))
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs prctl")
@@ -201,9 +217,7 @@ def test_the_first_process_of_a_container_is_left_no_zombies(tmp_path: Path) -> 
         "    while '\\nready' not in log.read_text(): time.sleep(0.02)\n"
         "os.waitpid(-1, os.WNOHANG)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=FAKE_ENGINE.parents[2]
-    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
     assert "ChildProcessError" in done.stderr
 
 

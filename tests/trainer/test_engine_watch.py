@@ -7,7 +7,7 @@ import pytest
 from atroposlib.errors import EngineUnavailable
 from example_trainer.bridges import EngineWatch
 from example_trainer.bridges.running import ReloadBridge
-from tests.trainer.helpers_reload import FakeEngine, fake_engine
+from tests.trainer.helpers_engine import RecordedEngine, recorded_engine
 
 
 class Clock:
@@ -29,7 +29,7 @@ def watch_on(url: str, clock: Clock) -> EngineWatch:
 
 
 def test_a_run_whose_engine_stays_away_ends_with_its_address(clock: Clock) -> None:
-    with fake_engine() as engine:
+    with recorded_engine() as engine:
         url = engine.url
     watch = watch_on(url, clock)
     for clock.now_s in (0.0, 30.0, 59.0):
@@ -39,7 +39,7 @@ def test_a_run_whose_engine_stays_away_ends_with_its_address(clock: Clock) -> No
         watch.look()
 
 
-def test_an_engine_that_comes_back_is_forgiven(clock: Clock, engine: FakeEngine) -> None:
+def test_an_engine_that_comes_back_is_forgiven(clock: Clock, engine: RecordedEngine) -> None:
     watch = watch_on(engine.url, clock)
     engine.faults["/health"] = (503, b"asleep")
     for clock.now_s in (0.0, 55.0):
@@ -52,14 +52,16 @@ def test_an_engine_that_comes_back_is_forgiven(clock: Clock, engine: FakeEngine)
     watch.look()
 
 
-def test_an_absence_before_a_batch_came_does_not_count(clock: Clock, engine: FakeEngine) -> None:
+def test_an_absence_before_a_batch_came_does_not_count(
+    clock: Clock, engine: RecordedEngine
+) -> None:
     watch = watch_on(engine.url, clock)
     engine.faults["/health"] = (503, b"asleep")
     for clock.now_s in (0.0, 500.0, 550.0):  # a batch came and was trained before 500 s
         watch.look()
 
 
-def test_the_engine_is_asked_now_and_then(clock: Clock, engine: FakeEngine) -> None:
+def test_the_engine_is_asked_now_and_then(clock: Clock, engine: RecordedEngine) -> None:
     watch = watch_on(engine.url, clock)
     for clock.now_s in (0.0, 1.0, 5.0, 9.0, 12.0):
         watch.look()

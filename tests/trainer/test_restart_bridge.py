@@ -1,4 +1,4 @@
-"""`bridges/restart.py` with a small real server in the engine's place."""
+"""`bridges/restart.py` with processes of the scripted engine."""
 
 from __future__ import annotations
 
@@ -19,14 +19,18 @@ from example_trainer.bridges.restart import RestartBridge
 from example_trainer.vllm_process import EngineProcess
 from tests.processes import free_port
 
-FAKE_ENGINE = Path(__file__).with_name("fake_engine.py")
-
-
 WATCH_S = 0.05
+NEVER_HEALTHY = ["--script", '{"faults": [{"kind": "status", "path": "/health"}]}']
+NO_VERSIONS = ["--without=/update_weight_version"]
+
+
+def dies_of(reason: str) -> list[str]:
+    """Return flags with which an engine ends and has the reason in its log."""
+    return [f"--port={reason}"]
 
 
 class Engines:
-    """Makes fake engines on one port and remembers them; `options` by the model's name, else for all."""
+    """Makes engines on one port and remembers them; `options` by the model's name, else for all."""
 
     def __init__(self, directory: Path) -> None:
         self.port = free_port()
@@ -37,17 +41,27 @@ class Engines:
         self.made: list[EngineProcess] = []
 
     def __call__(self, model: Path) -> EngineProcess:
-        argv = [sys.executable, str(FAKE_ENGINE), str(self.port), "--model", str(model)]
+        argv = [sys.executable, "-m", "atroposlib.inference.scripted_engine", f"--port={self.port}"]
         engine = EngineProcess(
-            [*argv, *self.options_of.get(model.name, self.options)],
+            [*argv, f"--model={model}", *self.options_of.get(model.name, self.options)],
             url=self.url,
             log_path=self.directory / f"engine_{model.name}.log",
         )
         self.made.append(engine)
         return engine
 
-    def served_model(self) -> str:
-        return str(httpx.get(f"{self.url}/health").json()["model"])
+    def served(self) -> tuple[str, str] | None:
+        """Return the model and the version of the engine that runs; None if none answers."""
+        try:
+            model = httpx.get(f"{self.url}/v1/models").json()["data"][0]["id"]
+            return model, httpx.get(f"{self.url}/weight_info").json()["weight_version"]
+        except httpx.TransportError:
+            return None
+
+    def kill_last(self) -> None:
+        pid = self.made[-1].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
 
 
 @pytest.fixture
@@ -95,14 +109,12 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def test_each_publish_replaces_the_engine_and_names_the_version(
-    engines: Engines, bridge: RestartBridge, checkpoint: Path, tmp_path: Path
+    engines: Engines, bridge: RestartBridge, checkpoint: Path
 ) -> None:
-    engines.options = ["--versions", str(tmp_path / "versions")]
     bridge.start(Path("org/base"), 0)
-    assert engines.served_model() == "org/base"
+    assert engines.served() == ("org/base", "0")
     assert bridge.publish(checkpoint, 1) == 1
-    assert engines.served_model() == str(checkpoint)
-    assert (tmp_path / "versions").read_text().splitlines() == ["org/base 0", f"{checkpoint} 1"]
+    assert engines.served() == (str(checkpoint), "1")
     assert [engine.pid is not None for engine in engines.made] == [False, True]
     bridge.close()
     assert [engine.pid is not None for engine in engines.made] == [False, False]
@@ -110,9 +122,10 @@ def test_each_publish_replaces_the_engine_and_names_the_version(
 
 
 def test_refused_version_is_an_error(engines: Engines, base: Path) -> None:
-    engines.options = ["--versions", "refuse"]
+    refuses = '{"faults": [{"kind": "status", "path": "/update_weight_version", "status": 400}]}'
+    engines.options = ["--script", refuses]
     bridge = RestartBridge(start_engine=engines)
-    with pytest.raises(EngineError, match="answered 400.*new_version is missing"):
+    with pytest.raises(EngineError, match="answered 400.*scripted failure"):
         bridge.start(base, 0)
     bridge.close()
     assert engines.made[0].pid is None
@@ -125,7 +138,7 @@ def test_checkpoint_without_a_model_leaves_the_old_engine_running(
     pid = engines.made[0].pid
     with pytest.raises(EngineError, match=r"holds no config\.json"):
         bridge.publish(tmp_path / "nothing", 1)
-    assert engines.served_model() == str(base)
+    assert engines.served() == (str(base), "0")
     assert [engine.pid for engine in engines.made] == [pid]
 
 
@@ -137,35 +150,33 @@ def test_a_version_that_does_not_come_up_is_rolled_back_and_a_second_in_a_row_is
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """These engines have no route for versions, as other servers have none."""
+    engines.options = NO_VERSIONS
     for version in (1, 3, 4):
-        engines.options_of[f"version_{version}"] = ["--die", f"out of memory {version}"]
+        engines.options_of[f"version_{version}"] = dies_of(f"out of memory {version}")
     bridge.start(base, 0)
     assert bridge.publish(make_checkpoint(1), 1) == 0
-    assert engines.served_model() == str(base)
+    assert engines.served() == (str(base), "default")
     assert "version 0 is served again" in caplog.text
     assert "out of memory 1" in caplog.text
     last = make_checkpoint(2)
     assert bridge.publish(last, 2) == 2
-    assert engines.served_model() == str(last)
+    assert engines.served() == (str(last), "default")
     assert bridge.publish(make_checkpoint(3), 3) == 2
     with pytest.raises(EngineError, match="out of memory 4"):
         bridge.publish(make_checkpoint(4), 4)
 
 
 def test_an_engine_that_is_killed_is_started_again_on_the_version_it_served(
-    engines: Engines, bridge: RestartBridge, base: Path, checkpoint: Path, tmp_path: Path
+    engines: Engines, bridge: RestartBridge, base: Path, checkpoint: Path
 ) -> None:
-    engines.options = ["--versions", str(tmp_path / "versions")]
     bridge.start(base, 0)
     bridge.publish(checkpoint, 1)
-    killed = engines.made[-1].pid
-    assert killed is not None
-    os.kill(killed, signal.SIGKILL)
-    wait_until(lambda: len(engines.made) == 3)
+    engines.kill_last()
+    wait_until(lambda: len(engines.made) == 3 and engines.served() == (str(checkpoint), "1"))
+    engines.kill_last()
+    wait_until(lambda: len(engines.made) == 4)
     assert bridge.publish(checkpoint, 2) == 2  # waits for the engine that is being started
-    assert engines.served_model() == str(checkpoint)
-    versions = [line.split()[-1] for line in (tmp_path / "versions").read_text().splitlines()]
-    assert versions == ["0", "1", "1", "2"]
+    assert engines.served() == (str(checkpoint), "2")
 
 
 @pytest.mark.parametrize("reason", ["the disk is full", "Not a directory"])
@@ -181,10 +192,8 @@ def test_an_engine_that_does_not_come_back_ends_the_run(
         bridge.start(base, 0)
         if reason == "Not a directory":  # for its log
             engines.directory = base / "config.json" / "logs"
-        engines.options = ["--die", reason]
-        pid = engines.made[0].pid
-        assert pid is not None
-        os.kill(pid, signal.SIGKILL)
+        engines.options = dies_of(reason)
+        engines.kill_last()
         wait_until(asked.is_set)
         with pytest.raises(EngineError, match=f"(?s)died and could not be restarted.*{reason}"):
             bridge.close()
@@ -200,7 +209,7 @@ def test_a_run_that_is_to_stop_waits_for_no_engine(
     stopping = threading.Event()
     bridge = RestartBridge(start_engine=engines, is_stopping=stopping.is_set)
     bridge.start(base, 0)
-    engines.options = ["--never-healthy"]
+    engines.options = NEVER_HEALTHY
     threading.Timer(0.3, stopping.set).start()
     assert bridge.publish(checkpoint, 1) == 0
     bridge.close()
@@ -212,10 +221,8 @@ def test_closing_ends_an_engine_that_is_just_being_started_again(
 ) -> None:
     bridge = RestartBridge(start_engine=engines, watch_interval_s=WATCH_S)
     bridge.start(base, 0)
-    engines.options = ["--never-healthy"]
-    pid = engines.made[0].pid
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
+    engines.options = NEVER_HEALTHY
+    engines.kill_last()
     wait_until(lambda: len(engines.made) == 2)
     bridge.close()
     assert [engine.pid for engine in engines.made] == [None, None]

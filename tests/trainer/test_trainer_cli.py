@@ -19,7 +19,7 @@ from example_trainer.config import TrainerConfig
 from example_trainer.training import stop_on_signals
 from tests.processes import Process, wait_for
 from tests.tiny_model import make_tiny_model
-from tests.trainer.helpers_reload import fake_engine
+from tests.trainer.helpers_engine import recorded_engine
 
 
 def parse(*argv: str) -> TrainerConfig:
@@ -199,7 +199,7 @@ def test_missing_torch_names_the_extra(
 def test_a_missing_engine_ends_with_its_address(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with fake_engine() as engine:
+    with recorded_engine() as engine:
         pass  # gone
     model = make_tiny_model(tmp_path / "model")
     argv = [f"--model={model}", "--bridge=reload", f"--engine_url={engine.url}"]
@@ -211,7 +211,7 @@ def test_a_missing_engine_ends_with_its_address(
 @pytest.mark.drill
 def test_sigterm_ends_the_trainer_with_143_and_leaves_nothing(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model")
-    with fake_engine() as engine:
+    with recorded_engine() as engine:
         engine.faults["/health"] = (503, b"")
         argv = ["-m", "example_trainer.grpo", f"--model={model}", "--bridge=reload"]
         argv += [f"--engine_url={engine.url}", f"--weights_dir={tmp_path / 'weights'}"]

@@ -28,7 +28,7 @@ from example_trainer.optim import make_optimizer
 from example_trainer.step import data_options, take_step
 from example_trainer.training import train
 from tests.tiny_model import make_tiny_model
-from tests.trainer.helpers_reload import FakeEngine
+from tests.trainer.helpers_engine import RecordedEngine
 from tests.trainer.helpers_run import Configure, config_for, ledger_of, send
 from tests.trainer.helpers_trainer import make_group, one_step, pairs
 
@@ -50,7 +50,7 @@ def steps_of(config: TrainerConfig) -> list[dict[str, Any]]:
 
 
 def test_a_run_trains_publishes_saves_and_records(
-    configure: Configure, tmp_path: Path, hub_url: str, engine: FakeEngine
+    configure: Configure, tmp_path: Path, hub_url: str, engine: RecordedEngine
 ) -> None:
     config = configure(num_steps=3, checkpoint_interval=2, warmup_steps=2)
     policy = load_policy(config)

@@ -16,7 +16,7 @@ from example_trainer.config import TrainerConfig
 from example_trainer.model import Policy, load_policy
 from example_trainer.weights import KEEP_ADAPTERS, WeightsDirectory
 from tests.tiny_model import make_tiny_model
-from tests.trainer.helpers_reload import FakeEngine, fake_engine
+from tests.trainer.helpers_engine import RecordedEngine, recorded_engine
 
 SWAP = ["/v1/unload_lora_adapter", "/v1/load_lora_adapter", "/update_weight_version"]
 
@@ -36,7 +36,9 @@ def policy_of(model_dir: Path) -> Policy:
 
 
 @contextmanager
-def bridge_to(policy: Policy, directory: Path, *engines: FakeEngine) -> Iterator[CheckpointBridge]:
+def bridge_to(
+    policy: Policy, directory: Path, *engines: RecordedEngine
+) -> Iterator[CheckpointBridge]:
     config = TrainerConfig(model_name="m", bridge="lora", weights_dir=directory)
     urls = [engine.url for engine in engines]
     with WeightsDirectory(config, policy) as weights:
@@ -48,7 +50,7 @@ def bridge_to(policy: Policy, directory: Path, *engines: FakeEngine) -> Iterator
 
 def test_each_version_is_served_from_a_directory_of_its_own(policy: Policy, tmp_path: Path) -> None:
     """vLLM keys its prefix cache by the path: the same one again would keep keys and values of the old adapter."""
-    with fake_engine() as engine, bridge_to(policy, tmp_path, engine) as bridge:
+    with recorded_engine() as engine, bridge_to(policy, tmp_path, engine) as bridge:
         bridge.start(policy, 0)
         assert engine.adapters == {"policy": str(tmp_path / "adapter_0")}
         assert bridge.publish(policy, 1) == 1
@@ -65,8 +67,8 @@ def test_requests_in_flight_are_not_frozen_and_nothing_is_loaded_in_place(
 ) -> None:
     """SGLang ends the unload when they have ended; vLLM reads what is loaded in place again in every step."""
     with (
-        fake_engine() as vllm,
-        fake_engine("sglang") as sglang,
+        recorded_engine() as vllm,
+        recorded_engine("sglang") as sglang,
         bridge_to(policy, tmp_path, vllm, sglang) as bridge,
     ):
         bridge.start(policy, 3)
@@ -83,7 +85,7 @@ def test_a_vllm_that_mixes_adapters_in_a_batch_is_drained_for_the_swap(
 ) -> None:
     """It tells them apart by name, which all versions share; requests in flight are waited for, not frozen."""
     drained = ["/pause?mode=wait", *SWAP[:2], "/resume", SWAP[2]]
-    with fake_engine() as engine, bridge_to(policy, tmp_path, engine) as bridge:
+    with recorded_engine() as engine, bridge_to(policy, tmp_path, engine) as bridge:
         engine.max_loras = 2
         bridge.start(policy, 0)
         assert engine.calls == ["/health", *drained]
@@ -96,20 +98,20 @@ def test_a_vllm_that_mixes_adapters_in_a_batch_is_drained_for_the_swap(
 def test_an_engine_that_asks_for_a_key_gets_it_with_every_call(
     policy: Policy, tmp_path: Path
 ) -> None:
-    with fake_engine() as engine, bridge_to(policy, tmp_path, engine) as bridge:
+    with recorded_engine() as engine, bridge_to(policy, tmp_path, engine) as bridge:
         bridge.start(policy, 0)
         bridge.check()
         assert engine.keys == {"Bearer secret"}
 
 
 def test_the_originals_server_is_asked_by_its_own_route(policy: Policy, tmp_path: Path) -> None:
-    with fake_engine("original") as engine, bridge_to(policy, tmp_path, engine) as bridge:
+    with recorded_engine("original") as engine, bridge_to(policy, tmp_path, engine) as bridge:
         bridge.start(policy, 0)
     assert engine.adapters == {"policy": str(tmp_path / "adapter_0")}
 
 
 def test_vllm_that_swaps_no_adapters_is_told_the_switches(policy: Policy, tmp_path: Path) -> None:
-    with fake_engine() as engine, bridge_to(policy, tmp_path, engine) as bridge:
+    with recorded_engine() as engine, bridge_to(policy, tmp_path, engine) as bridge:
         engine.faults["/v1/load_lora_adapter"] = (404, b"Not Found")
         with pytest.raises(
             EngineRejected, match="--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
@@ -120,8 +122,8 @@ def test_vllm_that_swaps_no_adapters_is_told_the_switches(policy: Policy, tmp_pa
 def test_an_adapter_that_cannot_be_loaded_is_an_error(policy: Policy, tmp_path: Path) -> None:
     """The original prints it and continues with the old adapter."""
     with (
-        fake_engine() as vllm,
-        fake_engine("sglang") as sglang,
+        recorded_engine() as vllm,
+        recorded_engine("sglang") as sglang,
     ):
         with bridge_to(policy, tmp_path, vllm) as bridge:
             vllm.faults["/v1/load_lora_adapter"] = (500, b"rank 16 is greater than 8")
@@ -136,7 +138,7 @@ def test_an_adapter_that_cannot_be_loaded_is_an_error(policy: Policy, tmp_path: 
 def test_adapters_stay_on_disk_for_requests_in_flight_but_not_for_ever(
     policy: Policy, tmp_path: Path
 ) -> None:
-    with fake_engine() as engine, bridge_to(policy, tmp_path, engine) as bridge:
+    with recorded_engine() as engine, bridge_to(policy, tmp_path, engine) as bridge:
         for version in range(KEEP_ADAPTERS + 2):
             bridge.publish(policy, version)
     found = sorted(int(p.name.removeprefix("adapter_")) for p in tmp_path.iterdir())

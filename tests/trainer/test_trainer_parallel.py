@@ -13,12 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from atroposlib.api.server import create_app
 from example_trainer.config import TrainerConfig
 from example_trainer.data import DataOptions, make_batch
 from example_trainer.model import build_model
 from example_trainer.parallel import ALONE, World, processes
+from tests.api.helpers_api import serving
 from tests.tiny_model import make_tiny_model
-from tests.trainer.helpers_reload import fake_engine, running_hub
+from tests.trainer.helpers_engine import recorded_engine
 from tests.trainer.helpers_run import ledger_of, send
 from tests.trainer.helpers_trainer import make_group, pairs
 from tests.trainer.parallel_worker import run
@@ -180,7 +182,7 @@ def test_two_processes_follow_one_hub_through_the_first(tmp_path: Path) -> None:
         ("one", []),
         ("two", ["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]),
     ):
-        with running_hub() as hub_url, fake_engine() as engine:
+        with serving(create_app()) as hub_url, recorded_engine() as engine:
             send(hub_url, pairs(6))
             settings = settings_for(model_dir, tmp_path / name, num_steps=3, batch_size=4)
             settings |= {"hub_url": hub_url, "engine_url": engine.url, "bridge": "reload"}

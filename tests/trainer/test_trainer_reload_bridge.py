@@ -13,7 +13,7 @@ from atroposlib.errors import EngineError, EngineProtocolError, EngineRejected, 
 from example_trainer.bridges.control import Control
 from example_trainer.bridges.engines import identify
 from example_trainer.bridges.running import ReloadBridge
-from tests.trainer.helpers_reload import FakeEngine, fake_engine
+from tests.trainer.helpers_engine import RecordedEngine, recorded_engine
 
 VLLM = [
     "/pause?mode=keep",
@@ -31,7 +31,7 @@ SGLANG = [
 ]
 
 
-def bridge_to(*engines: FakeEngine, timeout_s: float = 5.0) -> ReloadBridge:
+def bridge_to(*engines: RecordedEngine, timeout_s: float = 5.0) -> ReloadBridge:
     urls = [engine.url for engine in engines]
     return ReloadBridge(urls=urls, timeout_s=timeout_s)
 
@@ -49,14 +49,14 @@ def make_checkpoint(path: Path, **config: object) -> Path:
 
 
 def test_start_loads_the_initial_model_as_version_0(checkpoint: Path) -> None:
-    with fake_engine() as engine:
+    with recorded_engine() as engine:
         bridge_to(engine).start(checkpoint, 0)
     assert engine.calls == ["/health", *VLLM]
     assert (engine.weights, engine.versions) == ([str(checkpoint)], ["0"])
 
 
 def test_publish_reaches_engines_of_both_kinds_frozen(checkpoint: Path) -> None:
-    with fake_engine() as one, fake_engine("sglang") as two, fake_engine() as three:
+    with recorded_engine() as one, recorded_engine("sglang") as two, recorded_engine() as three:
         assert bridge_to(one, two, three).publish(checkpoint, 7) == 7
     assert [one.calls, two.calls, three.calls] == [VLLM, SGLANG, VLLM]
     for engine in (one, two, three):
@@ -69,13 +69,11 @@ def test_an_engine_that_was_restarted_gets_the_published_weights_again(
     kind: str, first: str, checkpoint: Path
 ) -> None:
     """`atropos-engine` starts with version "0", vLLM and SGLang with "default"."""
-    with fake_engine(kind) as restarted, fake_engine() as newer, fake_engine() as gone:
+    with recorded_engine(kind) as restarted, recorded_engine() as newer, recorded_engine() as gone:
         bridge = bridge_to(gone, restarted, newer)
         bridge.publish(checkpoint, 7)
-        for engine in (restarted, newer):
-            engine.weights.clear()
-        restarted.versions[:] = [first]
-        newer.versions[:] = ["8"]  # by the trainer that resumed this run
+        restarted.restart_as(first)
+        newer.restart_as("8")  # by the trainer that resumed this run
         gone.faults["/health"] = (503, b"asleep")
         for _ in range(2):
             with pytest.raises(EngineUnavailable, match=f"{gone.url}.*asleep"):
@@ -85,7 +83,7 @@ def test_an_engine_that_was_restarted_gets_the_published_weights_again(
 
 
 def test_sglang_is_never_asked_to_flush_inside_an_update(checkpoint: Path) -> None:
-    with fake_engine("sglang") as engine:
+    with recorded_engine("sglang") as engine:
         bridge_to(engine).publish(checkpoint, 7)
     update = dict(engine.bodies)["/update_weights_from_disk"]
     assert update["flush_cache"] is False
@@ -95,7 +93,7 @@ def test_sglang_is_never_asked_to_flush_inside_an_update(checkpoint: Path) -> No
 def test_sglang_that_cannot_flush_its_cache_is_used_and_told_about_once(
     checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with fake_engine("sglang") as engine:
+    with recorded_engine("sglang") as engine:
         engine.faults["/flush_cache"] = (400, b"Flush cache failed.")
         bridge = bridge_to(engine)
         for version in (1, 2):
@@ -105,7 +103,7 @@ def test_sglang_that_cannot_flush_its_cache_is_used_and_told_about_once(
 
 
 def test_sglang_that_answers_success_false_is_an_error(checkpoint: Path) -> None:
-    with fake_engine("sglang") as engine:
+    with recorded_engine("sglang") as engine:
         engine.faults["/update_weights_from_disk"] = (200, b'{"success":false,"message":"shape"}')
         with pytest.raises(EngineProtocolError, match="shape"):
             bridge_to(engine).publish(checkpoint, 1)
@@ -113,11 +111,11 @@ def test_sglang_that_answers_success_false_is_an_error(checkpoint: Path) -> None
 
 
 def test_sglang_is_known_by_its_routes_where_the_list_of_routes_is_hidden(checkpoint: Path) -> None:
-    with fake_engine("sglang") as engine:
+    with recorded_engine("sglang") as engine:
         engine.faults["/openapi.json"] = (404, b"Not Found")
         bridge_to(engine).publish(checkpoint, 1)
     assert engine.calls == SGLANG
-    with fake_engine() as engine:
+    with recorded_engine() as engine:
         engine.faults["/openapi.json"] = (404, b"Not Found")
         bridge_to(engine).publish(checkpoint, 1)
     assert engine.calls[-len(VLLM) :] == VLLM
@@ -129,7 +127,7 @@ def test_a_checkpoint_that_is_not_complete_reaches_no_engine(tmp_path: Path) -> 
     partial = tmp_path / "partial"
     partial.mkdir()
     (partial / "config.json").write_text("{}")
-    with fake_engine() as engine:
+    with recorded_engine() as engine:
         bridge = bridge_to(engine)
         with pytest.raises(EngineError, match=r"nothing holds no config\.json"):
             bridge.publish(tmp_path / "nothing", 1)
@@ -145,7 +143,7 @@ def test_a_checkpoint_that_is_not_complete_reaches_no_engine(tmp_path: Path) -> 
 def test_tied_embeddings_are_not_reloaded_by_vllm_on_the_cpu(tmp_path: Path) -> None:
     """It would answer 200 and keep the old output layer."""
     tied = make_checkpoint(tmp_path / "tied", tie_word_embeddings=True)
-    with fake_engine() as engine:
+    with recorded_engine() as engine:
         bridge_to(engine).publish(tied, 1)
         engine.device = "cpu"
         with pytest.raises(EngineRejected, match="tied embeddings.*--bridge restart"):
@@ -155,14 +153,14 @@ def test_tied_embeddings_are_not_reloaded_by_vllm_on_the_cpu(tmp_path: Path) -> 
 
 
 def test_an_engine_that_names_another_version_afterwards_is_an_error(checkpoint: Path) -> None:
-    with fake_engine() as engine:
+    with recorded_engine() as engine:
         engine.faults["/weight_info"] = (200, b'{"weight_version": "3"}')
         with pytest.raises(EngineProtocolError, match="version '3' after version 4 was loaded"):
             bridge_to(engine).publish(checkpoint, 4)
 
 
 def test_a_failed_reload_still_resumes_and_names_engine_route_and_answer(checkpoint: Path) -> None:
-    with fake_engine() as engine:
+    with recorded_engine() as engine:
         engine.faults["/collective_rpc"] = (500, b"shape mismatch")
         with pytest.raises(
             EngineUnavailable, match=r"/collective_rpc answered 500: shape mismatch"
@@ -172,7 +170,7 @@ def test_a_failed_reload_still_resumes_and_names_engine_route_and_answer(checkpo
 
 
 def test_the_failure_is_told_and_not_that_of_resuming_after_it(checkpoint: Path) -> None:
-    with fake_engine() as engine:
+    with recorded_engine() as engine:
         engine.faults["/collective_rpc"] = (500, b"shape mismatch")
         engine.faults["/resume"] = (500, b"engine is dead")
         with pytest.raises(EngineUnavailable, match="shape mismatch"):
@@ -180,7 +178,7 @@ def test_the_failure_is_told_and_not_that_of_resuming_after_it(checkpoint: Path)
 
 
 def test_a_cache_of_older_weights_is_an_error(checkpoint: Path) -> None:
-    with fake_engine() as engine:
+    with recorded_engine() as engine:
         engine.faults["/reset_prefix_cache"] = (200, b'{"success": false}')
         with pytest.raises(EngineProtocolError, match="older weights"):
             bridge_to(engine).publish(checkpoint, 1)
@@ -188,7 +186,7 @@ def test_a_cache_of_older_weights_is_an_error(checkpoint: Path) -> None:
 
 
 def test_missing_development_routes_name_the_switch(checkpoint: Path) -> None:
-    with fake_engine() as engine:
+    with recorded_engine() as engine:
         engine.faults["/pause"] = (404, b"Not Found")
         with pytest.raises(EngineRejected, match="VLLM_SERVER_DEV_MODE=1"):
             bridge_to(engine).publish(checkpoint, 1)
@@ -199,7 +197,7 @@ def test_an_engine_without_weight_versions_is_used_and_told_about_once(
     checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    with fake_engine() as engine:
+    with recorded_engine() as engine:
         engine.faults["/update_weight_version"] = (404, b"Not Found")
         bridge = bridge_to(engine)
         for version in (1, 2):
@@ -209,7 +207,7 @@ def test_an_engine_without_weight_versions_is_used_and_told_about_once(
 
 
 def test_a_missing_engine_is_named_after_the_timeout(checkpoint: Path) -> None:
-    with fake_engine() as engine:
+    with recorded_engine() as engine:
         pass  # gone, and its port with it
     with pytest.raises(
         EngineUnavailable, match=rf"{engine.url}: /health got no answer.*--engine_url"
@@ -222,9 +220,9 @@ def test_a_run_that_is_to_stop_waits_for_no_engine(
 ) -> None:
     """What kills the trainer some seconds after a signal would come before its last checkpoint."""
     stopping = threading.Event()
-    with fake_engine() as gone:
+    with recorded_engine() as gone:
         pass
-    with fake_engine() as engine:
+    with recorded_engine() as engine:
         urls = [gone.url, engine.url]
         bridge = ReloadBridge(urls=urls, retry_s=600.0, is_stopping=stopping.is_set)
         threading.Timer(0.3, stopping.set).start()
@@ -236,7 +234,7 @@ def test_a_run_that_is_to_stop_waits_for_no_engine(
 def test_one_engine_of_several_that_fails_is_named_and_the_others_have_the_weights(
     checkpoint: Path,
 ) -> None:
-    with fake_engine() as one, fake_engine() as two:
+    with recorded_engine() as one, recorded_engine() as two:
         one.faults["/collective_rpc"] = (500, b"out of memory")
         with pytest.raises(EngineUnavailable, match=rf"{one.url}.*out of memory"):
             bridge_to(one, two).publish(checkpoint, 1)
@@ -249,7 +247,7 @@ def test_keys_and_values_outside_of_the_engine_are_forgotten_too() -> None:
         (None, VLLM[2]),
         ({"kv_connector": "x"}, f"{VLLM[2]}&reset_external=true"),
     ):
-        with fake_engine() as engine:
+        with recorded_engine() as engine:
             config = {"vllm_config": {"kv_transfer_config": outside}}
             engine.faults["/server_info"] = (200, json.dumps(config).encode())
             control = Control(engine.url, timeout_s=5.0)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from atroposlib.api.server import create_app
 from atroposlib.errors import ConfigError
 from example_trainer.checkpointing import Checkpoints
 from example_trainer.config import TrainerConfig
@@ -23,8 +24,9 @@ from example_trainer.parallel import ALONE
 from example_trainer.records import MetricsLog
 from example_trainer.training import train
 from example_trainer.weights import WeightsDirectory
+from tests.api.helpers_api import serving
 from tests.tiny_model import make_tiny_model
-from tests.trainer.helpers_reload import fake_engine, running_hub
+from tests.trainer.helpers_engine import recorded_engine
 from tests.trainer.helpers_run import Configure, config_for, ledger_of, send
 from tests.trainer.helpers_trainer import one_step, pairs
 
@@ -33,7 +35,7 @@ NUM_STEPS = 4
 
 def run(model_dir: Path, out: Path, *, stop_after: int | None, **changes: Any) -> TrainerConfig:
     """Train on ten groups; stopped by a signal after a step and resumed if `stop_after` is given."""
-    with running_hub() as hub_url, fake_engine() as engine:
+    with serving(create_app()) as hub_url, recorded_engine() as engine:
         send(hub_url, pairs(2 * NUM_STEPS))
         settings = {"hub_url": hub_url, "engine_url": engine.url, "num_steps": NUM_STEPS}
         config = config_for(model_dir, out, **settings, checkpoint_interval=2, **changes)

@@ -35,7 +35,7 @@ from example_trainer.config import TrainerConfig
 from example_trainer.model import Policy, load_policy
 from tests.processes import ROOT
 from tests.tiny_model import make_tiny_model
-from tests.trainer.helpers_reload import FakeEngine, fake_engine
+from tests.trainer.helpers_engine import RecordedEngine, recorded_engine
 from tests.trainer.helpers_transfer import KeptSender, assert_bit_for_bit
 
 BEGIN = ["/health", "/finish_weight_update", "/init_weight_transfer_engine"]
@@ -54,7 +54,7 @@ def policy_of(model_dir: Path, **settings: Any) -> Policy:
     return load_policy(TrainerConfig(model_name=str(model_dir), device="cpu", **settings))
 
 
-def bridge_to(*engines: FakeEngine, **settings: Any) -> TransferBridge:
+def bridge_to(*engines: RecordedEngine, **settings: Any) -> TransferBridge:
     urls = [engine.url for engine in engines]
     defaults = {"timeout_s": 30.0, "bucket_bytes": 1000, "open_sender": KeptSender}
     return TransferBridge(urls=urls, **defaults | settings)
@@ -90,7 +90,7 @@ def test_tied_embeddings_are_sent_once(tmp_path: Path) -> None:
 
 def test_every_engine_is_frozen_updated_and_labelled(model_dir: Path) -> None:
     policy = policy_of(model_dir)
-    with fake_engine() as one, fake_engine() as two:
+    with recorded_engine() as one, recorded_engine() as two:
         bridge = bridge_to(one, two)
         bridge.start(policy, 0)
         assert bridge.publish(policy, 1) == 1
@@ -104,18 +104,18 @@ def test_every_engine_is_frozen_updated_and_labelled(model_dir: Path) -> None:
 
 
 def test_a_restarted_engine_is_reported_because_it_has_left_the_group(model_dir: Path) -> None:
-    with fake_engine() as engine:
+    with recorded_engine() as engine:
         bridge = bridge_to(engine)
         bridge.start(policy_of(model_dir), 4)
         bridge.check()
-        engine.versions.clear()
+        engine.restart_as("default")
         with pytest.raises(EngineProtocolError, match="'default' after version 4"):
             bridge.check()
         bridge.close()
 
 
 def test_each_engine_gets_ranks_of_its_own_in_one_group(model_dir: Path) -> None:
-    with fake_engine() as one, fake_engine() as two:
+    with recorded_engine() as one, recorded_engine() as two:
         one.num_workers = 4
         bridge = bridge_to(one, two)
         bridge.start(policy_of(model_dir), 0)
@@ -129,7 +129,7 @@ def test_an_update_that_a_killed_trainer_began_is_ended_first(
     model_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """vLLM refuses to begin a second one, so that no trainer could resume."""
-    with fake_engine() as engine:
+    with recorded_engine() as engine:
         engine.is_updating = True
         bridge = bridge_to(engine)
         bridge.start(policy_of(model_dir), 4)
@@ -141,7 +141,7 @@ def test_an_update_that_a_killed_trainer_began_is_ended_first(
 @pytest.mark.drill
 @pytest.mark.timeout(240)
 def test_two_trainer_processes_gather_and_the_first_sends(model_dir: Path, tmp_path: Path) -> None:
-    with fake_engine() as engine:
+    with recorded_engine() as engine:
         worker = Path(__file__).with_name("transfer_worker.py")
         arguments = {"model": str(model_dir), "url": engine.url, "out": str(tmp_path / "saved")}
         done = subprocess.run(
@@ -164,7 +164,7 @@ def test_an_engine_that_refuses_ends_the_transfer_at_once_and_stays_frozen(
     model_dir: Path, route: str
 ) -> None:
     """The other half of a collective waits for the one that never comes."""
-    with fake_engine() as one, fake_engine() as two:
+    with recorded_engine() as one, recorded_engine() as two:
         one.faults[route] = (500, b"refused by the test")
         bridge = bridge_to(one, two)
         with pytest.raises(EngineUnavailable, match=f"{route} answered 500.*refused by the test"):
@@ -180,13 +180,13 @@ def test_an_engine_that_never_does_its_part_is_an_error_after_the_timeout(model_
         def send_weights(self) -> None:
             time.sleep(5)
 
-    with fake_engine() as engine, pytest.raises(EngineUnavailable, match="its part for 0 s"):
+    with recorded_engine() as engine, pytest.raises(EngineUnavailable, match="its part for 0 s"):
         bridge_to(engine, open_sender=Stuck, timeout_s=0.3).start(policy_of(model_dir), 0)
 
 
 def test_vllm_without_the_backend_is_told_the_flag_and_not_asked_further(model_dir: Path) -> None:
     """Asked to transfer weights without the backend, vLLM's engine dies."""
-    with fake_engine() as engine:
+    with recorded_engine() as engine:
         for config in ("text", {"weight_transfer_config": {"backend": "ipc"}}):
             answer = json.dumps({"vllm_config": config}).encode()
             engine.faults["/server_info"] = (200, answer)
@@ -197,7 +197,7 @@ def test_vllm_without_the_backend_is_told_the_flag_and_not_asked_further(model_d
 
 def test_handles_of_gpu_memory_are_pickled_as_vllm_reads_them() -> None:
     """Only the body: there is no GPU to share memory on. vLLM refuses a rank where there is no group."""
-    with fake_engine() as engine:
+    with recorded_engine() as engine:
         client = EngineClient([VllmEngine(Control(engine.url, timeout_s=5.0))], backend="ipc")
         client.init_weight_transfer_engine({"packed": True})
         client.update_weights({"names": ["a"], "ipc_handles": {"GPU-1": ("handle",)}})
@@ -212,7 +212,7 @@ def test_handles_of_gpu_memory_are_pickled_as_vllm_reads_them() -> None:
 def test_a_trainer_on_the_cpu_is_told_before_any_engine_is_touched(
     model_dir: Path, backend: str
 ) -> None:
-    with fake_engine() as engine, pytest.raises(ConfigError, match=f"{backend}.*cpu.*reload"):
+    with recorded_engine() as engine, pytest.raises(ConfigError, match=f"{backend}.*cpu.*reload"):
         bridge_to(engine, backend=backend, open_sender=vllm_sender).start(policy_of(model_dir), 0)
     assert engine.calls == []
 
@@ -226,7 +226,7 @@ def test_a_trainer_without_vllm_is_told_how_to_install_it(model_dir: Path) -> No
     on_gpu = object.__new__(OnGpu)
     for name, value in fields.items():
         object.__setattr__(on_gpu, name, value)
-    with fake_engine() as engine, pytest.raises(MissingDependency, match=r"\[transfer\]"):
+    with recorded_engine() as engine, pytest.raises(MissingDependency, match=r"\[transfer\]"):
         bridge_to(engine, open_sender=vllm_sender).start(on_gpu, 0)
     assert engine.calls == []
 
@@ -234,13 +234,13 @@ def test_a_trainer_without_vllm_is_told_how_to_install_it(model_dir: Path) -> No
 def test_models_whose_checkpoint_is_laid_out_differently_are_refused(model_dir: Path) -> None:
     policy = policy_of(model_dir)
     policy.model._weight_conversions = ["experts are fused"]
-    with fake_engine() as engine, pytest.raises(ConfigError, match="use --bridge reload"):
+    with recorded_engine() as engine, pytest.raises(ConfigError, match="use --bridge reload"):
         bridge_to(engine).start(policy, 0)
 
 
 def test_another_nccl_than_the_trainers_is_named_before_anything_starts() -> None:
     """Two versions cannot communicate: NCCL reports it after the first step, or not at all."""
-    with fake_engine() as engine:
+    with recorded_engine() as engine:
         packages = "[pip3] numpy==2.3.5\n[pip3] nvidia-nccl-cu13==2.28.9\n"
         answer = json.dumps({"vllm_config": {}, "system_env": {"pip_packages": packages}})
         engine.faults["/server_info"] = (200, answer.encode())
@@ -251,5 +251,5 @@ def test_another_nccl_than_the_trainers_is_named_before_anything_starts() -> Non
 
 
 def test_sglang_is_told_to_reload(model_dir: Path) -> None:
-    with fake_engine("sglang") as engine, pytest.raises(ConfigError, match="SGLang.*reload"):
+    with recorded_engine("sglang") as engine, pytest.raises(ConfigError, match="SGLang.*reload"):
         bridge_to(engine).start(policy_of(model_dir), 0)

@@ -15,10 +15,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from atroposlib.api.server import create_app
 from example_trainer.checkpointing import Checkpoints
 from example_trainer.parallel import ALONE
+from tests.api.helpers_api import serving
 from tests.processes import Process, answers, free_port, running, wait_for
-from tests.trainer.helpers_reload import running_hub
 from tests.trainer.helpers_run import ledger_of, send
 from tests.trainer.helpers_trainer import pairs
 from tests.vllm.conftest import ServedRequest
@@ -40,7 +41,7 @@ def uninterrupted(
     directory = tmp_path_factory.mktemp("uninterrupted")
     url, model = reloadable_model
     flags = ["--bridge=reload", f"--engine_url={url}"]
-    with running_hub() as hub_url, trainer(directory, model, hub_url, flags) as process:
+    with serving(create_app()) as hub_url, trainer(directory, model, hub_url, flags) as process:
         send(hub_url, GROUPS)
         assert process.wait(120) == 0, process.log()
     return final_weights(directory)
@@ -91,7 +92,7 @@ def test_a_run_over_the_reload_bridge_resumes_to_the_same_weights(
     """Stopped while it steps; the batch of the last step is held back, so that it cannot end before the signal."""
     url, model = reloadable_model
     flags = ["--bridge=reload", f"--engine_url={url}"]
-    with running_hub() as hub_url:
+    with serving(create_app()) as hub_url:
         send(hub_url, GROUPS[:-2])
         with trainer(tmp_path, model, hub_url, flags) as process:
             wait_for(lambda: num_steps_recorded(tmp_path) >= 2, timeout_s=120, process=process)
@@ -118,7 +119,7 @@ def test_a_run_over_the_restart_bridge_resumes_to_the_same_weights(
         *(f"--vllm_port={port}", f"--publish_interval={RESTART_INTERVAL}"),
         *(f"--max_model_len={MAX_MODEL_LEN}", f"--engine_timeout_s={STARTUP_TIMEOUT_S}"),
     ]
-    with running_hub() as hub_url:
+    with serving(create_app()) as hub_url:
         send(hub_url, GROUPS[:-2])
         with trainer(tmp_path, model, hub_url, flags) as process:
             wait_for(lambda: num_starts(tmp_path) == 2, timeout_s=300, process=process)

@@ -15,7 +15,7 @@ from example_trainer.bridges.engines import VllmEngine
 from example_trainer.bridges.transfer import EngineClient, TransferBridge, vllm_sender
 from example_trainer.config import TrainerConfig
 from example_trainer.model import load_policy
-from tests.trainer.helpers_reload import fake_engine
+from tests.trainer.helpers_engine import recorded_engine
 from tests.vllm.store_collective import install
 
 
@@ -28,7 +28,7 @@ def require_readable_handles() -> None:
         ipc_handles={"GPU-1": ("handle",)},
         tensor_sizes=[8],
     )
-    with fake_engine() as engine:
+    with recorded_engine() as engine:
         control = Control(engine.url, timeout_s=5.0)
         EngineClient([VllmEngine(control)], backend="ipc").update_weights(asdict(sent))
         assert IPCWeightTransferUpdateInfo(**engine.bodies[-1][1]["update_info"]) == sent

@@ -77,8 +77,9 @@ def smooth(values: Sequence[float], *, window: int) -> list[float]:
 
 
 def _rows(steps: Sequence[StepMetrics]) -> list[StepMetrics]:
-    """Return the lines of steps; a user's trainer may write others between them."""
-    return [_with_shares(step) for step in steps if "step" in step]
+    """Return the numbers of the lines of steps; a user's trainer may write others between them."""
+    numbers = [{k: v for k, v in step.items() if isinstance(v, int | float)} for step in steps]
+    return [_with_shares(step) for step in numbers if "step" in step]
 
 
 def _with_shares(step: StepMetrics) -> StepMetrics:

@@ -7,10 +7,10 @@ Files are recognised by the keys of their first line, because their names are se
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 
@@ -24,6 +24,8 @@ from atroposlib.utils.tokenizers import load_tokenizer
 from atroposlib.utils.wording import counted
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _DEPTH = 3
 """Folders below the run's own in which files are looked for: a trainer's save_path, a part's folder."""
@@ -95,14 +97,17 @@ def write_run_page(
     except MissingDependency as error:
         missing = f"No charts: {error}"
     said = [about, counted(len(steps), "optimizer step") if steps else "", missing]
-    write_page(
-        target,
-        view_groups(files, decode),
-        title=title or files.source.resolve().name,
-        about=". ".join(filter(None, said)),
-        charts=charts,
-        decode=decode,
-    )
+    try:
+        write_page(
+            target,
+            view_groups(files, decode),
+            title=title or files.source.resolve().name,
+            about=". ".join(filter(None, said)),
+            charts=charts,
+            decode=decode,
+        )
+    except RecursionError as error:
+        raise ConfigError(f"{files.source}: a value is nested too deeply") from error
 
 
 def view_groups(files: RunFiles, decode: Decode | None) -> Iterator[dict[str, Any]]:
@@ -159,7 +164,7 @@ class _Trained:
             with path.open("rb") as file:
                 for line in file:
                     if line.endswith(b"\n"):
-                        self._at[_id_of(path, line)] = (path, start)
+                        self._at[_decoded(path, line, _group_id).group_id] = (path, start)
                     start += len(line)
 
     def add_to(self, view: dict[str, Any]) -> None:
@@ -170,55 +175,76 @@ class _Trained:
         path, start = place
         with path.open("rb") as file:
             file.seek(start)
-            add_training(view, decode_object(file.readline()))
+            add_training(view, _decoded(path, file.readline(), _trained_group))
+
+
+class _TrainedSequence(msgspec.Struct):
+    """A sequence of `trained_groups.jsonl`; the lists are as long as `at`, the indices of its trained tokens."""
+
+    index: int
+    skipped: str | None = None
+    advantage: float | None = None
+    clip_fraction: float | None = None
+    logprob_gap: float | None = None
+    at: list[int] = []
+    logprobs: list[float | None] = []
+    entropies: list[float | None] = []
+    advantages: float | list[float | None] | None = None
+    clipped: list[int] = []
 
 
 class _GroupId(msgspec.Struct):
     group_id: str
 
 
+class _TrainedGroup(_GroupId):
+    step: int
+    sequences: list[_TrainedSequence]
+    policy_version: int | None = None
+
+
 _group_id = msgspec.json.Decoder(_GroupId)
+_trained_group = msgspec.json.Decoder(_TrainedGroup)
 
 
-def _id_of(path: Path, line: bytes) -> str:
+def _decoded(path: Path, line: bytes, decoder: msgspec.json.Decoder[T]) -> T:
     try:
-        return _group_id.decode(line).group_id
+        return decoder.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {line[:60]!r} is no trained group: {error}") from error
 
 
-def add_training(view: dict[str, Any], line: Mapping[str, Any]) -> None:
+def add_training(view: dict[str, Any], line: _TrainedGroup) -> None:
     """Add a trainer's line of a group to its view group: step, staleness, and figures of its sequences and tokens."""
-    view["step"] = line["step"]
-    version = line.get("policy_version")
-    if version is not None:
-        view["policy_version"] = version
-        view["staleness"] = line["step"] - 1 - version
-    entries = line["sequences"]
-    reasons = [entry.get("skipped") for entry in entries]
+    view["step"] = line.step
+    if line.policy_version is not None:
+        view["policy_version"] = line.policy_version
+        view["staleness"] = line.step - 1 - line.policy_version
+    reasons = [entry.skipped for entry in line.sequences]
     if all(reasons):
         view["dropped"] = reasons[0] if reasons else None
-    for entry in entries:
-        if entry["index"] < len(view["sequences"]):
-            _add_entry(view["sequences"][entry["index"]], entry)
+    for entry in line.sequences:
+        if 0 <= entry.index < len(view["sequences"]):
+            _add_entry(view["sequences"][entry.index], entry)
 
 
-def _add_entry(sequence: dict[str, Any], entry: Mapping[str, Any]) -> None:
-    if entry.get("skipped"):
-        sequence["metrics"] = {"not trained": entry["skipped"]}
+def _add_entry(sequence: dict[str, Any], entry: _TrainedSequence) -> None:
+    if entry.skipped:
+        sequence["metrics"] = {"not trained": entry.skipped}
         return
-    sequence["advantage"] = rounded(entry.get("advantage"))
-    sequence["metrics"] = {name: entry.get(name) for name in ("clip_fraction", "logprob_gap")}
+    sequence["advantage"] = rounded(entry.advantage)
+    sequence["metrics"] = {"clip_fraction": entry.clip_fraction, "logprob_gap": entry.logprob_gap}
     num_tokens = len(sequence.get("tokens") or ())
-    if any(at >= num_tokens for at in entry["at"]):
+    if not all(0 <= at < num_tokens for at in entry.at):
         return  # another sequence: the file belongs to another run
-    for name, key in (
-        *(("trainer", "logprobs"), ("entropy", "entropies")),
-        *(("token_advantages", "advantages"), ("clipped", "clipped")),
+    for name, values in (
+        ("trainer", entry.logprobs),
+        ("entropy", entry.entropies),
+        ("token_advantages", entry.advantages),
+        ("clipped", entry.clipped),
     ):
-        values = entry.get(key)
-        if isinstance(values, list):
+        if isinstance(values, list) and len(values) == len(entry.at):
             by_token: list[Any] = [None] * num_tokens
-            for at, value in zip(entry["at"], values, strict=True):
-                by_token[at] = value if key == "clipped" else rounded(value)
+            for at, value in zip(entry.at, values, strict=True):
+                by_token[at] = value if name == "clipped" else rounded(value)
             sequence[name] = by_token

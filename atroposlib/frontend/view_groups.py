@@ -6,6 +6,7 @@ the original's files. A malformed field is left out rather than refused: a perso
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import re
@@ -167,7 +168,7 @@ def _conversation(
         only = messages[0]
         return {
             "messages": None,
-            "text": only if isinstance(only, str) else text_in(only["content"]),
+            "text": only if isinstance(only, str) else text_in(only.get("content")),
         }
     return {"messages": None, "text": decode(tokens) if decode and tokens else None}
 
@@ -242,7 +243,8 @@ def _versions(spans: Any, num_tokens: int) -> list[int | None] | None:
     try:
         for span in spans or ():
             start, length, version = span["start"], span["num_tokens"], span["weight_version"]
-            found[start : start + length] = [int(version) if version.isdecimal() else None] * length
+            number = int(version) if version.isdecimal() else None
+            found[start : start + length] = [number] * min(length, num_tokens + 1)
     except (TypeError, KeyError, AttributeError):
         return None
     is_known = len(found) == num_tokens and any(each is not None for each in found)
@@ -307,9 +309,9 @@ def _facts(row: Mapping[str, Any], scores: Sequence[Any]) -> dict[str, Any]:
         first = _mapping(calls[0])
         facts |= {"model": first.get("model"), "sampling": first.get("sampling")}
         facts["requests"] = len(calls)
-    began_at = _number(row.get("began_at"))
-    if began_at:
-        facts["began_at"] = time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(began_at))
+    with contextlib.suppress(OverflowError, OSError, ValueError):  # no time
+        if began_at := _number(row.get("began_at")):
+            facts["began_at"] = time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(began_at))
     facts |= {key: row.get(key) for key in _FACTS}
     return {key: value for key, value in facts.items() if value not in (None, {}, [])}
 

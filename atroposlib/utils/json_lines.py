@@ -52,14 +52,20 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def decode_object(line: bytes) -> dict[str, Any]:
-    """Return the object of a line; NaN is a number, as for Python. ValueError for anything else."""
+    """Return the object of a line; NaN is a number, as for Python. ValueError for anything else.
+
+    Half a surrogate pair, which some programs write, becomes "?": no encoder of UTF-8 takes it.
+    """
     try:
         found = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError):
         try:
-            found = json.loads(line)
+            text = json.dumps(json.loads(line), ensure_ascii=False)
         except ValueError as error:
             raise ValueError(f"not JSON: {error}") from error
+        found = json.loads(text.encode(errors="replace"))
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
     if not isinstance(found, dict):
         raise ValueError("expected a JSON object")
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,55 @@ def test_a_line_of_the_trainer_for_another_sequence_adds_no_figures_of_tokens(
     [group] = page_of(tmp_path / "run").groups
     assert group["step"] == 3
     assert "trainer" not in group["sequences"][0]
+
+
+HOSTILE = {
+    "half a surrogate pair": '{"scores": [1], "messages": ["a\\ud800b"]}',
+    "a message without content": '{"scores": [1], "tokens": [[1]], "messages": [{"role": "user"}]}',
+    "a date beyond all calendars": '{"scores": [1], "messages": ["a"], "began_at": 1e300}',
+    "spans of more tokens than memory holds": '{"scores": [1], "tokens": [[1]], "masks": [[1]], "weight_versions":'
+    ' [[{"start": 0, "num_tokens": 1000000000000, "weight_version": "1"}]]}',
+}
+
+
+@pytest.mark.parametrize("line", HOSTILE.values(), ids=HOSTILE)
+def test_a_malformed_field_is_left_out(tmp_path: Path, line: str) -> None:
+    (tmp_path / "g.jsonl").write_text(line + "\n")
+    [group] = page_of(tmp_path / "g.jsonl").groups
+    assert group["sequences"][0]["score"] == 1.0
+    assert group["sequences"][0]["text"] in ("a?b", "a", "", None)
+    assert "began_at" not in group["facts"]
+    assert "versions" not in group["sequences"][0]
+
+
+@pytest.mark.parametrize("share", [0.75, 100])
+def test_a_line_nested_beyond_pythons_limit_is_one_error(tmp_path: Path, share: float) -> None:
+    """Near the limit it can be decoded, but its messages cannot be listed."""
+    depth = int(share * sys.getrecursionlimit())
+    deep = f'{{"scores": [1], "messages": {"[" * depth}{"]" * depth}}}\n'
+    write(tmp_path / "g.jsonl", row("g0"), rest=deep)
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        page_of(tmp_path / "g.jsonl")
+
+
+@pytest.mark.parametrize(
+    "fault", [{"step": [1]}, {"sequences": [[1]]}, {"sequences": [{"at": [1]}]}], ids=str
+)
+def test_a_line_of_the_trainer_that_is_none_is_one_error(
+    tmp_path: Path, fault: dict[str, Any]
+) -> None:
+    write(tmp_path / "run" / "g.jsonl", row("g0"))
+    write(tmp_path / "run" / "t.jsonl", trained("g1", 3), {**trained("g0", 3), **fault})
+    with pytest.raises(ConfigError, match="is no trained group"):
+        page_of(tmp_path / "run")
+
+
+def test_metrics_that_are_no_numbers_are_not_drawn(tmp_path: Path) -> None:
+    lines = [{"step": i, "reward_mean": 0.5, "loss": 1.0} for i in (1, 2)]
+    lines += [{"step": [], "reward_mean": 0.5}, {"step": 3, "reward_mean": {}, "loss": "x"}]
+    write(tmp_path / "m.jsonl", *lines)
+    charts = page_of(tmp_path / "m.jsonl").head["charts"]
+    assert [chart["title"] for chart in charts] == ["reward", "loss"]
 
 
 def test_files_are_found_by_what_they_hold(tmp_path: Path) -> None:

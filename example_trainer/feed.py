@@ -16,6 +16,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TypeVar
 
+import torch
+
 from atroposlib.client import (
     LeasedBatch,
     LeaseExpired,
@@ -54,19 +56,28 @@ class Follower:
     experiment: str | None = None
     """The hub's id of this training, saved in checkpoints; None in every process but the first."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, *, is_stopping: Callable[[], bool]) -> None:
         self._world = world
+        self._is_stopping = is_stopping
 
     def begin(self, *, step: int) -> None:
         """Register the run at `step`; the engines must serve that step's weights."""
 
     def next_groups(self, step: int) -> list[ScoredGroup] | None:
-        """Wait without limit for the groups of the next step; return None if the run must stop."""
-        data = self._world.broadcast(None)
+        """Wait without limit for the groups of the next step; return None if the run must stop.
+
+        A signal to any process stops all of them here. While they wait for a batch, one to another process than the
+        first counts only after the next step.
+        """
+        data = None if self._must_stop() else self._world.broadcast(None)
         if data is None:
             return None
         blobs = split_packed(data).blobs
         return [unpack_group(blob, strictness=Strictness.MEANING) for blob in blobs]
+
+    def _must_stop(self) -> bool:
+        """Whether any process was asked to stop; every process must call this."""
+        return bool(self._world.max(torch.tensor(self._is_stopping(), dtype=torch.float32)))
 
     def training(self) -> AbstractContextManager[None]:
         """Renew the batch's lease while its step is computed."""
@@ -101,7 +112,7 @@ class Leader(Follower):
         is_stopping: Callable[[], bool],
         on_no_batch: Callable[[], None],
     ) -> None:
-        super().__init__(world)
+        super().__init__(world, is_stopping=is_stopping)
         self._hub = hub
         self._config = config
         self._log = log
@@ -110,7 +121,6 @@ class Leader(Follower):
         self._num_untrainable = 0
         """Untrainable groups since the last trainable one."""
         self._last_fault: GroupError | None = None
-        self._is_stopping = is_stopping
         self._on_no_batch = on_no_batch
         """Called every few seconds while no batch comes; an exception from it ends the run."""
         self._is_resumed = config.resume or config.resume_from is not None
@@ -131,6 +141,8 @@ class Leader(Follower):
 
     def next_groups(self, step: int) -> list[ScoredGroup] | None:
         self._leased = None
+        if self._must_stop():
+            return None
         while self._leased is None and not self._is_stopping():
             self._leased = self._lease(step)
             if self._leased is None:

@@ -79,7 +79,7 @@ def train(config: TrainerConfig) -> None:
         empty_cache(policy.device)
         bridge.start(policy, start)
         stack.enter_context(stop_on_signals(stopping))
-        feed = Follower(world)
+        feed = Follower(world, is_stopping=stopping.is_set)
         if world.is_main:
             hub = TrainerClient(config.hub_url, token=config.hub_token, retry_for_s=RETRY_S)
             feed = Leader(

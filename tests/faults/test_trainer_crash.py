@@ -349,6 +349,19 @@ def test_a_process_that_fails_takes_the_others_with_it(
 
 
 @pytest.mark.timeout(60)
+def test_a_signal_to_one_process_stops_both_after_the_same_step(
+    tmp_path: Path, model_dir: Path, forge: Run
+) -> None:
+    with course(tmp_path, model_dir, forge, num_steps=4) as run:
+        ended = run.live(ranks=2, deeds=[("before following", 3, "terminate")])  # the second
+        assert ended.codes == [0, 0]
+        assert run.checkpoints == [2]
+        assert ledger_of(run.hub.url) == {"queued": 4, "trained": 4}
+        assert run.live(ranks=2).codes == [0, 0]
+        assert ledger_of(run.hub.url) == {"trained": 8}
+
+
+@pytest.mark.timeout(60)
 def test_two_processes_end_together_where_the_engine_has_other_weights(
     tmp_path: Path, model_dir: Path, forge: Run
 ) -> None:

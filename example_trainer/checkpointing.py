@@ -32,7 +32,7 @@ from torch.distributed import checkpoint
 from torch.distributed.tensor import DTensor
 
 from atroposlib.errors import AtroposError, ConfigError
-from example_trainer.model import Policy, finish_directory, fresh_directory
+from example_trainer.model import Policy, finish_directory, fresh_directory, remove_directory
 from example_trainer.parallel import World
 
 logger = logging.getLogger(__name__)
@@ -69,19 +69,24 @@ class Checkpoints:
         `is_resumed`: the records are this run's own, also before its first checkpoint. Removes directories that a
         killed process left, and checkpoints beyond `keep_last`. Moves checkpoints of later steps to `earlier_run_<n>/`,
         with copies of the records, which lose the steps that this run repeats: it must not resume from the abandoned
-        run.
+        run. Raises ConfigError if the directory cannot be changed.
         """
         if self.world.is_main and self.save_path.is_dir():
-            for path in list(self.save_path.iterdir()):
-                if _UNFINISHED.match(path.name):
-                    shutil.rmtree(path, ignore_errors=True)
-            later = [step for step in self.steps() if step > start]
-            records = [path for name in RECORDS if (path := self.save_path / name).is_file()]
-            is_another = start == 0 and not is_resumed
-            if later or (is_another and any(path.stat().st_size for path in records)):
-                self._set_aside(later, records)
-            self.remove_old()
+            try:
+                self._tidy(start, is_another=start == 0 and not is_resumed)
+            except OSError as error:
+                raise ConfigError(f"--save_path {self.save_path}: {error.strerror}") from error
         self.world.barrier()
+
+    def _tidy(self, start: int, *, is_another: bool) -> None:
+        for path in list(self.save_path.iterdir()):
+            if _UNFINISHED.match(path.name):
+                remove_directory(path)
+        later = [step for step in self.steps() if step > start]
+        records = [path for name in RECORDS if (path := self.save_path / name).is_file()]
+        if later or (is_another and any(path.stat().st_size for path in records)):
+            self._set_aside(later, records)
+        self.remove_old()
 
     def _set_aside(self, steps: list[int], records: list[Path]) -> None:
         names = (self.save_path / f"earlier_run_{number}" for number in itertools.count(1))
@@ -141,9 +146,9 @@ class Checkpoints:
         for step in self.steps()[: -self.keep_last]:
             # Renamed first: after a crash, `step_<N>` must not be incomplete.
             dying = self.save_path / f".step_{step}-removed"
-            shutil.rmtree(dying, ignore_errors=True)
+            remove_directory(dying)
             self.directory(step).rename(dying)
-            shutil.rmtree(dying, ignore_errors=True)
+            remove_directory(dying)
 
     def steps(self) -> list[int]:
         """Return the steps with a checkpoint to resume from, ascending."""
@@ -186,7 +191,7 @@ class Checkpoints:
                 finish_directory(directory, target)
         finally:
             if self.world.is_main:
-                shutil.rmtree(directory, ignore_errors=True)
+                remove_directory(directory)
         self.world.barrier()
 
 

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from atroposlib.errors import ConfigError
+from atroposlib.errors import AtroposError, ConfigError
 from atroposlib.utils.files import sync_to_disk
 from example_trainer.adapters import add_adapters, freeze_other_layers, merged_weights
 from example_trainer.config import TrainerConfig
@@ -141,13 +142,18 @@ class Policy:
     def save(self, target: Path, *, merged: bool = False, is_durable: bool = True) -> None:
         """Call `write` for a temporary directory and move that to `target`; every process must call it.
 
-        Unless `is_durable`, files are not flushed to disk, and a crash of the machine may damage them.
+        Unless `is_durable`, files are not flushed to disk, and a crash of the machine may damage them. Raises
+        AtroposError if they cannot be written.
         """
-        directory = fresh_directory(target) if self.world.is_main else Path()
+        directory = target.parent / f".{target.name}-"
         try:
+            if self.world.is_main:
+                directory = fresh_directory(target)
             self.write(directory, merged=merged)
             if self.world.is_main:
                 finish_directory(directory, target, is_durable=is_durable)
+        except (OSError, SafetensorError) as error:
+            raise AtroposError(f"{target} could not be written: {error}") from error
         finally:
             if self.world.is_main:
                 shutil.rmtree(directory, ignore_errors=True)
@@ -341,7 +347,13 @@ def finish_directory(fresh: Path, target: Path, *, is_durable: bool = True) -> N
     fresh.rename(target)
     if is_durable:
         sync_to_disk(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    remove_directory(old)
+
+
+def remove_directory(path: Path) -> None:
+    """Remove a directory, or a link to one without what it leads to; do nothing if that fails."""
+    with contextlib.suppress(OSError):
+        path.unlink() if path.is_symlink() else shutil.rmtree(path, ignore_errors=True)
 
 
 def _is_path(name: str) -> bool:

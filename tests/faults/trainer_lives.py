@@ -21,7 +21,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
 
 from tests.processes import free_port
@@ -278,17 +277,15 @@ def _instrument(life: Life, phase_file: int, rank: int) -> None:
         return real_append(self, record)
 
     records.MetricsLog._append = half  # type: ignore[method-assign]
-    real_shutil = checkpointing.shutil
+    real_remove = checkpointing.remove_directory
 
-    def half_removed(path: Path, **options: Any) -> None:
-        if "removed" in Path(path).name and Path(path).is_dir():
-            (Path(path) / "model.safetensors").unlink(missing_ok=True)
+    def half_removed(path: Path) -> None:
+        if "removed" in path.name and path.is_dir():
+            (path / "model.safetensors").unlink(missing_ok=True)
             deeds.pass_by("half removed")
-        real_shutil.rmtree(path, **options)
+        real_remove(path)
 
-    checkpointing.shutil = SimpleNamespace(  # type: ignore[assignment]
-        rmtree=half_removed, copy2=real_shutil.copy2
-    )
+    checkpointing.remove_directory = half_removed
 
     real_next = feed.Leader.next_groups
 

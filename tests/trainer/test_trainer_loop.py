@@ -20,7 +20,7 @@ from atroposlib.client import (
     TrainerRegistration,
     TrainerSuperseded,
 )
-from atroposlib.errors import EngineError, GroupError, HubUnavailable
+from atroposlib.errors import AtroposError, EngineError, GroupError, HubUnavailable
 from example_trainer.config import TrainerConfig
 from example_trainer.data import make_batch
 from example_trainer.model import Policy, load_policy
@@ -399,7 +399,7 @@ def test_a_failed_save_leaves_the_previous_checkpoint(
         raise OSError("disk full")
 
     monkeypatch.setattr(policy.tokenizer, "save_pretrained", full)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(AtroposError, match="saved could not be written: disk full"):
         policy.save(tmp_path / "saved")
     assert (tmp_path / "saved/model.safetensors").is_file()
     assert [p.name for p in tmp_path.iterdir()] == ["saved"]

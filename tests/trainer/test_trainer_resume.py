@@ -204,6 +204,31 @@ def test_a_checkpoint_half_removed_is_none(
     assert [path.name for path in (tmp_path / "saved").iterdir()] == ["step_2"]
 
 
+def test_links_to_checkpoints_are_removed_and_what_they_lead_to_stays(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    """A user moved two checkpoints to a larger disk, and the whole directory before that."""
+    policy, optimizer = loaded(config_for(model_dir, tmp_path))
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "saved").symlink_to("disk")
+    saved = checkpoints(tmp_path / "saved", keep_last=1)
+    for step in (1, 2):
+        saved.save(policy, optimizer, step)
+        saved.directory(step).rename(tmp_path / f"moved_{step}")
+        saved.directory(step).symlink_to(tmp_path / f"moved_{step}")
+    saved.remove_old()
+    saved.save(policy, optimizer, 2)
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == ["step_2"]
+    assert all((tmp_path / f"moved_{step}/config.json").is_file() for step in (1, 2))
+
+
+def test_a_directory_in_which_nothing_can_be_set_aside_is_named(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    (tmp_path / "earlier_run_1").symlink_to("nowhere")
+    with pytest.raises(ConfigError, match=f"--save_path {tmp_path}: File exists"):
+        checkpoints(tmp_path).begin(0)
+
+
 def test_checkpoints_of_an_abandoned_run_are_set_aside_and_pruning_spares_this_one(
     model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

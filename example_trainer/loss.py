@@ -1,4 +1,4 @@
-"""The losses: pure functions of tensors, no model and no configuration.
+"""The losses: pure functions of tensors and of the settings of the objective, no model.
 
 Shapes: N trained positions of S sequences, K tokens that a teacher lists. A loss combines four choices, which
 `objective.py` names: the level of the probability ratio, the surrogate, the correction for differences between sampler
@@ -12,8 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from example_trainer.config import TrainerConfig
 from example_trainer.data import Positions
-from example_trainer.objective import KlEstimator, Objective
+from example_trainer.objective import KlEstimator
 
 
 class LossShare(NamedTuple):
@@ -82,7 +83,7 @@ def logprob_sums(positions: Positions, logprobs_N: Tensor) -> LogprobSums:
 
 
 def policy_loss(
-    objective: Objective,
+    config: TrainerConfig,
     positions: Positions,
     logprobs_N: Tensor,
     *,
@@ -97,20 +98,20 @@ def policy_loss(
     is_policy_N = ~positions.is_supervised_N
     # Supervised positions are zeroed before the exponential: inf times 0 would be NaN.
     gap_N = torch.where(is_policy_N, logprobs_N - positions.sampled_logprobs_N, 0.0)
-    correction_N = correction_weights(objective, gap_N.detach(), positions)
+    correction_N = correction_weights(config, gap_N.detach(), positions)
     advantages_N = positions.advantages_N
-    if objective.distill_coef and objective.distill_loss == "reverse_kl":
-        advantages_N = advantages_N + objective.distill_coef * reverse_kl_advantages(positions)
+    if config.distill_coef and config.distill_loss == "reverse_kl":
+        advantages_N = advantages_N + config.distill_coef * reverse_kl_advantages(positions)
     # With a correction the ratio is to the trainer's own logprobs: its value is 1, its gradient is not 0.
-    log_ratio_N = gap_N if objective.correction == "none" else gap_N - gap_N.detach()
-    if objective.ratio_level == "sequence":
+    log_ratio_N = gap_N if config.correction == "none" else gap_N - gap_N.detach()
+    if config.ratio_level == "sequence":
         log_ratio_N = sequence_mean(log_ratio_N, positions)
     ratio_N = log_ratio_N.exp()
-    low, high = 1 - objective.clip_eps, 1 + (objective.clip_eps_high or objective.clip_eps)
+    low, high = 1 - config.clip_eps, 1 + (config.clip_eps_high or config.clip_eps)
     outside_N = ((ratio_N > high) & (advantages_N > 0)) | ((ratio_N < low) & (advantages_N < 0))
-    if objective.surrogate == "clip":
+    if config.surrogate == "clip":
         gain_N = torch.minimum(ratio_N * advantages_N, ratio_N.clamp(low, high) * advantages_N)
-    elif objective.surrogate == "cispo":
+    elif config.surrogate == "cispo":
         gain_N = ratio_N.detach().clamp(low, high) * advantages_N * logprobs_N
         outside_N = (ratio_N > high) | (ratio_N < low)
     else:
@@ -118,17 +119,17 @@ def policy_loss(
         outside_N = torch.zeros_like(outside_N)
     loss_N = torch.where(is_policy_N, -correction_N * gain_N, -positions.advantages_N * logprobs_N)
     kl_N = torch.zeros_like(gap_N)
-    if ref_logprobs_N is not None and objective.kl_coef:
-        kl_N = kl_estimate(ref_logprobs_N - logprobs_N, objective.kl_estimator)
-        loss_N = loss_N + objective.kl_coef * kl_N
-    if objective.entropy_coef:
-        loss_N = loss_N - objective.entropy_coef * entropy_N
+    if ref_logprobs_N is not None and config.kl_coef:
+        kl_N = kl_estimate(ref_logprobs_N - logprobs_N, config.kl_estimator)
+        loss_N = loss_N + config.kl_coef * kl_N
+    if config.entropy_coef:
+        loss_N = loss_N - config.entropy_coef * entropy_N
     distill_N = torch.zeros_like(gap_N)
-    if objective.distill_coef and objective.distill_loss == "forward_kl":
+    if config.distill_coef and config.distill_loss == "forward_kl":
         assert positions.teacher_logprobs_NK is None or teacher_logprobs_own_NK is not None
         if teacher_logprobs_own_NK is not None and positions.teacher_logprobs_NK is not None:
             distill_N = forward_kl(positions.teacher_logprobs_NK, teacher_logprobs_own_NK)
-            loss_N = loss_N + objective.distill_coef * distill_N
+            loss_N = loss_N + config.distill_coef * distill_N
     clipped_N = outside_N & is_policy_N
     share = LossShare(
         loss=(loss_N * positions.weights_N).sum(),
@@ -144,24 +145,24 @@ def policy_loss(
     return PolicyLoss(share, clipped_N)
 
 
-def correction_weights(objective: Objective, gap_N: Tensor, positions: Positions) -> Tensor:
+def correction_weights(config: TrainerConfig, gap_N: Tensor, positions: Positions) -> Tensor:
     """Return the factor of each position's gain that corrects for the sampling policy; w = exp(own - sampled).
 
     "tis" min(w, cap) (truncated importance sampling, Ionides 2008); "mis" w where w <= cap, else 0 (masked); "icepop" w
     where floor <= w <= cap, else 0 (masked on both sides, arXiv 2510.18855); "decoupled" w (arXiv 2110.00641). At the
     sequence level w is the product over the sequence.
     """
-    if objective.correction == "none":
+    if config.correction == "none":
         return torch.ones_like(gap_N)
-    if objective.correction_level == "sequence":
+    if config.correction_level == "sequence":
         gap_N = sequence_sum(gap_N, positions)[positions.sequence_N]
     weight_N = gap_N.exp()
-    cap, floor = objective.correction_cap, objective.correction_floor
-    if objective.correction == "tis":
+    cap, floor = config.correction_cap, config.correction_floor
+    if config.correction == "tis":
         return weight_N.clamp(max=cap)
-    if objective.correction == "mis":
+    if config.correction == "mis":
         return torch.where(weight_N <= cap, weight_N, 0.0)
-    if objective.correction == "icepop":
+    if config.correction == "icepop":
         return torch.where((weight_N <= cap) & (weight_N >= floor), weight_N, 0.0)
     return weight_N
 

@@ -5,7 +5,6 @@ Imports no torch, because the configuration imports it; `loss.py` and `data.py` 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 ObjectiveName = Literal[
@@ -50,22 +49,3 @@ advantages.
 NOISE_OF_A_SEQUENCE = 0.01
 """Nats by which a sequence's mean logprob may differ between engine and trainer on equal weights: a standard deviation
 of 0.05 per bfloat16 token (TRL #6789) is 0.01 for the mean of 25 tokens."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Objective:
-    """How advantages and log-probabilities become a loss; `TrainerConfig` documents the fields."""
-
-    surrogate: Surrogate = "clip"
-    ratio_level: RatioLevel = "token"
-    clip_eps: float = 0.2
-    clip_eps_high: float | None = None
-    correction: Correction = "none"
-    correction_level: RatioLevel = "token"
-    correction_cap: float = 2.0
-    correction_floor: float = 0.5
-    kl_coef: float = 0.0
-    kl_estimator: KlEstimator = "k3"
-    entropy_coef: float = 0.0
-    distill_coef: float = 0.0
-    distill_loss: DistillLoss = "forward_kl"

@@ -5,7 +5,6 @@ Called by the loop (`training.py`).
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,6 @@ from example_trainer.data import Batch, DataOptions, MicroBatch
 from example_trainer.gap import GapReport, LogprobGap
 from example_trainer.loss import LogprobSums, LossShare, logprob_sums, policy_loss
 from example_trainer.model import Policy, Reference
-from example_trainer.objective import Objective
 from example_trainer.optim import set_learning_rate
 from example_trainer.parallel import whole
 from example_trainer.trained_groups import StepTrace
@@ -52,7 +50,6 @@ def take_step(
     A batch with nothing to train leaves weights and optimizer unchanged.
     """
     lr = set_learning_rate(optimizer, config, step)
-    objective = objective_of(config)
     frozen = reference if batch.lacks_reference else None
     names = LossShare._fields + LogprobSums._fields
     totals = torch.zeros(len(names), dtype=torch.float64, device=policy.device)
@@ -62,7 +59,7 @@ def take_step(
         if not micro_batch.is_filler:
             gap.observe(micro_batch, own.logprobs_N, step)
         share, clipped_N = policy_loss(
-            objective,
+            config,
             micro_batch.positions,
             own.logprobs_N,
             entropy_N=own.entropy_N,
@@ -175,9 +172,3 @@ def most_tokens(config: TrainerConfig, policy: Policy | None) -> int:
     """Return the default `max_microbatch_tokens`: without checkpointing, 32,768 positions of a 0.5B take 52 GB."""
     on_gpu = policy is not None and policy.device.type == "cuda"
     return 8192 if on_gpu and not config.gradient_checkpointing else 32768
-
-
-def objective_of(config: TrainerConfig) -> Objective:
-    """Return the settings that `Objective` names."""
-    names = (field.name for field in dataclasses.fields(Objective))
-    return Objective(**{name: getattr(config, name) for name in names})

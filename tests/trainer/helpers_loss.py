@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from example_trainer.config import TrainerConfig
 from example_trainer.data import Positions
-from example_trainer.objective import Objective
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def weights_of(case: Case, loss_mean: str, constant: float) -> list[float]:
 
 
 def slow_loss(
-    objective: Objective,
+    objective: TrainerConfig,
     case: Case,
     weights: Sequence[float],
     own: Sequence[Sequence[float]],
@@ -109,7 +109,7 @@ def slow_loss(
     return total
 
 
-def slow_correction(objective: Objective, gaps: Sequence[float], t: int) -> float:
+def slow_correction(objective: TrainerConfig, gaps: Sequence[float], t: int) -> float:
     if objective.correction == "none":
         return 1.0
     weight = math.exp(sum(gaps) if objective.correction_level == "sequence" else gaps[t])

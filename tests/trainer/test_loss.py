@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from example_trainer.config import TrainerConfig
 from example_trainer.data import DataOptions, Positions, make_batch
 from example_trainer.loss import LossShare, policy_loss
-from example_trainer.objective import OBJECTIVES, Objective
+from example_trainer.objective import OBJECTIVES
 from tests.trainer.helpers_loss import (
     Case,
     flat,
@@ -27,19 +28,13 @@ from tests.trainer.helpers_trainer import make_group
 ALL = {name: name for name in OBJECTIVES}
 
 
-def objective_named(name: str, **changes: Any) -> Objective:
-    settings = OBJECTIVES[name]  # type: ignore[index]
-    return Objective(
-        surrogate=settings.get("surrogate", "clip"),
-        ratio_level=settings.get("ratio_level", "token"),
-        clip_eps=settings.get("clip_eps", 0.2),
-        clip_eps_high=settings.get("clip_eps_high"),
-        kl_estimator=settings.get("kl_estimator", "k3"),
-        **changes,
-    )
+def objective_named(name: str, **changes: Any) -> TrainerConfig:
+    return TrainerConfig(model_name="m", objective=name, **changes)  # type: ignore[arg-type]
 
 
-def run(objective: Objective, case: Case, positions: Positions) -> tuple[LossShare, list[float]]:
+def run(
+    objective: TrainerConfig, case: Case, positions: Positions
+) -> tuple[LossShare, list[float]]:
     """Return the loss and its gradient with respect to the own logprobs."""
     own_N = flat(case.own).requires_grad_()
     others = [flat([[p[3] for p in row] for row in case.own_teacher])]
@@ -56,7 +51,7 @@ def run(objective: Objective, case: Case, positions: Positions) -> tuple[LossSha
     return share, own_N.grad.tolist()
 
 
-def assert_equals_reference(objective: Objective, case: Case, loss_mean: str) -> None:
+def assert_equals_reference(objective: TrainerConfig, case: Case, loss_mean: str) -> None:
     weights = weights_of(case, loss_mean, 7.0)
     share, gradient = run(objective, case, positions_of(case, weights))
 
@@ -103,7 +98,9 @@ def test_an_entropy_bonus_lowers_the_loss_by_its_weighted_mean() -> None:
     entropy_N = torch.linspace(0.1, 0.9, len(positions.labels_N), dtype=torch.float64)
     own_N = flat(case.own)
     plain, with_bonus = (
-        policy_loss(Objective(entropy_coef=coef), positions, own_N, entropy_N=entropy_N).share.loss
+        policy_loss(
+            TrainerConfig(model_name="m", entropy_coef=coef), positions, own_N, entropy_N=entropy_N
+        ).share.loss
         for coef in (0.0, 0.5)
     )
     assert (plain - with_bonus).item() == pytest.approx(0.5 * entropy_N.mean().item())
@@ -132,7 +129,7 @@ def test_the_clip_stops_the_gradient_only_past_its_own_side(
         sampled=[[-1.0]],
         advantages=[[advantage]],
     )
-    objective = Objective(ratio_level=level, clip_eps=0.2, clip_eps_high=0.3)
+    objective = TrainerConfig(model_name="m", ratio_level=level, clip_eps=0.2, clip_eps_high=0.3)
     share, gradient = run(objective, case, positions_of(case, [1.0]))
     assert gradient[0] == pytest.approx(-advantage * ratio if has_gradient else 0.0, abs=1e-9)
     assert share.num_clipped.item() == (0 if has_gradient else 1)
@@ -142,7 +139,7 @@ def test_cispo_keeps_the_gradient_of_tokens_that_ppo_would_clip() -> None:
     case = dataclasses.replace(
         random_case(0, lengths=[1]), own=[[-1.0]], sampled=[[-3.0]], advantages=[[1.0]]
     )
-    objective = Objective(surrogate="cispo", clip_eps=1.0, clip_eps_high=4.0)
+    objective = TrainerConfig(model_name="m", surrogate="cispo", clip_eps=1.0, clip_eps_high=4.0)
     share, gradient = run(objective, case, positions_of(case, [1.0]))
     assert gradient[0] == pytest.approx(-5.0)  # exp(2) = 7.4 is cut to 1 + 4
     assert share.num_clipped.item() == 1
@@ -150,7 +147,9 @@ def test_cispo_keeps_the_gradient_of_tokens_that_ppo_would_clip() -> None:
 
 def test_sums_for_the_metrics_count_policy_positions_only() -> None:
     case = dataclasses.replace(random_case(8), supervised=[True, False, False])
-    objective = Objective(correction="icepop", correction_cap=1.1, correction_floor=0.9)
+    objective = TrainerConfig(
+        model_name="m", correction="icepop", correction_cap=1.1, correction_floor=0.9
+    )
     share, _ = run(objective, case, positions_of(case, [0.1] * 3))
     gaps = [o - s for i in (1, 2) for o, s in zip(case.own[i], case.sampled[i], strict=True)]
     assert share.num_policy.item() == len(gaps) == 6

@@ -23,7 +23,7 @@ from example_trainer.data import make_batch
 from example_trainer.gap import LogprobGap
 from example_trainer.model import Policy, load_policy
 from example_trainer.objective import OBJECTIVES
-from example_trainer.step import data_options, objective_of, take_step
+from example_trainer.step import data_options, take_step
 from tests.trainer.helpers_run import config_for
 
 SEQ_LEN = 24
@@ -305,9 +305,3 @@ def test_an_objective_can_be_told_from_another_by_its_update(
     weights = [update["lm_head.weight"] for update in plain_updates.values()]
     for one, other in itertools.combinations(weights, 2):
         assert float((one - other).abs().max()) > 1e-4
-
-
-def test_a_config_names_the_objective_that_it_makes(model_dir: Path, tmp_path: Path) -> None:
-    config = config_for(model_dir, tmp_path, objective="gspo", clip_eps=0.1)
-    made = objective_of(config)
-    assert (made.ratio_level, made.clip_eps, made.clip_eps_high) == ("sequence", 0.1, None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -41,18 +41,15 @@ class Comparison(NamedTuple):
 
 
 class ItemPair(NamedTuple):
-    """An item in two evaluations."""
+    """An item in two evaluations, and the mean of each number in its samples."""
 
     before: list[Sample]
     after: list[Sample]
-    old: float
-    """Mean of the compared value, before."""
-    new: float
+    old: dict[str, float]
+    new: dict[str, float]
 
-    @property
-    def change(self) -> float:
-        """The mean after minus the mean before."""
-        return self.new - self.old
+    def change(self, value: str) -> float:
+        return self.new[value] - self.old[value]
 
 
 def print_comparison(before_path: Path, after_path: Path, *, page: Path | None) -> None:
@@ -61,73 +58,68 @@ def print_comparison(before_path: Path, after_path: Path, *, page: Path | None) 
     ConfigError if a file cannot be read or the two have nothing in common.
     """
     rows = [("Value", "Before", "After", "Difference", "Stderr", "95 % interval", "Items")]
-    before, after = stored_samples(before_path), stored_samples(after_path)
-    found = compare(before, after)
+    pairs = paired_items(stored_samples(before_path), stored_samples(after_path))
+    found = compare(pairs)
     for name, (old, new, difference) in found.items():
         means = (f"{old:.4f}", f"{new:.4f}", f"{difference:+.4f}")
         rows.append((name, *means, *uncertainty(difference)))
     print(table_of(rows), end="")
     value = SCORE if SCORE in found else next(iter(found))
-    pairs = paired_items(before, after, value=value)
+    pairs = [pair for pair in pairs if value in pair.old and value in pair.new]
+    pairs.sort(key=lambda pair: -abs(pair.change(value)))
     print(_changes_text(pairs, value), end="")
     if page is not None:
         about = f"before: {before_path}, after: {after_path}; sorted by the change of {value}"
-        write_page(page, map(view_of_pair, pairs), title="Two evaluations", about=about)
+        views = (view_of_pair(pair, value) for pair in pairs)
+        write_page(page, views, title="Two evaluations", about=about)
         print(f"page: {page}")
 
 
 def _changes_text(pairs: Sequence[ItemPair], value: str) -> str:
     """Return the table of the items whose value changed."""
-    changed = [pair for pair in pairs if pair.change]
+    changed = [pair for pair in pairs if pair.change(value)]
     shown = changed[:MAX_ITEMS]
     text = f"\n{value} changed in {len(changed):,} of {len(pairs):,} items"
     if not changed:
         return f"{text}\n"
     rows = [("Item", "Before", "After", "Difference", "Asked")]
     for pair in shown:
-        numbers = (f"{pair.old:.4f}", f"{pair.new:.4f}", f"{pair.change:+.4f}")
+        numbers = (f"{pair.old[value]:.4f}", f"{pair.new[value]:.4f}", f"{pair.change(value):+.4f}")
         rows.append((str(pair.after[0]["item_index"]), *numbers, _asked(pair.after[0])))
     more = f"; the {len(shown)} that changed most:" if len(shown) < len(changed) else ":"
     return f"{text}{more}\n{table_of(rows)}"
 
 
-def compare(before: Sequence[Sample], after: Sequence[Sample]) -> dict[str, Comparison]:
-    """Return every number that samples of both have, compared over the items that both have.
-
-    ConfigError if there are none.
-    """
-    old, new = _means_by_item(before), _means_by_item(after)
-    found = {}
-    for name in old:
-        items = [item for item in old[name] if item in new.get(name, {})]
-        if items:
-            pairs = [(old[name][item], new[name][item]) for item in items]
-            found[name] = Comparison(
-                before=sum(first for first, _ in pairs) / len(pairs),
-                after=sum(second for _, second in pairs) / len(pairs),
-                difference=estimate_mean(
-                    [second - first for first, second in pairs], are_shares=False
-                ),
-            )
-    if not found:
-        raise ConfigError("the two evaluations have no item with a number in common")
-    return found
-
-
-def paired_items(
-    before: Sequence[Sample], after: Sequence[Sample], *, value: str
-) -> list[ItemPair]:
-    """Return the items of which both evaluations have `value`, those with the largest change first."""
+def paired_items(before: Sequence[Sample], after: Sequence[Sample]) -> list[ItemPair]:
+    """Return the items that both evaluations have."""
     old, new = _by_item(before), _by_item(after)
-    pairs = []
-    for item in (item for item in old if item in new):
-        was, now = _means(old[item]).get(value), _means(new[item]).get(value)
-        if was is not None and now is not None:
-            pairs.append(ItemPair(old[item], new[item], was, now))
-    return sorted(pairs, key=lambda pair: -abs(pair.change))
+    return [
+        ItemPair(old[item], new[item], _means(old[item]), _means(new[item]))
+        for item in old
+        if item in new
+    ]
 
 
-def view_of_pair(pair: ItemPair) -> dict[str, Any]:
+def compare(pairs: Sequence[ItemPair]) -> dict[str, Comparison]:
+    """Return every number that samples of both have, over the items that have it; ConfigError if there are none."""
+    items: dict[str, list[ItemPair]] = defaultdict(list)
+    for pair in pairs:
+        for name in pair.old:
+            if name in pair.new:
+                items[name].append(pair)
+    if not items:
+        raise ConfigError("the two evaluations have no item with a number in common")
+    return {
+        name: Comparison(
+            before=sum(pair.old[name] for pair in both) / len(both),
+            after=sum(pair.new[name] for pair in both) / len(both),
+            difference=estimate_mean([pair.change(name) for pair in both], are_shares=False),
+        )
+        for name, both in items.items()
+    }
+
+
+def view_of_pair(pair: ItemPair, value: str) -> dict[str, Any]:
     """Return an item as one group of the viewer, with the answers before and after."""
     [old] = views_of_samples(pair.before)
     [new] = views_of_samples(pair.after)
@@ -136,7 +128,7 @@ def view_of_pair(pair: ItemPair) -> dict[str, Any]:
         for label, view in (("before", old), ("after", new))
         for sequence in view["sequences"]
     ]
-    facts = {"before": pair.old, "after": pair.new, "difference": pair.change}
+    facts = {"before": pair.old[value], "after": pair.new[value], "difference": pair.change(value)}
     return {**new, "facts": facts, "sequences": sequences}
 
 
@@ -154,21 +146,13 @@ def _by_item(samples: Sequence[Sample]) -> dict[ItemKey, list[Sample]]:
     return found
 
 
-def _means_by_item(samples: Sequence[Sample]) -> dict[str, dict[ItemKey, float]]:
-    """Return the mean of every number in the samples, by its name and item."""
-    found: dict[str, dict[ItemKey, float]] = defaultdict(dict)
-    for item, listed in _by_item(samples).items():
-        for name, mean in _means(listed).items():
-            found[name][item] = mean
-    return found
-
-
 def _means(samples: Sequence[Sample]) -> dict[str, float]:
-    """Return the mean of every number in the samples of one item."""
     values: dict[str, list[float]] = defaultdict(list)
     for sample in samples:
-        for name, value in _numbers_of(sample).items():
-            values[name].append(value)
+        flat = {**sample, **(sample.get("metrics") or {})}
+        for name, value in flat.items():
+            if isinstance(value, Real) and math.isfinite(value) and name not in INDEX_KEYS:
+                values[name].append(float(value))
     return {name: sum(found) / len(found) for name, found in values.items()}
 
 
@@ -178,13 +162,3 @@ def _asked(sample: Sample) -> str:
     said = [text_in(each.get("content")) for each in messages if each.get("role") == "user"]
     text = said[0] if said else str(sample.get("row", sample.get("item", "")))
     return " ".join(text.split())[:ASKED_CHARS].replace("|", "/")
-
-
-def _numbers_of(sample: Mapping[str, Any]) -> dict[str, float]:
-    """Return the finite numbers of a sample, also those in its `metrics`."""
-    flat = {**sample, **(sample.get("metrics") or {})}
-    return {
-        name: float(value)
-        for name, value in flat.items()
-        if isinstance(value, Real) and math.isfinite(value) and name not in INDEX_KEYS
-    }

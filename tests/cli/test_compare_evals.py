@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.cli.compare_evals import compare
+from atroposlib.cli.compare_evals import compare, paired_items
 from atroposlib.cli.environments import main
 from tests.frontend.helpers_pages import read_page
 
@@ -26,7 +26,7 @@ def samples(scores: dict[str, list[float | None]], **more: Any) -> list[dict[str
 def test_items_are_paired_in_any_order_and_others_left_out() -> None:
     before = samples({"a": [0.0], "b": [0.0, 1.0], "c": [1.0], "gone": [1.0]})
     after = samples({"c": [1.0], "b": [1.0, 1.0, None], "a": [1.0], "added": [0.0]})
-    [(name, (old, new, difference))] = compare(before, after).items()
+    [(name, (old, new, difference))] = compare(paired_items(before, after)).items()
     assert (name, old, new) == ("score", 0.5, 1.0)
     assert difference == 0.5
     assert difference.n == 3
@@ -35,13 +35,13 @@ def test_items_are_paired_in_any_order_and_others_left_out() -> None:
 
 
 def test_equal_evaluations_differ_by_nothing() -> None:
-    found = compare(*[samples({"a": [0.0], "b": [1.0]})] * 2)["score"].difference
+    found = compare(paired_items(*[samples({"a": [0.0], "b": [1.0]})] * 2))["score"].difference
     assert (found, found.low, found.high) == (0.0, 0.0, 0.0)
 
 
 def test_the_same_item_twice_is_two_items() -> None:
     twice = [*samples({"a": [0.0]}), {**samples({"a": [1.0]})[0], "item_index": 1}]
-    assert compare(twice, twice)["score"].difference.n == 2
+    assert compare(paired_items(twice, twice))["score"].difference.n == 2
 
 
 def test_a_value_that_is_no_number_counts_as_missing() -> None:
@@ -49,7 +49,7 @@ def test_a_value_that_is_no_number_counts_as_missing() -> None:
         samples({"a": [math.nan, 1.0], "b": [math.nan]}),
         samples({"a": [0.5], "b": [1]}),
     )
-    assert compare(before, after)["score"] == (1.0, 0.5, -0.5)
+    assert compare(paired_items(before, after))["score"] == (1.0, 0.5, -0.5)
 
 
 def test_a_question_of_several_parts_is_shown_as_text(

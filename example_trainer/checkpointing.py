@@ -18,8 +18,7 @@ import random
 import re
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +31,7 @@ from torch.distributed import checkpoint
 from torch.distributed.tensor import DTensor
 
 from atroposlib.errors import AtroposError, ConfigError
-from example_trainer.model import Policy, finish_directory, fresh_directory, remove_directory
+from example_trainer.model import Policy, remove_directory, written_directory
 from example_trainer.parallel import World
 
 logger = logging.getLogger(__name__)
@@ -56,8 +55,6 @@ class Start(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoints:
-    """The checkpoints of one run, in `save_path`."""
-
     save_path: Path
     world: World
     keep_last: int | None = None
@@ -117,7 +114,7 @@ class Checkpoints:
         """
         target = self.directory(step)
         try:
-            with self._written_by_all(target) as directory:
+            with written_directory(target, self.world) as directory:
                 policy.write(directory)
                 training = directory / "training"
                 _save_tensors(training, _tensors(policy, optimizer), world=self.world)
@@ -179,20 +176,6 @@ class Checkpoints:
             ) from error
         _restore_random_states(state["random"])
         return Start(int(state["step"]), state.get("metrics"), state.get("experiment"))
-
-    @contextmanager
-    def _written_by_all(self, target: Path) -> Iterator[Path]:
-        name = str(fresh_directory(target)).encode() if self.world.is_main else None
-        directory = Path((self.world.broadcast(name) or b"").decode())
-        try:
-            yield directory
-            self.world.barrier()
-            if self.world.is_main:
-                finish_directory(directory, target)
-        finally:
-            if self.world.is_main:
-                remove_directory(directory)
-        self.world.barrier()
 
 
 def _reason(error: BaseException) -> str:
@@ -260,7 +243,6 @@ def _save_tensors(directory: Path, tensors: dict[str, Tensor], *, world: World) 
 def _load_tensors(
     directory: Path, policy: Policy, optimizer: torch.optim.Optimizer, *, world: World
 ) -> None:
-    """Load into the tensors of model and optimizer."""
     reader = checkpoint.HuggingFaceStorageReader(str(directory))
     stored = reader.read_metadata().state_dict_metadata
     for name, parameter in _trained(policy):

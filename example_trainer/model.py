@@ -10,6 +10,7 @@ import contextlib
 import json
 import shutil
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -145,19 +146,11 @@ class Policy:
         Unless `is_durable`, files are not flushed to disk, and a crash of the machine may damage them. Raises
         AtroposError if they cannot be written.
         """
-        directory = target.parent / f".{target.name}-"
         try:
-            if self.world.is_main:
-                directory = fresh_directory(target)
-            self.write(directory, merged=merged)
-            if self.world.is_main:
-                finish_directory(directory, target, is_durable=is_durable)
+            with written_directory(target, self.world, is_durable=is_durable) as directory:
+                self.write(directory, merged=merged)
         except (OSError, SafetensorError) as error:
             raise AtroposError(f"{target} could not be written: {error}") from error
-        finally:
-            if self.world.is_main:
-                shutil.rmtree(directory, ignore_errors=True)
-        self.world.barrier()
 
     def write(self, directory: Path, *, merged: bool = False) -> None:
         """Write weights, config and tokenizer into `directory` (first process); every process must call it.
@@ -326,8 +319,23 @@ def choose_dtype(config: TrainerConfig, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
 
 
+@contextlib.contextmanager
+def written_directory(target: Path, world: World, *, is_durable: bool = True) -> Iterator[Path]:
+    """Yield a directory for all processes to fill, which then becomes `target`; after an error it is removed."""
+    name = str(fresh_directory(target)).encode() if world.is_main else None
+    directory = Path((world.broadcast(name) or b"").decode())
+    try:
+        yield directory
+        world.barrier()
+        if world.is_main:
+            finish_directory(directory, target, is_durable=is_durable)
+    finally:
+        if world.is_main:
+            remove_directory(directory)
+    world.barrier()
+
+
 def fresh_directory(target: Path) -> Path:
-    """Create a directory beside `target`; the caller fills it, then calls `finish_directory` or removes it."""
     target.parent.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     fresh.chmod(0o755)

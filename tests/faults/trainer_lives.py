@@ -229,7 +229,7 @@ class _Deeds:
 
 
 def _instrument(life: Life, phase_file: int, rank: int) -> None:
-    from example_trainer import bridges, checkpointing, feed, records, step, training
+    from example_trainer import bridges, checkpointing, feed, model, records, step, training
 
     deeds = _Deeds(life, rank)
 
@@ -259,7 +259,6 @@ def _instrument(life: Life, phase_file: int, rank: int) -> None:
     around(step, "update_weights", point="the update")
     around(feed.Follower, "next_groups", point="following")
     around(checkpointing, "_save_tensors", point="shards")
-    around(checkpointing, "finish_directory", point="rename")
     around(feed.Leader, "checkpointed", point="telling the hub")
     around(checkpointing.Checkpoints, "remove_old", "pruning")
     around(checkpointing.Checkpoints, "begin", point="tidying")
@@ -277,6 +276,16 @@ def _instrument(life: Life, phase_file: int, rank: int) -> None:
         return real_append(self, record)
 
     records.MetricsLog._append = half  # type: ignore[method-assign]
+    real_finish = model.finish_directory
+
+    def finish(fresh: Path, target: Path, *, is_durable: bool) -> None:
+        if is_durable:  # of a checkpoint
+            deeds.pass_by("before rename")
+        real_finish(fresh, target, is_durable=is_durable)
+        if is_durable:
+            deeds.pass_by("after rename")
+
+    model.finish_directory = finish
     real_remove = checkpointing.remove_directory
 
     def half_removed(path: Path) -> None:

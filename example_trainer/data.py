@@ -114,7 +114,6 @@ class MicroBatch:
     """Whether it only makes the processes' counts equal: its weights are 0 and metrics omit it."""
 
     def to(self, device: torch.device) -> MicroBatch:
-        """Return the same micro-batch on `device`."""
         return self if device.type == "cpu" else _moved(self, device)
 
 

@@ -42,7 +42,6 @@ class Sizes:
 
 
 def sizes_of(policy: Policy, config: TrainerConfig, *, shares_gpu: bool) -> Sizes:
-    """Return the sizes of a loaded model and the configuration of its run."""
     parameters = list(policy.model.parameters())
     settings = policy.model.config.get_text_config()
     return Sizes(

@@ -199,8 +199,6 @@ def finite(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _RecordedStep(msgspec.Struct):
-    """The field that is read of a line."""
-
     step: int
 
 

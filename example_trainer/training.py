@@ -237,7 +237,6 @@ def is_publish_due(version: int, config: TrainerConfig) -> bool:
 
 
 def set_up_torch(config: TrainerConfig) -> None:
-    """Seed the random generators and limit CPU threads."""
     random.seed(config.seed)
     np.random.seed(config.seed)
     torch.manual_seed(config.seed)

@@ -43,8 +43,6 @@ RowsOf: TypeAlias = Callable[[Source], list[Row]]
 
 
 class RowsConfig(BaseModel):
-    """Flags of both commands."""
-
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     filepath: Path

@@ -76,7 +76,6 @@ def print_comparison(before_path: Path, after_path: Path, *, page: Path | None) 
 
 
 def _changes_text(pairs: Sequence[ItemPair], value: str) -> str:
-    """Return the table of the items whose value changed."""
     changed = [pair for pair in pairs if pair.change(value)]
     shown = changed[:MAX_ITEMS]
     text = f"\n{value} changed in {len(changed):,} of {len(pairs):,} items"
@@ -133,7 +132,6 @@ def view_of_pair(pair: ItemPair, value: str) -> dict[str, Any]:
 
 
 def _by_item(samples: Sequence[Sample]) -> dict[ItemKey, list[Sample]]:
-    """Return the samples of each item."""
     by_index: dict[int, list[Sample]] = defaultdict(list)
     for sample in samples:
         by_index[sample["item_index"]].append(sample)

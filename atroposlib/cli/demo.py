@@ -68,8 +68,6 @@ _NEEDED_MODULES = ("torch", "transformers", "safetensors", "matplotlib")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The measured results."""
-
     before: Accuracy
     after: Accuracy
     steps: list[StepMetrics]

@@ -24,8 +24,6 @@ GROUPS_PER_STEP = 8
 
 
 class DpoConfig(RowsConfig):
-    """Flags of `atropos-dpo-gen`."""
-
     save_n_pairs_per_group: int = Field(default=3, ge=1)
     """Most pairs per group."""
     minimum_score_diff_max_min: float = Field(default=0.5, ge=0)

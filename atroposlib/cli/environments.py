@@ -286,7 +286,6 @@ def write_new(name: str, *, shape: str, folder: Path) -> list[Path]:
 
 
 def table(environments: Sequence[ListedEnvironment]) -> Table:
-    """Return the environments as a table for the terminal."""
     made = Table("name", "shape", "task", "needs", box=None, pad_edge=False)
     for each in environments:
         made.add_row(each.name, each.shape, each.task, each.needs)
@@ -370,7 +369,6 @@ def _shape_of(cls: str, bases: dict[str, list[str]]) -> str:
 
 
 def _example(shape: str) -> str:
-    """Return the README's example of a shape."""
     readme = (Path(str(atroposlib.envs.__file__)).parent / "README.md").read_text(encoding="utf-8")
     base = next(base for base, each in SHAPES.items() if each == shape)
     blocks = re.findall(r"<!-- runs: \w+ -->\n```python\n(.*?)```", readme, re.DOTALL)

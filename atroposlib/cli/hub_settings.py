@@ -21,8 +21,6 @@ _POLICY = RunPolicy()
 
 
 class RunApiConfig(BaseModel):
-    """Flags of `run-api`."""
-
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     host: str = "127.0.0.1"
@@ -88,7 +86,6 @@ class RunApiConfig(BaseModel):
 
 
 def policy_of(config: RunApiConfig) -> RunPolicy:
-    """Return the run policy given by the flags."""
     default_bytes = QUEUED_BYTES_IN_MEMORY if config.memory else QUEUED_BYTES_ON_DISK
     return RunPolicy(
         lease_ttl_s=config.lease_ttl_s,

@@ -27,8 +27,6 @@ HEALTH_PATHS = ("/health_generate", "/health")
 
 
 class WatcherConfig(BaseModel):
-    """Flags of `inference-node-wandb-watcher`."""
-
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     api_addr: str

@@ -50,8 +50,6 @@ def {function}():
 
 
 class Pinned(NamedTuple):
-    """What was written."""
-
     test: Path
     today: Replay
     scores: list[float]

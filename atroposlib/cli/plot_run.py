@@ -19,8 +19,6 @@ from atroposlib.utils.json_lines import read_lines
 
 
 class PlotConfig(BaseModel):
-    """Arguments of `atropos-grpo plot`."""
-
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     run: Path

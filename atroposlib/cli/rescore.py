@@ -58,7 +58,6 @@ class Rescored:
         return not (self.changed_groups or self.faults)
 
     def add(self, replay: Replay) -> None:
-        """Count a group."""
         self.num_groups += 1
         self.scores.append(replay.fault or replay.scores)
         name = str(replay.row.get("group_id"))[:ID_CHARS]
@@ -88,7 +87,6 @@ class Rescored:
             self.table.append((name, "", "", "", "", f"{replay.num_added} more sequences today"))
 
     def to_text(self) -> str:
-        """Return the table and the counts."""
         lines = []
         if self.table:
             head = ("Group", "Item", "Sequence", "Score", "Advantage", "")

@@ -17,8 +17,6 @@ from atroposlib.errors import cli_boundary
 
 
 class SftConfig(RowsConfig):
-    """Flags of `atropos-sft-gen`."""
-
     save_top_n_per_group: int = Field(default=3, ge=1)
     """Most rows per group."""
     minimum_score_diff_max_min: float = Field(default=0.0, ge=0)

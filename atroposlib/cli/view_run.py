@@ -55,8 +55,6 @@ _FRAME = """<iframe src="viewer" title="Groups of the run"
 
 
 class ViewConfig(BaseModel):
-    """Flags of `view-run`."""
-
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     run: Path | None = None
@@ -226,8 +224,6 @@ def live_routes(seen: SeenGroups, config: ViewConfig) -> list[Route]:
 
 
 class _Seen(NamedTuple):
-    """A group as the page gets it."""
-
     row: IndexRow
     json: msgspec.Raw
     pieces: dict[str, str]

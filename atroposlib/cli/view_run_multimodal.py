@@ -13,8 +13,6 @@ from atroposlib.errors import cli_boundary
 
 
 class ViewMultimodalConfig(ViewConfig):
-    """Flags of `view-run-multimodal`."""
-
     tokenizer: str = "Qwen/Qwen2-VL-2B-Instruct"
     """Name or path. For stored files the default is that of a model in the directory, if there is one."""
 

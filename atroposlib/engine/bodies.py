@@ -148,8 +148,6 @@ class VersionBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class EngineLimits(NamedTuple):
-    """Limits of the model."""
-
     context_len: int
     """Tokens of a prompt and its completion together."""
     vocab_size: int
@@ -173,7 +171,6 @@ def parse_body(raw: bytes, kind: type[T]) -> T:
 
 
 def read_prompts(body: CompletionBody, tokenizer: Tokenizer) -> list[list[int]]:
-    """Return the token ids of each prompt."""
     prompt = body.prompt
     special = body.add_special_tokens is not False
     if isinstance(prompt, str):
@@ -205,7 +202,6 @@ def check_prompt(prompt_ids: Sequence[int], limits: EngineLimits) -> None:
 
 
 def check_ids(token_ids: Sequence[int], limits: EngineLimits, *, param: str) -> None:
-    """Refuse ids out of vocabulary."""
     if token_ids and (min(token_ids) < 0 or max(token_ids) >= limits.vocab_size):
         wrong = next(i for i in token_ids if not 0 <= i < limits.vocab_size)
         raise ApiError(

@@ -16,8 +16,6 @@ from atroposlib.errors import cli_boundary, require
 
 
 class EngineConfig(BaseModel):
-    """Flags of `atropos-engine`."""
-
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     model: str

@@ -23,8 +23,6 @@ _UNKNOWN_CONTEXT_LEN = 4096
 
 
 class LoadedModel(NamedTuple):
-    """A model ready to serve."""
-
     engine: Engine
     tokenizer: Any
     limits: EngineLimits

@@ -19,8 +19,6 @@ _INK = "#010203"
 
 
 class Panel(NamedTuple):
-    """One of the charts."""
-
     title: str
     names: Sequence[str]
     is_log: bool = False

@@ -218,7 +218,6 @@ class IndexRow(NamedTuple):
 
 
 def row_of(group: ViewGroup) -> IndexRow:
-    """Return a group's row of the index."""
     sequences: Sequence[Mapping[str, Any]] = group["sequences"]
     scores = [s for each in sequences if (s := each.get("score")) is not None and math.isfinite(s)]
     gaps = [

@@ -127,7 +127,6 @@ class EngineWatch:
 def make_bridge(
     config: TrainerConfig, weights: WeightsDirectory, *, is_stopping: Callable[[], bool]
 ) -> WeightBridge:
-    """Build the bridge that the configuration names."""
     if config.bridge == "restart":
         return CheckpointBridge(
             weights.save,

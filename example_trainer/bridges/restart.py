@@ -62,7 +62,6 @@ class RestartBridge:
         self._watcher = threading.Thread(target=self._watch, name="engine watcher", daemon=True)
 
     def start(self, checkpoint_dir: Path, version: int) -> None:
-        """Start the engine on the initial weights."""
         with self._replacing:
             self._replace_engine(Served(checkpoint_dir, version))
         self._watcher.start()

@@ -62,7 +62,6 @@ class HubRolloutWorker:
         """Guards `_held`: the producer thread adds batches, the trainer's thread removes them."""
 
     def start(self) -> None:
-        """Register with the hub and start leasing batches."""
         self._hub.register(self._run)
         self._hub.publish_policy(self._version)
         self._thread.start()

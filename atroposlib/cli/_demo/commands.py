@@ -39,8 +39,6 @@ MODEL_NAME = "demo"
 
 
 class DemoConfig(BaseModel):
-    """Flags of the demo."""
-
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     seed: int = 0
@@ -64,8 +62,6 @@ class DemoConfig(BaseModel):
 
 
 class DemoFiles:
-    """The paths of one run's files."""
-
     def __init__(self, root: Path) -> None:
         self.root = root
         self.logs = root / "logs"  # one per part
@@ -87,7 +83,6 @@ def _flags(flags: dict[str, object]) -> list[str]:
 
 
 def warm_up_command(config: DemoConfig, files: DemoFiles) -> list[str]:
-    """Return the command of the supervised warm-up."""
     return python(
         "atroposlib.cli._demo.warm_up",
         out=files.model,
@@ -97,7 +92,6 @@ def warm_up_command(config: DemoConfig, files: DemoFiles) -> list[str]:
 
 
 def engine_command(config: DemoConfig, files: DemoFiles, *, port: int) -> list[str]:
-    """Return the command of the inference engine."""
     common = {"model": files.model, "host": "127.0.0.1", "port": port, "dtype": "float32"}
     if config.engine == "local":
         return python(
@@ -129,7 +123,6 @@ def engine_variables(config: DemoConfig) -> dict[str, str]:
 def trainer_command(
     config: DemoConfig, files: DemoFiles, *, hub_url: str, engine_url: str
 ) -> list[str]:
-    """Return the command of the trainer."""
     wandb = {"use_wandb": True, "wandb_project": "atropos-demo"} if config.wandb else {}
     return python(
         "example_trainer.grpo",
@@ -152,7 +145,6 @@ def trainer_command(
 def environment_command(
     config: DemoConfig, files: DemoFiles, *, hub_url: str, engine_url: str
 ) -> list[str]:
-    """Return the command of the environment."""
     flags = {
         "env.rollout_server_url": hub_url,
         "env.tokenizer_name": files.model,

@@ -19,7 +19,6 @@ class Display:
     """Prints the phases and the state of training after each step."""
 
     def __init__(self, console: Console, *, num_steps: int) -> None:
-        """Show progress towards `num_steps` optimizer steps on `console`."""
         self._console = console
         self._num_steps = num_steps
         self._rewards: list[float] = []
@@ -30,7 +29,6 @@ class Display:
         self._live = Live(console=console, refresh_per_second=4, transient=False)
 
     def say(self, text: str) -> None:
-        """Print one line."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def __enter__(self) -> Self:
@@ -46,7 +44,6 @@ class Display:
             self._live.stop()
 
     def show_step(self, metrics: StepMetrics) -> None:
-        """Show the metrics of one finished step."""
         self._rewards.append(metrics["reward_mean"])
         line = describe_step(metrics)
         step = len(self._rewards)

@@ -31,8 +31,6 @@ NUM_VALIDATION_PROMPTS = 500
 
 
 class WarmUpConfig(BaseModel):
-    """Flags of the warm-up."""
-
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     out: Path
@@ -48,7 +46,6 @@ class WarmUpConfig(BaseModel):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Build the model and the tokenizer, train, save."""
     return cli_boundary(lambda: warm_up(parse_flags(WarmUpConfig, argv, prog="warm_up")))
 
 

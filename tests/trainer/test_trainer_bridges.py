@@ -46,27 +46,38 @@ def test_vllm_runs_in_its_own_python_and_keeps_the_models_name() -> None:
     assert (value_of(command, "--dtype"), value_of(command, "--max-model-len")) == ("float32", "77")
 
 
-def test_vllm_on_the_cpu_is_started_the_quick_way() -> None:
-    command = command_of(engine="vllm", gpu_memory_utilization=0.5)
-    assert "--enforce-eager" in command
-    assert value_of(command, "--distributed-executor-backend") == "uni"
-    assert "--gpu-memory-utilization" not in command
+@pytest.mark.parametrize(
+    ("settings", "expected", "lacks"),
+    [
+        (
+            {"gpu_memory_utilization": 0.5},
+            {"--distributed-executor-backend": "uni", "--logprobs-mode": "processed_logprobs"},
+            {"--gpu-memory-utilization", "--enable-lora"},
+        ),
+        ({"logprobs_mode": "raw"}, {"--enforce-eager": ""}, {"--logprobs-mode"}),
+        ({"bridge": "lora", "lora_r": 40}, {"--max-lora-rank": "64", "--max-loras": "1"}, set()),
+        ({"bridge": "restart", "lora": True}, {}, {"--enable-lora", "--max-lora-rank"}),
+        (
+            {"bridge": "transfer", "transfer_backend": "ipc"},
+            {"--weight-transfer-config": '{"backend": "ipc"}'},
+            set(),
+        ),
+        ({"bridge": "reload"}, {}, {"--weight-transfer-config"}),
+    ],
+)
+def test_vllm_on_the_cpu_is_started_with_the_flags_of_its_bridge(
+    settings: dict[str, Any], expected: dict[str, str], lacks: set[str]
+) -> None:
+    command = command_of(engine="vllm", **settings)
+    assert lacks.isdisjoint(command)
+    for flag, value in expected.items():
+        assert flag in command
+        assert value in ("", value_of([*command, ""], flag))
 
 
-def test_vllm_is_started_for_adapters_of_the_next_rank_that_it_knows() -> None:
-    command = command_of(engine="vllm", bridge="lora", lora_r=40)
-    assert "--enable-lora" in command
-    assert value_of(command, "--max-lora-rank") == "64"
-    assert value_of(command, "--max-loras") == "1"
-    assert "--enable-lora" not in command_of(engine="vllm", bridge="restart", lora=True)
+def test_an_adapter_of_a_rank_beyond_vllms_is_refused() -> None:
     with pytest.raises(ConfigError, match="--lora_r 513.*512"):
         command_of(engine="vllm", bridge="lora", lora_r=513)
-
-
-def test_vllm_is_started_for_the_transfer_that_is_asked_for() -> None:
-    command = command_of(engine="vllm", bridge="transfer", transfer_backend="ipc")
-    assert value_of(command, "--weight-transfer-config") == '{"backend": "ipc"}'
-    assert "--weight-transfer-config" not in command_of(engine="vllm", bridge="reload")
 
 
 @pytest.mark.parametrize(
@@ -86,11 +97,6 @@ def test_memory_is_handed_over_where_engine_and_trainer_share_a_gpu(
 ) -> None:
     config = TrainerConfig(model_name="m", bridge="transfer", **settings)
     assert transfer_backend(config, num_gpus=num_gpus) == expected
-
-
-def test_vllm_that_is_started_here_reports_what_it_sampled_from() -> None:
-    assert value_of(command_of(engine="vllm"), "--logprobs-mode") == "processed_logprobs"
-    assert "--logprobs-mode" not in command_of(engine="vllm", logprobs_mode="raw")
 
 
 class Unused:

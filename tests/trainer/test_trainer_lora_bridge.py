@@ -15,15 +15,9 @@ from example_trainer.bridges.running import LoraBridge
 from example_trainer.config import TrainerConfig
 from example_trainer.model import Policy, load_policy
 from example_trainer.weights import KEEP_ADAPTERS, WeightsDirectory
-from tests.tiny_model import make_tiny_model
 from tests.trainer.helpers_engine import RecordedEngine, recorded_engine
 
 SWAP = ["/v1/unload_lora_adapter", "/v1/load_lora_adapter", "/update_weight_version"]
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import json
 import logging
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -102,14 +103,6 @@ def test_sglang_that_cannot_flush_its_cache_is_used_and_told_about_once(
     assert sum("of older weights" in r.message for r in caplog.records) == 1
 
 
-def test_sglang_that_answers_success_false_is_an_error(checkpoint: Path) -> None:
-    with recorded_engine("sglang") as engine:
-        engine.faults["/update_weights_from_disk"] = (200, b'{"success":false,"message":"shape"}')
-        with pytest.raises(EngineProtocolError, match="shape"):
-            bridge_to(engine).publish(checkpoint, 1)
-    assert engine.calls[-1] == "/continue_generation"
-
-
 def test_sglang_is_known_by_its_routes_where_the_list_of_routes_is_hidden(checkpoint: Path) -> None:
     with recorded_engine("sglang") as engine:
         engine.faults["/openapi.json"] = (404, b"Not Found")
@@ -152,45 +145,32 @@ def test_tied_embeddings_are_not_reloaded_by_vllm_on_the_cpu(tmp_path: Path) -> 
     assert engine.calls[-1] == "/resume"
 
 
-def test_an_engine_that_names_another_version_afterwards_is_an_error(checkpoint: Path) -> None:
-    with recorded_engine() as engine:
-        engine.faults["/weight_info"] = (200, b'{"weight_version": "3"}')
-        with pytest.raises(EngineProtocolError, match="version '3' after version 4 was loaded"):
+FAILS, NO_ROUTE = (500, b"shape mismatch"), (404, b"Not Found")
+NO_SUCCESS = (200, b'{"success":false,"message":"shape"}')
+OTHER = (200, b'{"weight_version": "3"}')
+
+
+@pytest.mark.parametrize(
+    ("faults", "error", "words", "num_calls"),
+    [
+        ({"/collective_rpc": FAILS}, EngineUnavailable, "/collective_rpc.* 500: shape mismatch", 2),
+        ({"/collective_rpc": FAILS, "/resume": FAILS}, EngineUnavailable, "/collective_rpc", 2),
+        ({"/reset_prefix_cache": NO_SUCCESS}, EngineProtocolError, "older weights", 3),
+        ({"/pause": NO_ROUTE}, EngineRejected, "VLLM_SERVER_DEV_MODE=1", 0),
+        ({"/weight_info": OTHER}, EngineProtocolError, "version '3' after version 4 was loaded", 4),
+        ({"/update_weights_from_disk": NO_SUCCESS}, EngineProtocolError, "shape", 2),
+    ],
+    ids=str,
+)
+def test_a_failed_publish_names_its_cause_and_resumes_an_engine_that_was_paused(
+    faults: dict[str, Any], error: type[Exception], words: str, num_calls: int, checkpoint: Path
+) -> None:
+    kind, calls = ("vllm", VLLM) if faults.keys().isdisjoint(SGLANG) else ("sglang", SGLANG)
+    with recorded_engine(kind) as engine:
+        engine.faults = faults
+        with pytest.raises(error, match=f"{engine.url}.*{words}"):
             bridge_to(engine).publish(checkpoint, 4)
-
-
-def test_a_failed_reload_still_resumes_and_names_engine_route_and_answer(checkpoint: Path) -> None:
-    with recorded_engine() as engine:
-        engine.faults["/collective_rpc"] = (500, b"shape mismatch")
-        with pytest.raises(
-            EngineUnavailable, match=r"/collective_rpc answered 500: shape mismatch"
-        ):
-            bridge_to(engine).publish(checkpoint, 1)
-    assert engine.calls == [VLLM[0], VLLM[1], "/resume"]
-
-
-def test_the_failure_is_told_and_not_that_of_resuming_after_it(checkpoint: Path) -> None:
-    with recorded_engine() as engine:
-        engine.faults["/collective_rpc"] = (500, b"shape mismatch")
-        engine.faults["/resume"] = (500, b"engine is dead")
-        with pytest.raises(EngineUnavailable, match="shape mismatch"):
-            bridge_to(engine).publish(checkpoint, 1)
-
-
-def test_a_cache_of_older_weights_is_an_error(checkpoint: Path) -> None:
-    with recorded_engine() as engine:
-        engine.faults["/reset_prefix_cache"] = (200, b'{"success": false}')
-        with pytest.raises(EngineProtocolError, match="older weights"):
-            bridge_to(engine).publish(checkpoint, 1)
-    assert engine.calls[-1] == "/resume"
-
-
-def test_missing_development_routes_name_the_switch(checkpoint: Path) -> None:
-    with recorded_engine() as engine:
-        engine.faults["/pause"] = (404, b"Not Found")
-        with pytest.raises(EngineRejected, match="VLLM_SERVER_DEV_MODE=1"):
-            bridge_to(engine).publish(checkpoint, 1)
-    assert engine.weights == []
+    assert engine.calls == [*calls[:num_calls], calls[-1] if num_calls else calls[0]]
 
 
 def test_an_engine_without_weight_versions_is_used_and_told_about_once(

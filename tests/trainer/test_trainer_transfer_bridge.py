@@ -45,11 +45,6 @@ UPDATE = [
 ]
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
-
-
 def policy_of(model_dir: Path, **settings: Any) -> Policy:
     return load_policy(TrainerConfig(model_name=str(model_dir), device="cpu", **settings))
 

@@ -9,7 +9,6 @@ pass extra keys; `check_yaml` refuses those that are misspelt. `parse_flags` ser
 
 from __future__ import annotations
 
-import difflib
 import enum
 import json
 import logging
@@ -28,6 +27,7 @@ from pydantic.errors import PydanticSchemaGenerationError
 from pydantic.fields import FieldInfo
 
 from atroposlib.errors import ConfigError
+from atroposlib.utils.wording import nearest
 
 logger = logging.getLogger(__name__)
 
@@ -259,25 +259,23 @@ def check_yaml(document: Mapping[str, Any], sections: Mapping[str, type[BaseMode
     hints = []
     for key in document:
         owners = [f"{name}.{key}" for name, model in sections.items() if key in model.model_fields]
-        near = _did_you_mean(key, owners or top, cutoff=0.0 if owners else 0.6)
-        hints += [] if key in top else [f"{key!r}{near}"]
+        hints += [] if key in top else [_with_hint(key, owners or top, 0.0 if owners else 0.5)]
     if hints:
         logger.warning("unknown sections of the config file are ignored: %s", ", ".join(hints))
 
 
 def _refuse_misspelt(keys: Iterable[Any], names: Collection[str], *, where: str) -> None:
     for key in map(str, keys):
-        near = difflib.get_close_matches(key.replace("-", "_"), list(names), n=1, cutoff=MISSPELT)
-        if near and key not in names:
-            raise ConfigError(
-                f"unknown key {where + key!r} in the config file; did you mean {where + near[0]!r}?"
-            )
+        spelled = key.replace("-", "_")
+        hint = nearest(spelled, names, otherwise="", show=where.__add__, cutoff=MISSPELT)
+        if hint and key not in names:
+            raise ConfigError(f"unknown key {where + key!r} in the config file; {hint}")
 
 
 def warn_unknown_keys(model: type[BaseModel], keys: Iterable[str]) -> None:
     """Log one line naming those of `keys` that are neither a field nor an alias of `model`."""
     names = _accepted_names(model)
-    hints = [f"{key!r}{_did_you_mean(key, names)}" for key in keys if key not in names]
+    hints = [_with_hint(key, names) for key in keys if key not in names]
     if hints:
         logger.warning("%s ignores unknown keys: %s", model.__name__, ", ".join(hints))
 
@@ -318,12 +316,11 @@ def _refuse_flag(
         choices = " or ".join(flag.spelling for flag in ambiguous[name])
         raise ConfigError(f"flag --{spelled} is ambiguous: write {choices}")
     full = {flag.spelling[2:]: flag.spelling for flag in flags} | {"config": "--config"}
-    near = difflib.get_close_matches(name, full, n=1, cutoff=0.5)
-    if not near:
-        full = {key.rpartition(".")[2]: spelling for key, spelling in full.items()}
-        near = difflib.get_close_matches(name.rpartition(".")[2], full, n=1, cutoff=0.5)
-    hint = f"; did you mean {full[near[0]]}?" if near else "; --help lists the flags"
-    raise ConfigError(f"unknown flag --{spelled}{hint}")
+    bare = {key.rpartition(".")[2]: spelling for key, spelling in full.items()}
+    hint = nearest(name, full, otherwise="", show=full.__getitem__) or nearest(
+        name.rpartition(".")[2], bare, otherwise="--help lists the flags", show=bare.__getitem__
+    )
+    raise ConfigError(f"unknown flag --{spelled}; {hint}")
 
 
 def _take(rest: list[str], given: list[str] | None, spelling: str, what: str) -> list[str]:
@@ -416,9 +413,9 @@ def _type_name(annotation: Any) -> str:
     return "|".join(names)
 
 
-def _did_you_mean(name: str, candidates: Iterable[str], *, cutoff: float = 0.6) -> str:
-    near = difflib.get_close_matches(name, list(candidates), n=1, cutoff=cutoff)
-    return f" (did you mean {near[0]!r}?)" if near else ""
+def _with_hint(key: str, names: Iterable[str], cutoff: float = 0.5) -> str:
+    hint = nearest(key, names, otherwise="", cutoff=cutoff)
+    return f"{key!r} ({hint})" if hint else repr(key)
 
 
 def _explain(error: PydanticValidationError, namespace: str) -> str:

@@ -7,7 +7,6 @@ vLLM's without a `generation_config.json`. No HTTP and no engine here.
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ import msgspec
 from atroposlib.engine.sampling import GREEDY_BELOW, SamplingParams
 from atroposlib.engine.sequences import Tokenizer
 from atroposlib.http_bodies import ApiError, decode_json
+from atroposlib.utils.wording import nearest
 
 MAX_COMPLETIONS = 4096
 """Limit of `n` times the number of prompts of one request. Far above any group size, and low enough that a request
@@ -290,10 +290,8 @@ def _explain(problem: str, kind: type[msgspec.Struct]) -> ApiError:
     """Convert msgspec's message to an ApiError with the parameter and, for an unknown one, the nearest name."""
     unknown = re.search(r"unknown field `([^`]*)`", problem)
     if unknown:
-        name = unknown[1]
-        close = difflib.get_close_matches(name, kind.__struct_fields__, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        return ApiError(f"unknown parameter {name!r}{hint}", param=name)
+        hint = nearest(unknown[1], kind.__struct_fields__)
+        return ApiError(f"unknown parameter {unknown[1]!r}; {hint}", param=unknown[1])
     field = re.search(r"`\$\.(\w+)|missing required field `([^`]*)`", problem)
     param = (field[1] or field[2]) if field else None
     return ApiError(f"{param}: {problem}" if param else problem, param=param)

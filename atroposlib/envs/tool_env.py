@@ -9,7 +9,6 @@ gets the error as the result, and it is counted. Results are valid Unicode, by d
 from __future__ import annotations
 
 import asyncio
-import difflib
 import functools
 import inspect
 import json
@@ -34,6 +33,7 @@ from atroposlib.envs.rewards import RewardFailure
 from atroposlib.errors import ConfigError, EnvError
 from atroposlib.inference.sessions.chat_template import special_texts
 from atroposlib.inference.tools.parsers import Call, style_named
+from atroposlib.utils.wording import nearest
 
 logger = logging.getLogger(__name__)
 
@@ -235,10 +235,9 @@ class ToolEnv(MultiTurnEnv):
             raise ToolFailure("malformed", call.reason)
         tool = self.tools_by_name.get(call.name)
         if tool is None:
-            near = difflib.get_close_matches(call.name, self.tools_by_name, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = nearest(call.name, self.tools_by_name, otherwise="none is similar.")
             known = ", ".join(self.tools_by_name) or "none"
-            raise ToolFailure("unknown", f"there is no tool {call.name!r}{hint} Known: {known}")
+            raise ToolFailure("unknown", f"there is no tool {call.name!r}; {hint} Known: {known}")
         deadline = asyncio.timeout(None if tool.keeps_time else self.config.tool_timeout_s)
         try:
             async with deadline:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 MAX_NAMES = 30
 """Valid names listed in a message."""
@@ -14,14 +14,24 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def nearest(name: str, valid: Iterable[str]) -> str:
-    """Return a hint for an unknown name.
+def nearest(
+    name: str,
+    valid: Iterable[str],
+    *,
+    otherwise: str | None = None,
+    show: Callable[[str], str] = str,
+    cutoff: float = 0.5,
+) -> str:
+    """Return a hint for an unknown name: the valid one most like it, as `show` writes it.
+
+    If no likeness (`difflib`) reaches `cutoff`, return `otherwise`; None lists the valid names.
 
     >>> nearest("hbu", ["hub", "engine"]), nearest("x", ["hub", "engine"])
     ('did you mean hub?', 'valid: hub, engine')
     """
     names = list(valid)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
-    if close:
-        return f"did you mean {close[0]}?"
+    if close := difflib.get_close_matches(name, names, n=1, cutoff=cutoff):
+        return f"did you mean {show(close[0])}?"
+    if otherwise is not None:
+        return otherwise
     return f"valid: {', '.join(names[:MAX_NAMES])}{', ...' if len(names) > MAX_NAMES else ''}"

@@ -15,7 +15,6 @@ Needs: extra reasoning.
 from __future__ import annotations
 
 import asyncio
-import difflib
 import functools
 import random
 import re
@@ -32,6 +31,7 @@ from atroposlib.envs.lengths import length_penalties
 from atroposlib.envs.reward_fns.reward_function import after_thinking
 from atroposlib.envs.rewards import RewardFailure
 from atroposlib.errors import ConfigError, EnvError, require
+from atroposlib.utils.wording import nearest
 
 NOT_A_TASK = "composite"
 """Mixes other tasks; it has no puzzles of its own."""
@@ -215,9 +215,8 @@ def available_tasks(wanted: Sequence[str] | None) -> list[str]:
     )
     for name in wanted or []:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"--env.tasks: reasoning-gym has no task {name!r}{hint}")
+            hint = nearest(name, known)
+            raise ConfigError(f"--env.tasks: reasoning-gym has no task {name!r}; {hint}")
     return list(wanted or known)
 
 

@@ -21,6 +21,7 @@ FOUNDATION = {
     "atroposlib.http_bodies",
     "atroposlib.http_guard",
     "atroposlib.utils",
+    "atroposlib.utils.wording",
     "atroposlib.frontend",
 }
 """Every row of LAYERS may import these; they import each other alone."""

@@ -167,7 +167,7 @@ async def test_eos_is_in_the_ids_and_not_in_the_text(client: httpx.AsyncClient) 
 @pytest.mark.parametrize(
     ("change", "param", "words"),
     [
-        ({"temprature": 1}, "temprature", "did you mean 'temperature'"),
+        ({"temprature": 1}, "temprature", "did you mean temperature"),
         ({"temperature": -1}, "temperature", "got -1"),
         ({"temperature": "hot"}, "temperature", "Expected"),
         ({"top_p": 0}, "top_p", "(0, 1]"),

@@ -192,7 +192,7 @@ def test_functions_are_rewards_and_one_number_is_for_all() -> None:
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("acuracy", "; did you mean 'accuracy'"),
+        ("acuracy", "; did you mean accuracy"),
         *((name, "") for name in ("registry", "reward_function", "os.path", "")),
     ],
 )

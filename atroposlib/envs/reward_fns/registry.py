@@ -6,7 +6,6 @@ underscores.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import pkgutil
@@ -16,6 +15,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from atroposlib.envs.reward_fns.reward_function import RewardFunction
+from atroposlib.utils.wording import nearest
 
 _PACKAGE = "atroposlib.envs.reward_fns"
 _NO_REWARDS = frozenset({"registry", "reward_function", "math_worker"})
@@ -74,9 +74,7 @@ class RewardRegistry:
             self._adopt(stem)
             if (found := self._find(name)) is not None:
                 return found
-        near = difflib.get_close_matches(name, self._factories, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else f": {', '.join(self._factories)}"
-        raise ImportError(f"there is no reward function {name!r}{hint}")
+        raise ImportError(f"there is no reward function {name!r}; {nearest(name, self._factories)}")
 
     def create(self, name_or_config: str | Mapping[str, Any], **kwargs: Any) -> RewardFunction:
         """Make a reward from its name, or from `{"type": name, "params": {...}, ...}`, which overrides kwargs."""

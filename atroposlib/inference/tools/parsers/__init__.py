@@ -7,7 +7,6 @@ Text that is not a well-formed call stays text: nothing a model writes raises or
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
 from atroposlib.errors import ConfigError
@@ -22,6 +21,7 @@ from atroposlib.inference.tools.parsers.json_styles import (
 )
 from atroposlib.inference.tools.parsers.qwen_coder import QWEN3_CODER
 from atroposlib.inference.tools.parsers.style import Call, Parsed, Style
+from atroposlib.utils.wording import nearest
 
 __all__ = ["STYLES", "Call", "Parsed", "Style", "style_named"]
 
@@ -49,10 +49,7 @@ def style_named(name: str, *, tokenizer: Any = None) -> Style:
     if name in borrowed:
         return vllm_style(name, tokenizer)
     known = sorted({*STYLES, *borrowed})
-    near = difflib.get_close_matches(wanted, known, n=1, cutoff=0.5)
     raise ConfigError(
-        f"there is no tool parser {name!r}"
-        + (f"; did you mean {near[0]!r}?" if near else ".")
-        + f" Known: {', '.join(known)}"
-        + ("" if borrowed else " (and more where vLLM is installed)")
+        f"there is no tool parser {name!r}; {nearest(wanted, known, otherwise='none is similar.')}"
+        f" Known: {', '.join(known)}" + ("" if borrowed else " (and more where vLLM is installed)")
     )

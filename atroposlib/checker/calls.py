@@ -6,20 +6,20 @@ Every call ends with a result or an Exception. Used by `check.py` only.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import ctypes
 import gc
 import itertools
-import multiprocessing
+import operator
 import os
-import subprocess
+import re
 import sys
 import threading
 import time
 import traceback
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self, TypeVar
@@ -80,34 +80,32 @@ class LoopWatch:
 
     def _watch(self) -> None:
         with (
-            _cpu_waits(self._native_id) as loop_waits,
-            _cpu_waits(threading.get_native_id()) as own_waits,
+            _cpu_wait(self._native_id) as loop_wait,
+            _cpu_wait(threading.get_native_id()) as own_wait,
         ):
-            self._look_until_stopped(loop_waits, own_waits)
+            self._look_until_stopped(time.monotonic, time.process_time, loop_wait, own_wait)
 
-    def _look_until_stopped(
-        self, loop_waits: Callable[[], float], own_waits: Callable[[], float]
-    ) -> None:
+    def _look_until_stopped(self, *clocks: Callable[[], float]) -> None:
         answered = threading.Event()
         answered.set()
-        looked_at = asked_at = time.monotonic()
-        used_at, blocked_s = time.process_time(), 0.0
+        before = [clock() for clock in clocks]
+        asked_at, blocked_s = before[0], 0.0
         while not self._stop.wait(_LOOK_S):
-            passed_s, used_s = time.monotonic() - looked_at, time.process_time() - used_at
-            looked_at, used_at = looked_at + passed_s, used_at + used_s
-            is_late = passed_s - own_waits() > 1.5 * _LOOK_S
-            waited_s = loop_waits()
-            slept_s = 0.0 if is_late else _LOOK_S - waited_s
+            now = [clock() for clock in clocks]
+            passed_s, used_s, loop_waited_s, own_waited_s = map(operator.sub, now, before)
+            before = now
             if answered.is_set():
                 answered.clear()
                 self._loop.call_soon_threadsafe(answered.set)
-                asked_at, blocked_s = looked_at, 0.0
+                asked_at, blocked_s = now[0], 0.0
             if where := self._author_function():
+                is_late = passed_s - own_waited_s > 1.5 * _LOOK_S
+                slept_s = 0.0 if is_late else _LOOK_S - loop_waited_s
                 blocked_s += max(slept_s, min(passed_s, used_s))
                 if blocked_s > BLOCKED_S:
                     longest_s = self.stalls[where].get(self.run, 0.0)
                     self.stalls[where][self.run] = max(blocked_s, longest_s)
-            if looked_at - asked_at > self._patience_s:
+            if now[0] - asked_at > self._patience_s:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
                     ctypes.c_ulong(self._thread_id), ctypes.py_object(LoopBlocked)
                 )
@@ -115,36 +113,25 @@ class LoopWatch:
 
     def _author_function(self) -> str | None:
         """Return the author's innermost running function."""
-        frame = _frame_of(self._thread_id)
-        while frame is not None:
+        for frame, _ in traceback.walk_stack(_frame_of(self._thread_id)):
             code = frame.f_code
             if code.co_filename in self.author_files:
                 return f"{code.co_qualname} ({Path(code.co_filename).name}:{code.co_firstlineno})"
-            frame = frame.f_back
         return None
 
 
-@contextmanager
-def _cpu_waits(native_thread_id: int) -> Iterator[Callable[[], float]]:
-    """Yield a function that returns how long a thread has waited for a CPU since the last call, in seconds.
+@contextlib.contextmanager
+def _cpu_wait(native_thread_id: int) -> Iterator[Callable[[], float]]:
+    """Yield a clock of the seconds that a thread has waited for a CPU; it stands still where the kernel does not say.
 
-    It returns 0 where the kernel does not say. Its file stays open: `open_handles` counts descriptors.
+    Its file stays open: `open_handles` counts descriptors.
     """
     path = Path(f"/proc/self/task/{native_thread_id}/schedstat")
     if not path.exists():
         yield lambda: 0.0
         return
-    last_ns = 0
-    with path.open("rb", buffering=0) as stat:
-
-        def waited_s() -> float:
-            nonlocal last_ns
-            stat.seek(0)
-            before_ns, last_ns = last_ns, int(stat.read().split()[1])
-            return (last_ns - before_ns) / 1e9
-
-        waited_s()
-        yield waited_s
+    with path.open("rb") as stat:
+        yield lambda: int(os.pread(stat.fileno(), 100, 0).split()[1]) / 1e9
 
 
 def _frame_of(thread_id: int) -> FrameType | None:
@@ -176,41 +163,22 @@ def open_handles() -> set[int]:
     return set(range(lowest_free))
 
 
-@contextmanager
-def heap_set_apart() -> Iterator[None]:
-    """Leave the objects that exist now out of `child_processes`, whose search takes a second in a large program."""
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
 def child_processes() -> set[Any]:
-    """Return the running processes that `subprocess`, asyncio or `multiprocessing` started in `heap_set_apart`.
+    """Return the `psutil.Process` of every process that this one started, directly or not, and did not wait for."""
+    import psutil  # only a check needs it
 
-    `subprocess` keeps the `Popen` of a running process even if the author dropped it.
-    """
-    if sys.platform == "linux":  # without any child, skip the search
-        try:
-            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:
-            return set()
-    return {
-        *multiprocessing.active_children(),
-        *(
-            found
-            for found in gc.get_objects()
-            if issubclass(type(found), subprocess.Popen) and found.returncode is None
-        ),
-    }
+    return set(psutil.Process().children(recursive=True))
 
 
 def end_processes(processes: Collection[Any]) -> None:
-    """Kill the processes that the environment left running."""
+    """Kill the processes that the environment left running, but not those that serve `multiprocessing` itself."""
+    import psutil
+
     for process in processes:
-        process.kill()
-        process.wait() if isinstance(process, subprocess.Popen) else process.join()
+        with contextlib.suppress(psutil.Error):  # it has ended
+            command = " ".join(process.cmdline())
+            if not re.search(r"multiprocessing\.(resource_tracker|forkserver)", command):
+                process.kill()
 
 
 def leaked(stock: Sequence[set[Any]]) -> set[Any]:

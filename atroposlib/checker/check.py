@@ -1,7 +1,7 @@
 """Run an environment on an in-process engine, without a hub, and judge it by the rules of `report.py`.
 
 Items run one after another, each several times with the same answers, so that every difference has one cause. A rule
-passes only if something was seen that could have broken it (`Verdicts.look`); it is not judged if an earlier failure
+passes only if something was seen that could have broken it (`Report.look`); it is not judged if an earlier failure
 makes its verdict meaningless: one fault, one finding. `execution.py` runs items, `earnings.py` judges rewards,
 `leftovers.py` what runs leave behind. Called by `python env.py check` and by authors' tests through `check_env`.
 """
@@ -23,43 +23,47 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from atroposlib.checker import clock, probes
-from atroposlib.checker.answers import gold_result, guesses, knows_answers, rounds
-from atroposlib.checker.calls import (
-    child_processes,
-    describe,
-    end_processes,
-    heap_set_apart,
-    run_in_own_loop,
-)
+from atroposlib.checker.answers import EMPTY, gold_result, guesses, knows_answers, rounds
+from atroposlib.checker.calls import child_processes, end_processes, run_in_own_loop
 from atroposlib.checker.checkpoints import attach_checkpoints, is_same, restore_faults, save
-from atroposlib.checker.earnings import EARNING_RULES, USELESS_ANSWERS, Earnings
-from atroposlib.checker.engine import Answer, PairTokenizer
-from atroposlib.checker.execution import Execution, hint_of, seed_all
+from atroposlib.checker.earnings import EARNING_RULES, Earnings
+from atroposlib.checker.engine import Answer, PairTokenizer, question_of
+from atroposlib.checker.execution import Execution, seed_all
 from atroposlib.checker.leftovers import judge_cancelling, judge_leaks, judge_stalls
-from atroposlib.checker.report import BY_NAME, Report, Verdicts
+from atroposlib.checker.report import NAMES, Report
 from atroposlib.checker.runs import Run, difference
 from atroposlib.envs.base import APIServerConfig, BaseEnv, ExtraServers
-from atroposlib.errors import ConfigError, cause_of
+from atroposlib.errors import ConfigError
 from atroposlib.utils.wording import nearest
 
 MAX_ROUNDS = 6
 """Maximum groups of guesses per item, tried until rewards differ."""
 MAX_PROBED_ITEMS = 2
 """Items whose right answer is varied."""
-MIN_CHANGES = 4
+MIN_CHANGES = 5
 """Changes before answers are scored again that are always tried; the first item is scored at further times."""
 MAX_CHANGES_CPU_S = 2.0
 MAX_CHANGES_S = 15.0
 """Time for these: CPU time, so that a busy machine tries as many, and elapsed time, for items that wait."""
 
 
+USELESS = (
+    probes.Probe("empty_unrewarded", EMPTY),
+    probes.Probe("echo_unrewarded", question_of),
+)
+
+
 class Variation(NamedTuple):
     """What is changed before answers are scored again."""
 
+    rule: str
+    """The rule that fails if a score changes."""
     when: str
-    hint: str
-    """What to do if it changes a score."""
+    hint: str = ""
+    """What to do then."""
     seed: int = 0
+    order: int = 1
+    """-1: the answers are given in reversed order."""
     moved_clock: AbstractContextManager[None] | None = None
 
 
@@ -85,27 +89,29 @@ def check_env(
     While it runs, the check controls the clock, the random state and the group size (at least 8).
     """
     for name in skip:
-        if name not in BY_NAME:
-            raise ConfigError(f"there is no rule {name!r} to skip; {nearest(name, BY_NAME)}")
+        if name not in NAMES:
+            raise ConfigError(f"there is no rule {name!r} to skip; {nearest(name, NAMES)}")
         if name in ("starts", "gives_items", "collects"):
             raise ConfigError(f"{name} cannot be skipped: without it nothing can be judged")
     if num_items < 1:
         raise ConfigError(f"num_items: got {num_items}; at least one item is needed")
     offline = _offline_class(env_cls, tokenizer)
-    verdicts = Verdicts()
-    verdicts.skip("not judged, as asked for", *skip)
-    execution = Execution(
+    report = Report(environment=env_cls.name or env_cls.__name__)
+    report.skip("not judged, as asked for", *skip)
+    check = _Check(
         env_cls=env_cls,
         make=lambda: (make or _make_default)(offline),
-        verdicts=verdicts,
+        report=report,
         timeout_s=timeout_s,
         seed=seed,
+        num_items=num_items,
+        resume_items=resume_items,
     )
-    check = _Check(execution=execution, num_items=num_items, resume_items=resume_items)
     python_state, numpy_state = random.getstate(), np.random.get_state()
     seed_all(seed)
     try:
-        return run_in_own_loop(check.run())
+        run_in_own_loop(check.judge())
+        return report
     finally:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
@@ -139,84 +145,74 @@ def _make_default(env_cls: type[BaseEnv]) -> BaseEnv:
 
 
 @dataclass(kw_only=True)
-class _Check:
+class _Check(Execution):
     """What is tried with an environment, in order."""
 
-    execution: Execution
     num_items: int
     resume_items: bool
     good_answers: dict[int, Answer] = field(default_factory=dict)
     """A right answer by item, for items that have one with a higher reward than others."""
 
     def __post_init__(self) -> None:
-        self.verdicts = self.execution.verdicts
-        self.earnings = Earnings(verdicts=self.verdicts)
+        super().__post_init__()
+        self.earnings = Earnings(report=self.report)
 
-    async def run(self) -> Report:
-        env_cls = self.execution.env_cls
+    async def judge(self) -> None:
+        """Fill the report."""
         began = time.monotonic()
-        with heap_set_apart():
-            processes_before = child_processes()
-            with tempfile.TemporaryDirectory() as folder, self.execution.watch:
-                await self._judge(Path(folder))
-            end_processes(child_processes() - processes_before)
-        return Report(
-            environment=env_cls.name or env_cls.__name__,
-            findings=list(self.verdicts.findings.values()),
-            num_items=len(self.execution.items),
-            num_groups=sum(len(run.groups) for run in self.earnings.runs),
-            duration_s=time.monotonic() - began,
-        )
+        processes_before = child_processes()
+        with tempfile.TemporaryDirectory() as folder, self.watch:
+            await self._start_and_judge(Path(folder))
+        end_processes(child_processes() - processes_before)
+        self.report.num_items = len(self.items)
+        self.report.num_groups = sum(len(run.groups) for run in self.earnings.runs)
+        self.report.duration_s = time.monotonic() - began
 
-    async def _judge(self, folder: Path) -> None:
-        env = await self.execution.start(folder, "starts")
+    async def _start_and_judge(self, folder: Path) -> None:
+        env = await self.start(folder, "starts")
         if env is None:
-            self.verdicts.skip("the environment does not start", *BY_NAME)
+            self.report.skip("the environment does not start", *NAMES)
             return
+        self.env = env
         try:
-            await self._get_items(env)
-            if not self.execution.items:
-                self.verdicts.skip("there are no items", *BY_NAME.keys() - {"starts"})
+            await self._get_items()
+            if not self.items:
+                self.report.skip("there are no items", *NAMES[1:])
                 return
-            self.earnings.knows_answers = await self.execution.ask(
-                lambda: any(knows_answers(env, item) for item in self.execution.items),
-                "example_answers()",
+            self.earnings.knows_answers = await self.ask(
+                lambda: any(knows_answers(env, item) for item in self.items), "example_answers()"
             )
-            for index in range(len(self.execution.items)):
-                await self._try_item(env, index)
+            for index in range(len(self.items)):
+                await self._try_item(index)
             self.earnings.judge_answers()
-            self.earnings.judge_rewards(
-                num_items=len(self.execution.items), has_fatal=bool(self.execution.fatal)
-            )
-            await judge_leaks(self.execution)
-            judge_stalls(self.execution)
-            await judge_cancelling(self.execution, env)
-            await self._evaluate(env, folder)
-            await self._checkpoints(env, folder)
+            self.earnings.judge_rewards(has_fatal=bool(self.fatal))
+            await judge_leaks(self)
+            judge_stalls(self)
+            await judge_cancelling(self)
+            await self._evaluate(folder)
+            await self._checkpoints(folder)
         finally:
-            await self.execution.stop(env)
+            await self.stop(env)
 
-    async def _get_items(self, env: BaseEnv) -> None:
+    async def _get_items(self) -> None:
         for index in range(self.num_items):
-            try:
-                item = await self.execution.within(env.get_next_item(), "get_next_item()")
-            except Exception as error:  # noqa: BLE001 - boundary: the author's code
-                self.verdicts.fail("gives_items", describe(error), item=index, hint=hint_of(error))
-                return
+            item = None
+            with self.judging("gives_items", item=index):
+                item = await self.within(self.env.get_next_item(), "get_next_item()")
+                if item is None and index == 0:
+                    self.report.fail("gives_items", "get_next_item() returned None", item=0)
             if item is None:
-                if index == 0:
-                    self.verdicts.fail("gives_items", "get_next_item() returned None", item=0)
                 return
-            self.execution.items.append(item)
-            self.verdicts.look("gives_items")
+            self.items.append(item)
+            self.report.look("gives_items")
 
-    async def _try_item(self, env: BaseEnv, index: int) -> None:
+    async def _try_item(self, index: int) -> None:
         """Try answers until rewards differ; then repeat the last ones, and vary the right one."""
         telling: Run | None = None
-        item = self.execution.items[index]
-        found = await self.execution.ask(lambda: guesses(env, item), "example_answers()")
-        for answers in rounds(found, self.execution.group_size)[:MAX_ROUNDS]:
-            run = await self.execution.collect(env, index, answers)
+        item = self.items[index]
+        found = await self.ask(lambda: guesses(self.env, item), "example_answers()")
+        for answers in rounds(found, self.group_size)[:MAX_ROUNDS]:
+            run = await self.collect(index, answers)
             if run is None:
                 continue
             self.earnings.runs.append(run)
@@ -226,18 +222,14 @@ class _Check:
                 break
         if telling is None:
             return
-        if await self._is_repeatable(env, telling):
-            again = await self.execution.collect(env, index, telling.answers[::-1])
-            reversed_order = Variation("in reversed order", "")
-            # Leaving answers out is judged by the rule group_size.
-            self._compare("reward_ignores_order", telling, again, reversed_order, True)
+        await self._score_again(telling)
         if telling.has_difference:
             self.good_answers[index] = min(telling.best_answers(), key=probes.rank)
             if len(self.good_answers) <= MAX_PROBED_ITEMS:
-                await self._vary(env, telling)
+                await self._vary(telling)
 
-    async def _is_repeatable(self, env: BaseEnv, telling: Run) -> bool:
-        """Score the same answers again: unchanged, with other random numbers, and at other times."""
+    async def _score_again(self, telling: Run) -> None:
+        """Score the same answers with one change after another, until one has other rewards."""
         began, used = time.monotonic(), time.process_time()
         for num, change in enumerate(self._changes()):
             is_late = (
@@ -245,57 +237,49 @@ class _Check:
                 or time.process_time() - used > MAX_CHANGES_CPU_S
             )
             if num >= MIN_CHANGES and (telling.item > 0 or is_late):
-                break
+                return
             # At another time a deadline may pass: only a score that differs is a fault.
             may_fail = change.moved_clock is not None
             with change.moved_clock or nullcontext():
-                again = await self.execution.collect(
-                    env, telling.item, telling.answers, seed=change.seed, may_fail=may_fail
+                answers = telling.answers[:: change.order]
+                again = await self.collect(
+                    telling.item, answers, seed=change.seed, may_fail=may_fail
                 )
-            if not self._compare("reward_repeatable", telling, again, change, may_fail):
-                return False
-        return True
+            if again is None:
+                continue
+            # In another order fewer answers may be given, which the rule group_size judges.
+            may_leave_out = may_fail or change.order < 0
+            if other := difference(telling, again, may_leave_out=may_leave_out):
+                what = f"{other} {change.when}"
+                self.report.fail(change.rule, what, item=telling.item, hint=change.hint)
+                return
+            self.report.look(change.rule, len(telling.earned.keys() & again.earned.keys()))
 
     def _changes(self) -> Iterator[Variation]:
-        yield Variation(
-            "when scored again", "score without memory: no earlier answers, no generator"
-        )
-        yield Variation("with other random numbers", "score without random numbers", seed=1)
+        rule = "reward_repeatable"
+        memory = "score without memory: no earlier answers, no generator"
+        yield Variation(rule, "when scored again", memory)
+        yield Variation(rule, "with other random numbers", "score without random numbers", seed=1)
         load = "do not score by how long the code takes: that depends on the machine's load"
-        fast = clock.fast_clocks(self.execution.watch.author_files)
-        yield Variation("when time passes faster", load, moved_clock=fast)
+        fast = clock.fast_clocks(self.watch.author_files)
+        yield Variation(rule, "when time passes faster", load, moved_clock=fast)
+        yield Variation("reward_ignores_order", "in reversed order", order=-1)
         date = "score without the clock: no date and no time of day"
         for index in range(1, clock.NUM_TIMES):
-            yield Variation("at another time", date, moved_clock=clock.other_time(index))
+            yield Variation(rule, "at another time", date, moved_clock=clock.other_time(index))
 
-    def _compare(
-        self, rule: str, telling: Run, again: Run | None, change: Variation, may_leave_out: bool
-    ) -> bool:
-        """Fail `rule` if a repetition has other rewards; return whether it has none."""
-        if again is None:
-            return True
-        other = difference(telling, again, may_leave_out=may_leave_out)
-        if other is None:
-            self.verdicts.look(rule, len(telling.earned.keys() & again.earned.keys()))
-        else:
-            self.verdicts.fail(rule, f"{other} {change.when}", item=telling.item, hint=change.hint)
-        return other is None
-
-    async def _vary(self, env: BaseEnv, telling: Run) -> None:
+    async def _vary(self, telling: Run) -> None:
         """Give answers that are made from a right one, in groups with it and with the worst one."""
         index, good = telling.item, self.good_answers[telling.item]
         result = probes.result_of(good) if isinstance(good, str) else None
-        asked: list[probes.Probe] = []
+        asked = [*USELESS]
         if telling.num_verdicts:
             reason = "a judge or a reward model scores, and a scripted one stands in for it"
-            self.verdicts.skip(
-                reason, *(name for name in EARNING_RULES if name not in USELESS_ANSWERS)
-            )
+            self.report.skip(reason, *{*EARNING_RULES} - {probe.rule for probe in USELESS})
         else:
             asked += probes.copied(result, telling.samples[0].prompt_text)
-            items = self.execution.items
-            golds = await self.execution.ask(
-                lambda: [gold_result(env, item) for item in items], "gold_answer()"
+            golds = await self.ask(
+                lambda: [gold_result(self.env, item) for item in self.items], "gold_answer()"
             )
             gold = golds[index]
             if result is not None:
@@ -309,76 +293,60 @@ class _Check:
         room = max(1, telling.num_given - 2)
         for start in range(0, len(asked), room):
             chunk = asked[start : start + room]
-            run = await self.execution.collect(
-                env, index, [good, bad, *(probe.answer for probe in chunk)]
-            )
+            run = await self.collect(index, [good, bad, *(probe.answer for probe in chunk)])
             if run is not None:
                 self.earnings.judge_probes(run, good, bad, chunk)
 
-    async def _evaluate(self, env: BaseEnv, folder: Path) -> None:
-        self.execution.engine.script([*self.good_answers.values(), "qx"][:1])
-        try:
-            with contextlib.redirect_stdout(
-                io.StringIO()
-            ):  # a table of the scripted engine's figures
-                await self.execution.within(env.evaluate(), "evaluate()")
+    async def _evaluate(self, folder: Path) -> None:
+        report, quiet = self.report, contextlib.redirect_stdout(io.StringIO())
+        self.engine.script([*self.good_answers.values(), "qx"][:1])
+        with self.judging("evaluates"):
+            with quiet:  # a table of the scripted engine's figures
+                await self.within(self.env.evaluate(), "evaluate()")
             written = any(path.is_file() for path in (folder / "evals").rglob("*"))
-            if not written and not await self._logs_metrics(env):
-                self.verdicts.fail("evaluates", "it wrote no file and logged no metric")
-            self.verdicts.look("evaluates")
-        except Exception as error:  # noqa: BLE001 - boundary: the author's code
-            if self.verdicts.has_failed("grader_survives"):
-                self.verdicts.skip("grader_survives fails", "evaluates")
-            self.verdicts.fail(
-                "evaluates", describe(cause_of(error)), hint=hint_of(cause_of(error))
-            )
+            if not written and not await self._logs_metrics():
+                report.fail("evaluates", "it wrote no file and logged no metric")
+            report.look("evaluates")
+        if report.has_failed("evaluates"):
+            report.dismiss("grader_survives", "evaluates")
 
-    async def _logs_metrics(self, env: BaseEnv) -> bool:
+    async def _logs_metrics(self) -> bool:
         """Whether `wandb_log` would now log an evaluation metric."""
         logged: dict[str, Any] = {}
-        env.rollouts_for_wandb = []
-        env.wandb_run = SimpleNamespace(log=lambda metrics, **options: logged.update(metrics))
+        self.env.rollouts_for_wandb = []
+        self.env.wandb_run = SimpleNamespace(log=lambda metrics, **options: logged.update(metrics))
         try:
-            await self.execution.within(env.wandb_log(), "wandb_log()")
+            await self.within(self.env.wandb_log(), "wandb_log()")
         finally:
-            env.wandb_run = None
+            self.env.wandb_run = None
         return any("eval" in key for key in logged if not key.startswith("server/"))
 
-    async def _checkpoints(self, env: BaseEnv, folder: Path) -> None:
-        rules = ("checkpoint_is_json", "checkpoint_restores", "items_resume")
-        try:
-            data = await self.execution.call(lambda: save(env, folder), "save_checkpoint()")
-        except Exception as error:  # noqa: BLE001 - boundary: the author's code
-            self.verdicts.fail("checkpoint_is_json", describe(error))
-            self.verdicts.skip("nothing is saved", *rules)
+    async def _checkpoints(self, folder: Path) -> None:
+        report, saved = self.report, None
+        with self.judging("checkpoint_is_json"):
+            saved = await self.call(lambda: save(self.env, folder), "save_checkpoint()")
+        if saved is None:
+            reason = "save_checkpoint() saves nothing"
+            report.skip(reason, "checkpoint_is_json", "checkpoint_restores", "items_resume")
             return
-        if data is None:
-            self.verdicts.skip("save_checkpoint() saves nothing", *rules)
-            return
-        self.verdicts.look("checkpoint_is_json", len(data))
+        report.look("checkpoint_is_json", len(saved))
         if not self.resume_items:
-            self.verdicts.skip("optional: ask for it with --resume-items", "items_resume")
-        fresh = await self.execution.start(folder, "checkpoint_restores")
+            report.skip("optional: ask for it with --resume-items", "items_resume")
+        fresh = await self.start(folder, "checkpoint_restores")
         if fresh is None:
             return
-        try:
+        with self.judging("checkpoint_restores"):
             attach_checkpoints(fresh, folder)
-            await self.execution.call(fresh.load_checkpoint, "load_checkpoint()")
-            self.verdicts.look("checkpoint_restores", len(data))
-            again = await self.execution.call(lambda: save(fresh, folder), "save_checkpoint()")
-            for fault in restore_faults(env, fresh, data, again or {}):
-                self.verdicts.fail("checkpoint_restores", fault)
-            if self.verdicts.has_failed("checkpoint_restores"):
-                self.verdicts.skip("checkpoints do not restore", "items_resume")
-            elif self.resume_items:
-                wanted = await self.execution.within(env.get_next_item(), "get_next_item()")
-                got = await self.execution.within(fresh.get_next_item(), "get_next_item()")
-                self.verdicts.look("items_resume")
+            await self.call(fresh.load_checkpoint, "load_checkpoint()")
+            report.look("checkpoint_restores", len(saved))
+            again = await self.call(lambda: save(fresh, folder), "save_checkpoint()")
+            for fault in restore_faults(self.env, fresh, saved, again or {}):
+                report.fail("checkpoint_restores", fault)
+            if self.resume_items and not report.has_failed("checkpoint_restores"):
+                wanted = await self.within(self.env.get_next_item(), "get_next_item()")
+                got = await self.within(fresh.get_next_item(), "get_next_item()")
+                report.look("items_resume")
                 if not is_same(wanted, got):
-                    self.verdicts.fail(
-                        "items_resume", f"expected {wanted!r:.100}, got {got!r:.100}"
-                    )
-        except Exception as error:  # noqa: BLE001 - boundary: the author's code
-            self.verdicts.fail("checkpoint_restores", describe(error), hint=hint_of(error))
-        finally:
-            await self.execution.stop(fresh)
+                    report.fail("items_resume", f"expected {wanted!r:.100}, got {got!r:.100}")
+        report.dismiss("checkpoint_restores", "items_resume")
+        await self.stop(fresh)

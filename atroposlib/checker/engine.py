@@ -210,7 +210,7 @@ def question_of(prompt: str) -> str:
 
 def shown(answer: Answer) -> str:
     """Return an answer for the report; a function of the prompt by its name."""
-    return f"{answer!r:.80}" if isinstance(answer, str) else f"<{answer.__name__}>"
+    return f"{answer!r:.160}" if isinstance(answer, str) else f"<{answer.__name__}>"
 
 
 def _is_quoted(sample: ProbeSample, prompt: str) -> bool:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,7 +29,7 @@ from atroposlib.checker.calls import (
     within,
 )
 from atroposlib.checker.engine import Answer, PairTokenizer, ProbeEngine, shown
-from atroposlib.checker.report import Verdicts
+from atroposlib.checker.report import Report
 from atroposlib.checker.runs import Run, Sink, fault_of, text_of
 from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.collecting import close, collect
@@ -51,6 +52,14 @@ MIN_GROUP_SIZE = 8
 """Minimum answers per group: guesses, nonsense, an empty answer and an echo."""
 
 
+STOCKS: dict[str, Callable[[], set[Any]]] = {
+    "no_leaked_tasks": asyncio.all_tasks,
+    "no_leaked_processes": child_processes,
+    "no_leaked_handles": open_handles,
+}
+"""What lists the things that a run may leave behind, by rule."""
+
+
 class ScoreNotFinite(ValueError):
     """A group has a score that is NaN or infinite."""
 
@@ -61,19 +70,19 @@ class Execution:
 
     env_cls: type[BaseEnv]
     make: Callable[[], BaseEnv]
-    verdicts: Verdicts
+    report: Report
     timeout_s: float
     seed: int
+    env: BaseEnv = field(init=False)
     items: list[Any] = field(default_factory=list)
     engine: ProbeEngine = field(default_factory=lambda: ProbeEngine(PairTokenizer()))
     sink: Sink = field(default_factory=Sink)
     group_size: int = MIN_GROUP_SIZE
     fatal: set[Answer] = field(default_factory=set)
     """Answers that make the whole item fail; they are not given again."""
-    tasks: list[set[Any]] = field(default_factory=list)
-    """Unfinished tasks after each run; like the next two."""
-    handles: list[set[Any]] = field(default_factory=list)
-    processes: list[set[Any]] = field(default_factory=list)
+    num_runs: int = 0
+    stocks: dict[str, list[set[Any]]] = field(default_factory=lambda: defaultdict(list))
+    """What existed after each run, by the rule that no run adds to it."""
 
     def __post_init__(self) -> None:
         self.watch = LoopWatch(author_files(self.env_cls), patience_s=self.timeout_s)
@@ -98,6 +107,15 @@ class Execution:
         except Exception as error:
             raise EnvError(f"{what} failed: {describe(error)}") from error
 
+    @contextmanager
+    def judging(self, rule: str, *, item: int | None = None, what: str = "") -> Iterator[None]:
+        """Add an exception of the author's code, after the words `what`, as evidence against a rule."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - boundary: the author's code
+            cause = cause_of(error)
+            self.report.fail(rule, what + describe(cause), item=item, hint=hint_of(cause))
+
     async def start(self, folder: Path, rule: str) -> BaseEnv | None:
         """Return an environment after `setup`, with its own engine; None, with a finding, if that fails."""
         env: BaseEnv | None = None
@@ -118,33 +136,30 @@ class Execution:
             env.group_sink = self.sink
             await self.within(env.setup(), "setup()")
             self.engine.tokenizer = env.tokenizer
-            self.verdicts.look("starts")
+            self.report.look("starts")
             return env
         except Exception as error:
             if env is None and isinstance(error, ConfigError):
                 raise
-            self.verdicts.fail(rule, describe(error), hint=hint_of(error))
+            self.report.fail(rule, describe(error), hint=hint_of(error))
             if env is not None:
                 await self.stop(env)
             return None
 
     async def stop(self, env: BaseEnv) -> None:
-        try:
+        with self.judging("no_leaked_handles", what="close() failed: "):
             await self.within(close(env), "close()")
-        except Exception as error:  # noqa: BLE001 - boundary: the author's code
-            what = f"close() failed: {describe(error)}"
-            self.verdicts.fail("no_leaked_handles", what, hint=hint_of(error))
 
-    async def run(self, env: BaseEnv, index: int, answers: Sequence[Answer], seed: int = 0) -> Run:
+    async def run(self, index: int, answers: Sequence[Answer], seed: int = 0) -> Run:
         """Run one item with scripted answers and judge its groups. Raises what the author's code raises."""
         item = self.items[index]
         self.engine.script(answers)
         self.sink.groups = []
         num_verdicts = self.engine.num_verdicts
         seed_all(self.seed + seed)
-        groups, _ = await self.within(collect(env, copy_of(item)), "the item")
+        groups, _ = await self.within(collect(self.env, copy_of(item)), "the item")
         if groups:
-            await env.handle_send_to_api(
+            await self.env.handle_send_to_api(
                 groups, item, do_send_to_api=False, abort_on_any_max_length_exceeded=False
             )
         run = Run(
@@ -154,97 +169,91 @@ class Execution:
             num_verdicts=self.engine.num_verdicts - num_verdicts,
         )
         for group in self.sink.groups:
-            self._judge_group(env, run, group)
+            self._judge_group(run, group)
         for _ in range(5):  # lets tasks that are about to end do so
             await asyncio.sleep(0)
-        self.tasks.append(asyncio.all_tasks())
-        self.handles.append(open_handles())
-        self.processes.append(child_processes())
+        self.num_runs += 1
+        for rule, take_stock in STOCKS.items():
+            self.stocks[rule].append(take_stock())
         return run
 
-    def _judge_group(self, env: BaseEnv, run: Run, group: Any) -> None:
+    def _judge_group(self, run: Run, group: Any) -> None:
         _refuse_infinite(group)
-        self.verdicts.look("collects")
+        self.report.look("collects")
         try:
             checked = check_group(group, strictness=Strictness.MEANING)
         except GroupError as error:
-            self.verdicts.fail("aligned", str(error), item=run.item)
+            self.report.fail("aligned", str(error), item=run.item)
             return
         run.groups.append(checked)
         num_sequences = checked.num_sequences
         stated = (checked.group_overrides or {}).get("group_size", self.group_size)
-        self.verdicts.look("group_size")
+        self.report.look("group_size")
         if num_sequences != stated:
             what = f"{num_sequences} sequences, expected {stated}"
-            self.verdicts.fail("group_size", what, item=run.item)
+            self.report.fail("group_size", what, item=run.item)
         has_tokens = any(sample.tokens for sample in run.samples)
         for sequence in range(num_sequences if run.samples else 0):
             view = checked.sequence(sequence)
-            fault = fault_of(view, run.samples, env.tokenizer)
-            self.verdicts.look("aligned")
-            self.verdicts.look("token_exact", int(has_tokens))
+            fault = fault_of(view, run.samples, self.env.tokenizer)
+            self.report.look("aligned")
+            self.report.look("token_exact", int(has_tokens))
             if fault is not None:
-                self.verdicts.fail(
+                self.report.fail(
                     fault.rule, fault.what, item=run.item, sequence=sequence, hint=fault.hint
                 )
                 if fault.rule == "aligned":
                     continue  # the answer in it is not known
-            text = text_of(view, run.samples, env.tokenizer)
+            text = text_of(view, run.samples, self.env.tokenizer)
             if text is not None:
                 run.earned[text] = sorted([*run.earned.get(text, ()), view.score])
 
     async def collect(
-        self,
-        env: BaseEnv,
-        index: int,
-        answers: Sequence[Answer],
-        *,
-        seed: int = 0,
-        may_fail: bool = False,
+        self, index: int, answers: Sequence[Answer], *, seed: int = 0, may_fail: bool = False
     ) -> Run | None:
         """Run one item with scripted answers, without those that make it fail; None, with a finding, if all do."""
         answers = [answer for answer in answers if answer not in self.fatal]
         if not answers:
             return None
-        before = _scoring_errors(env)
+        before = _scoring_errors(self.env)
         try:
-            run = await self.run(env, index, answers, seed)
+            run = await self.run(index, answers, seed)
         except Exception as error:  # noqa: BLE001 - boundary: the author's code
             if may_fail:
                 return None
-            if not await self._find_fatal(env, index, answers, cause_of(error)):
+            if not await self._find_fatal(index, answers, cause_of(error)):
                 return None
-            return await self.collect(env, index, answers, seed=seed)
+            return await self.collect(index, answers, seed=seed)
         if may_fail:
             return run
-        self.verdicts.look("grader_survives", len(run.scores))
-        self.verdicts.look("reward_finite", len(run.scores))
-        for kind in _scoring_errors(env) - before:
+        self.report.look("grader_survives", len(run.scores))
+        self.report.look("reward_finite", len(run.scores))
+        for kind in _scoring_errors(self.env) - before:
             rule = "reward_finite" if kind == EnvError.__name__ else "grader_survives"
             unscored = [answer for answer in answers if not run.scores_for(answer)]
             what = f"scoring raised {kind}; answers without a score: "
-            self.verdicts.fail(rule, what + ", ".join(map(shown, unscored[:4])), item=index)
+            self.report.fail(rule, what + ", ".join(map(shown, unscored[:4])), item=index)
         return run
 
     async def _find_fatal(
-        self, env: BaseEnv, index: int, answers: Sequence[Answer], error: BaseException
+        self, index: int, answers: Sequence[Answer], error: BaseException
     ) -> bool:
         """Find the answers that make an item fail; return whether there are others."""
         bad: dict[Answer, BaseException] = {}
         is_by_answer = not isinstance(error, Unfinished | TimeoutError | AtroposError)
         for answer in dict.fromkeys(answers) if is_by_answer else ():
             try:
-                await self.run(env, index, [answer])
+                await self.run(index, [answer])
             except Exception as raised:  # noqa: BLE001 - boundary: the author's code
                 bad[answer] = cause_of(raised)
         are_all_bad = len(bad) == len({*answers})
-        if not bad or (are_all_bad and not self.tasks):
+        if not bad or (are_all_bad and not self.num_runs):
             rule = "reward_finite" if isinstance(error, ScoreNotFinite) else "collects"
-            self.verdicts.fail(rule, describe(error), item=index, hint=hint_of(error))
+            self.report.fail(rule, describe(error), item=index, hint=hint_of(error))
             return False
         for answer, fault in bad.items():
             rule = "reward_finite" if isinstance(fault, ScoreNotFinite) else "grader_survives"
-            self.verdicts.fail(rule, f"{shown(answer)}: {describe(fault)}", item=index)
+            self.report.fail(rule, f"{shown(answer)}: {describe(fault)}", item=index)
         self.fatal |= bad.keys()
         return not are_all_bad
 

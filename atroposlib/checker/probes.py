@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from atroposlib.checker.engine import Answer
+
 _SHAPES = (
     re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})+)\}"),
     re.compile(r"<answer>(.+?)</answer>", re.DOTALL),
@@ -23,19 +25,8 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _FILLERS = ("soup", "zebra", "forty", "yellow", "river", "lamp")
 
 HARSH_ANSWERS = (
-    "nan",
-    "inf",
-    "-",
-    ".",
-    "1/0",
-    "\u00b2",
-    "9" * 4400,
-    "\\boxed{",
-    "<answer>",
-    "{",
-    "[1,",
-    "<tool_call>{</tool_call>",
-    "None",
+    *("nan", "inf", "-", ".", "1/0", "\u00b2", "9" * 4400, "None"),
+    *("\\boxed{", "<answer>", "{", "[1,", "<tool_call>{</tool_call>"),
 )
 """Texts on which graders raise, or get a number that is not finite: `float`, `int`, indexing, JSON, open brackets."""
 
@@ -60,7 +51,7 @@ class Probe(NamedTuple):
     """An answer, the rule that it judges, and what to change if it fails."""
 
     rule: str
-    answer: str
+    answer: Answer
     hint: str = ""
     may_be_right: bool = False
     """Whether it may be right by chance; only if one is rewarded for every item, that is a fault."""

@@ -24,6 +24,8 @@ class Rule(NamedTuple):
     """What holds when the rule passes."""
     advice: str
     """What to change when it fails; evidence of a known cause has a hint instead."""
+    unseen: str = "nothing was seen that could break it"
+    """Why it was not checked if nothing was seen that could break it."""
 
 
 _TABLE = """
@@ -51,18 +53,25 @@ grader_survives: scoring raises for no answer
     score an answer that cannot be read as a wrong one: catch what parsing it raises
 empty_unrewarded: an empty answer earns less than half of what can be earned
     score an empty completion as a wrong one (`'' in text` is always true)
+    not checked if no group had such an answer
 echo_unrewarded: repeating the question earns less than half of what can be earned
     look for the answer where the model has to put it, not anywhere in its text
+    not checked if no group had such an answer
 copy_unrewarded: a result that the prompt states earns less than half of what can be earned
     show worked examples of other questions, and score the completion without the prompt
+    not checked if the prompts state no result
 wrong_unrewarded: a wrong result in the form of a right one earns less than half
     compare with the whole result of this item, not with a part of it
+    not checked if no gold answer is known (gold_answer(row), or a field `answer`) that earns the reward
 list_unrewarded: a list of many results, one of them right, earns less than half
     accept one result: refuse an answer that states several, or judge the last alone
+    not checked if no gold answer is known (gold_answer(row), or a field `answer`) that earns the reward
 retraction_unrewarded: a right result that is taken back for a wrong one earns less than half
     judge the last result of an answer
+    not checked if no gold answer is known (gold_answer(row), or a field `answer`) that earns the reward
 variants_rewarded: a right result written in another usual way earns what it earned
     normalize results before comparing them
+    not checked if the result is not marked by a box, a tag or words
 no_leaked_tasks: no asyncio task outlives its item
     create tasks in an asyncio.TaskGroup, or await them in a finally block
 no_leaked_handles: no file, socket or pipe stays open after its item
@@ -82,11 +91,11 @@ checkpoint_restores: a fresh environment that loads a checkpoint has the attribu
 items_resume: after a restore the next item is the one that would have come
     derive the item from what the checkpoint holds: a seed and a position
 """
-"""Each rule's name and claim, and below them its advice."""
+"""Each rule's name and claim, below them its advice, and for some rules what leaves nothing to judge."""
 
-RULES = tuple(Rule(*row) for row in re.findall(r"(\w+): (.*)\n    (.*)\n", _TABLE))
-
-BY_NAME = {rule.name: rule for rule in RULES}
+_ROW = re.compile(r"(\w+): (.*)\n    (.*)\n(?:    not checked if (.*)\n)?")
+RULES = tuple(Rule(*filter(None, row)) for row in _ROW.findall(_TABLE))
+NAMES = tuple(rule.name for rule in RULES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,18 +137,26 @@ class Finding:
     def why_not_checked(self) -> str:
         """The reason, if the status is `NOT_CHECKED`."""
         is_checked = self.status is not Status.NOT_CHECKED
-        return "" if is_checked else self.reason or "nothing was seen that could break it"
+        return "" if is_checked else self.reason or self.rule.unseen
 
 
-class Verdicts:
-    """A finding per rule, filled while an environment is judged."""
+@dataclass(slots=True, kw_only=True)
+class Report:
+    """The verdicts on one environment: a finding per rule, filled while the environment is judged."""
 
-    def __init__(self) -> None:
-        self.findings = {rule.name: Finding(rule=rule) for rule in RULES}
+    environment: str
+    findings: list[Finding] = field(default_factory=lambda: [Finding(rule=rule) for rule in RULES])
+    num_items: int = 0
+    num_groups: int = 0
+    duration_s: float = 0.0
+
+    def finding(self, name: str) -> Finding:
+        """Return the verdict of the rule called `name`."""
+        return self.findings[NAMES.index(name)]
 
     def look(self, name: str, count: int = 1) -> None:
         """Note that `count` things were seen that could have broken a rule."""
-        self.findings[name].num_looks += count
+        self.finding(name).num_looks += count
 
     def fail(
         self,
@@ -151,36 +168,25 @@ class Verdicts:
         hint: str = "",
     ) -> None:
         """Add evidence against a rule, unless the rule is not judged."""
-        finding = self.findings[name]
+        finding = self.finding(name)
         if not finding.reason:
             finding.evidence.append(Evidence(what=what, item=item, sequence=sequence, hint=hint))
 
     def skip(self, reason: str, *names: str) -> None:
         """Do not judge these rules, except those that failed or were skipped before."""
-        for name in names:
-            finding = self.findings[name]
+        for finding in map(self.finding, names):
             if not finding.evidence:
                 finding.reason = finding.reason or reason
 
-    def has_failed(self, name: str) -> bool:
-        return self.findings[name].status is Status.FAIL
-
     def dismiss(self, cause: str, *names: str) -> None:
-        """Drop what was found about these rules: it follows from the fault that `cause` has found."""
-        for name in names:
-            self.findings[name].evidence.clear()
-        self.skip(f"{cause} fails", *names)
+        """If the rule `cause` failed, drop what was found about these: it follows from that fault."""
+        if self.has_failed(cause):
+            for name in names:
+                self.finding(name).evidence.clear()
+            self.skip(f"{cause} fails", *names)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """The verdicts on one environment."""
-
-    environment: str
-    findings: list[Finding]
-    num_items: int
-    num_groups: int
-    duration_s: float
+    def has_failed(self, name: str) -> bool:
+        return self.finding(name).status is Status.FAIL
 
     @property
     def is_ok(self) -> bool:
@@ -195,10 +201,6 @@ class Report:
     def not_checked(self) -> list[str]:
         """Names of the rules that could not be judged, or were skipped."""
         return self._named(Status.NOT_CHECKED)
-
-    def finding(self, name: str) -> Finding:
-        """Return the verdict of the rule called `name`."""
-        return next(finding for finding in self.findings if finding.rule.name == name)
 
     def _named(self, status: Status) -> list[str]:
         return [finding.rule.name for finding in self.findings if finding.status is status]

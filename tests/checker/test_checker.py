@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from atroposlib.checker import RULES, Report, Status, check_env, clock, leftovers
-from atroposlib.checker.calls import LoopWatch, child_processes, heap_set_apart
+from atroposlib.checker.calls import LoopWatch, child_processes, end_processes
 from atroposlib.checker.engine import PairTokenizer, tokens_apart
 from atroposlib.envs.base import BaseEnv
 from atroposlib.errors import ConfigError, EnvError
@@ -223,7 +223,7 @@ def test_answers_for_the_check_that_fail_are_named(name: str) -> None:
 
 STOPPED = """
 import asyncio, time
-from atroposlib.checker.calls import LoopWatch, child_processes, heap_set_apart
+from atroposlib.checker.calls import LoopWatch
 
 def compute():
     print("computing", flush=True)
@@ -303,11 +303,11 @@ def test_mistake_in_the_flags_exits_2(
     assert message in capsys.readouterr().err
 
 
-def test_processes_that_ran_before_a_check_are_not_searched_for() -> None:
+def test_only_processes_that_a_check_left_are_killed() -> None:
     sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
     with subprocess.Popen(sleep) as earlier:
-        with heap_set_apart(), subprocess.Popen(sleep) as later:
-            found = child_processes()
-            later.kill()
+        before = child_processes()
+        with subprocess.Popen(sleep) as later:
+            end_processes(child_processes() - before)
+        assert (earlier.poll(), later.returncode) == (None, -signal.SIGKILL)
         earlier.kill()
-    assert found == {later}

@@ -1,25 +1,98 @@
 """Sums for the conformance check: sound environments, and broken ones that each break one rule.
 
-`BROKEN` maps the name of the rule to the environments that break it. Where two rules could see a fault, the
-environment is written so that only one does: the suite measures that the check names the cause, not a consequence.
+`breaks` and `faults` add to `BROKEN`. Where two rules could see a fault, the environment is written so that only one
+does: the corpus measures that the check names the cause, not a consequence.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
+import math
 import random
 import re
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
 from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig
 from atroposlib.envs.judge_env import JudgeEnv, JudgeEnvConfig
 from atroposlib.inference.manager import ServerManager
+
+E = TypeVar("E", bound=type[BaseEnv])
+
+
+class Broken(NamedTuple):
+    """One broken environment."""
+
+    rule: str
+    """The rule that must fail, and no other."""
+    env_cls: type[BaseEnv]
+    hint: str
+    """Part of what the report advises."""
+
+
+BROKEN: list[Broken] = []
+
+
+def breaks(rule: str, hint: str = "") -> Callable[[E], E]:
+    """Add a class to `BROKEN`."""
+
+    def add(env_cls: E) -> E:
+        BROKEN.append(Broken(rule, env_cls, hint))
+        return env_cls
+
+    return add
+
+
+def faults(
+    base: type[BaseEnv], rule: str, hint: str = "", *, method: str = "score"
+) -> Callable[..., None]:
+    """Return a function that adds classes to `BROKEN`, each `base` with another `method`: `add(Name=function)`."""
+
+    def add(**functions: Callable[..., Any]) -> None:
+        for name, function in functions.items():
+            breaks(rule, hint)(
+                type(name, (base,), {"__module__": base.__module__, method: function})
+            )
+
+    return add
+
+
+def raising(error: type[BaseException]) -> Any:
+    """Return a method that raises `error`."""
+
+    def fail(*_: Any) -> Any:
+        raise error
+
+    return fail
+
+
+def leaving(make: Callable[[], Any]) -> Any:
+    """Return a method `change` that leaves behind what `make` returns."""
+
+    def change(self: Any, group: Any, nodes: Any) -> Any:
+        self.held.append(make())
+        return group
+
+    return change
+
+
+def masked(mask: Callable[[list[int], list[int]], list[int]]) -> Any:
+    """Return a method `change` that makes new masks from the masks and tokens of each sequence."""
+    return lambda self, group, nodes: {
+        **group,
+        "masks": [*map(mask, group["masks"], group["tokens"])],
+        "inference_logprobs": None,
+    }
+
+
+def right(item: Any, text: str) -> float:
+    return float(text.strip() == item["answer"])
 
 
 def keep(group: Any, sequences: Iterable[int]) -> dict[str, Any]:
@@ -66,7 +139,7 @@ class Sums(BaseEnv):
         return self.config.group_size
 
     def score(self, item: Any, text: str, place: int) -> float:
-        return float(text.strip() == item["answer"])
+        return right(item, text)
 
     def change(self, group: Any, nodes: Any) -> Any:
         return group
@@ -173,11 +246,14 @@ class LazyPool(Sums):
         return super().close()
 
 
-class OwnRestore(Sums):
-    """Sound: saves under another name and restores with a hook of its own."""
-
+@breaks("checkpoint_restores")
+class SavesUnderAnotherName(Sums):
     def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:
         BaseEnv.save_checkpoint(self, step, {"iter": self.position})
+
+
+class OwnRestore(SavesUnderAnotherName):
+    """Sound: saves under another name and restores with a hook of its own."""
 
     def load_checkpoint(self) -> None:
         super().load_checkpoint()
@@ -251,42 +327,43 @@ class OwnJudge(Sums):
 # Starting and items.
 
 
+@breaks("starts", "local data")
 class SetupFails(Sums):
     async def setup(self) -> None:
         raise FileNotFoundError("rows.jsonl")
 
 
+@breaks("gives_items", "None")
 class NoItems(Sums):
     async def get_next_item(self) -> Any:
         return None
 
 
+@breaks("gives_items")
 class ItemsNeverCome(Sums):
     async def get_next_item(self) -> Any:
         await asyncio.Event().wait()
 
 
+@breaks("gives_items")
 class ItemsSpin(Sums):
     async def get_next_item(self) -> Any:
         while self.position >= 0:  # rejection sampling that rejects everything
             self.position += 1
 
 
-class CollectFails(Sums):
-    def score(self, item: Any, text: str, place: int) -> float:
-        return float(item["gold"] == text)
+faults(Sums, "collects")(
+    CollectFails=lambda self, item, *_: item["gold"],
+    ExitsInScoring=lambda *_: sys.exit(0),
+    CancelsItself=raising(asyncio.CancelledError),
+)
+faults(Sums, "collects", method="change")(NeverAGroup=lambda *_: None)
+faults(Sums, "group_size", "group_overrides", method="change")(
+    OneSequenceShort=lambda self, group, nodes: keep(group, range(len(nodes) - 1)),
+)
 
 
-class ExitsInScoring(Sums):
-    def score(self, item: Any, text: str, place: int) -> float:
-        sys.exit(0)
-
-
-class CancelsItself(Sums):
-    def score(self, item: Any, text: str, place: int) -> float:
-        raise asyncio.CancelledError
-
-
+@breaks("collects")
 class SpinsInATask(Sums):
     async def collect_trajectories(self, item: Any) -> tuple[Any, list[Any]]:
         async with asyncio.TaskGroup() as tasks:
@@ -299,38 +376,22 @@ class SpinsInATask(Sums):
         return 0.0
 
 
-class NeverAGroup(Sums):
-    def change(self, group: Any, nodes: Any) -> Any:
-        return None
-
-
-class OneSequenceShort(Sums):
-    def change(self, group: Any, nodes: Any) -> Any:
-        return keep(group, range(len(nodes) - 1))
-
-
 # Tokens.
 
-
-class MasksShifted(Sums):
-    def change(self, group: Any, nodes: Any) -> Any:
-        group["masks"] = [[*masks[1:], -100] for masks in group["masks"]]
-        return group
-
-
-class OneMaskShort(Sums):
-    def change(self, group: Any, nodes: Any) -> Any:
-        group["masks"][1] = group["masks"][1][:-1]
-        return group
-
-
-class PromptTrained(Sums):
-    def change(self, group: Any, nodes: Any) -> Any:
-        group["masks"] = [list(tokens) for tokens in group["tokens"]]
-        group["inference_logprobs"] = None
-        return group
+faults(Sums, "aligned", method="change")(
+    MasksShifted=masked(lambda masks, tokens: [*masks[1:], -100]),
+    OneMaskShort=lambda self, group, nodes: {
+        **group,
+        "masks": [group["masks"][0][:-1], *group["masks"][1:]],
+    },
+    NothingTrained=masked(lambda masks, tokens: [-100] * len(masks)),
+)
+faults(Sums, "aligned", "mask the prompt", method="change")(
+    PromptTrained=masked(lambda masks, tokens: tokens)
+)
 
 
+@breaks("aligned", "mask the prompt")
 class RetokenizedAndPromptTrained(Sums):
     """Turns the whole conversation into tokens again, and trains all of them."""
 
@@ -342,19 +403,14 @@ class RetokenizedAndPromptTrained(Sums):
         return group
 
 
+@breaks("aligned", "mask the prompt")
 class TextOnlyPromptTrained(TextOnly):
     async def collect_trajectories(self, item: Any) -> tuple[Any, list[Any]]:
         group, later = await super().collect_trajectories(item)
-        group["masks"] = [list(tokens) for tokens in group["tokens"]]
-        return group, later
+        return {**group, "masks": group["tokens"]}, later
 
 
-class NothingTrained(Sums):
-    def change(self, group: Any, nodes: Any) -> Any:
-        group["masks"] = [[-100] * len(tokens) for tokens in group["tokens"]]
-        return group
-
-
+@breaks("aligned")
 class LogprobsShifted(Sums):
     def change(self, group: Any, nodes: Any) -> Any:
         for masks, logprobs in zip(group["masks"], group["inference_logprobs"], strict=True):
@@ -363,6 +419,7 @@ class LogprobsShifted(Sums):
         return group
 
 
+@breaks("token_exact")
 class AnswerRetokenized(Sums):
     def change(self, group: Any, nodes: Any) -> Any:
         group["inference_logprobs"] = None
@@ -375,6 +432,7 @@ class AnswerRetokenized(Sums):
         return group
 
 
+@breaks("token_exact")
 class HistoryRetokenized(TwoTurns):
     """Sends the first turn back as text, so that the second is sampled after other tokens."""
 
@@ -397,24 +455,16 @@ class HistoryRetokenized(TwoTurns):
 
 # Rewards.
 
-
-class ClockReward(Sums):
-    """Only this hour's answers are right."""
-
-    def score(self, item: Any, text: str, place: int) -> float:
-        return float(text == item["answer"]) * (int(time.time()) // 3600 % 1000)
-
-
-class RandomReward(Sums):
-    def score(self, item: Any, text: str, place: int) -> float:
-        return super().score(item, text, place) + random.random() / 100
+faults(Sums, "reward_repeatable", "clock")(
+    ClockReward=lambda self, item, text, _: right(item, text) * (time.time() // 3600 % 1000),
+)
+faults(Sums, "reward_repeatable", "random")(
+    RandomReward=lambda self, item, text, _: right(item, text) + random.random() / 100,
+    CoinFlip=lambda *_: float(random.random() < 0.5),
+)
 
 
-class CoinFlip(Sums):
-    def score(self, item: Any, text: str, place: int) -> float:
-        return float(random.random() < 0.5)
-
-
+@breaks("reward_repeatable", "without memory")
 class NoveltyReward(Sums):
     """An answer earns less when it was seen before."""
 
@@ -427,49 +477,33 @@ class NoveltyReward(Sums):
         return super().score(item, text, place) / self.seen.count(text)
 
 
-class EarlyBird(Sums):
-    def score(self, item: Any, text: str, place: int) -> float:
-        return super().score(item, text, place) - 0.01 * place
+faults(Sums, "reward_ignores_order")(
+    EarlyBird=lambda self, item, text, place: right(item, text) - 0.01 * place,
+    LastWins=lambda self, item, text, place: float(place == self.config.group_size - 1),
+)
+faults(Sums, "reward_varies")(ConstantReward=lambda *_: 1.0)
+faults(Sums, "reward_varies", "example_answers")(  # the parser looks for what no model writes
+    WrongField=lambda self, item, text, _: float(text == f"#### {item['question']} ####"),
+)
+faults(Sums, "reward_finite")(  # a score that is no number makes the whole group useless
+    NanForWords=lambda self, item, text, _: right(item, text) if text.isdigit() else math.nan,
+)
+faults(
+    Sums, "grader_survives"
+)(  # raises for the first answer that is no number, and loses the group
+    FloatOfAnyText=lambda self, item, text, _: float(float(text) == float(item["answer"])),
+)
+faults(Sums, "empty_unrewarded")(
+    EmptyIsRight=lambda self, item, text, _: float(text.strip() in item["answer"]),
+)
 
 
-class LastWins(Sums):
-    def score(self, item: Any, text: str, place: int) -> float:
-        return float(place == self.config.group_size - 1)
+@breaks("empty_unrewarded")
+class EmptyOfFiveIsRight(Sums):
+    """Samples five answers, which have no echo among them."""
 
-
-class ConstantReward(Sums):
-    def score(self, item: Any, text: str, place: int) -> float:
-        return 1.0
-
-
-class WrongField(Sums):
-    """The parser looks for what no model writes."""
-
-    def score(self, item: Any, text: str, place: int) -> float:
-        return float(text == "#### " + item["question"] + item["answer"] + "####")
-
-
-class NanForWords(Sums):
-    """A score that is no number makes the whole group useless."""
-
-    def score(self, item: Any, text: str, place: int) -> float:
-        return super().score(item, text, place) if text.strip().isdigit() else float("nan")
-
-
-class FloatOfAnyText(Sums):
-    """Raises for the first answer that is no number, and loses the group."""
-
-    def score(self, item: Any, text: str, place: int) -> float:
-        return float(float(text) == float(item["answer"]))
-
-
-class EmptyIsRight(Sums):
     def score(self, item: Any, text: str, place: int) -> float:
         return float(text.strip() in item["answer"])
-
-
-class EmptyOfFiveIsRight(EmptyIsRight):
-    """Samples five answers, which have no echo among them."""
 
     def num_answers(self) -> int:
         return 5
@@ -478,6 +512,7 @@ class EmptyOfFiveIsRight(EmptyIsRight):
         return {**group, "group_overrides": {"group_size": 5}}
 
 
+@breaks("echo_unrewarded")
 class EchoIsRight(Sums):
     async def setup(self) -> None:
         await super().setup()
@@ -491,6 +526,7 @@ class EchoIsRight(Sums):
 # What is left behind.
 
 
+@breaks("no_leaked_tasks")
 class TaskForgotten(Sums):
     async def collect_trajectories(self, item: Any) -> tuple[Any, list[Any]]:
         self.held.append(asyncio.create_task(asyncio.sleep(3600)))
@@ -508,34 +544,27 @@ class ExitsInATask(Sums):
         return None, []
 
 
+@breaks("no_leaked_tasks")
 class TaskOutlivesCancel(Sums):
     async def collect_trajectories(self, item: Any) -> tuple[Any, list[Any]]:
         inner = asyncio.create_task(super().collect_trajectories(item))
         return await asyncio.shield(inner)
 
 
-class FileLeftOpen(Sums):
-    def change(self, group: Any, nodes: Any) -> Any:
-        self.held.append(open(__file__))  # noqa: SIM115 - the fault
-        return group
+SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
+faults(Sums, "no_leaked_handles", method="change")(
+    FileLeftOpen=leaving(functools.partial(open, __file__)),
+    SocketLeftOpen=leaving(socket.socket),
+)
+faults(Sums, "no_leaked_processes", method="change")(
+    ProcessLeftRunning=leaving(lambda: subprocess.Popen(SLEEP, stdin=subprocess.PIPE)),
+)
 
 
+@breaks("no_leaked_handles")
 class CloseFails(Sums):
     async def close(self) -> None:
         raise RuntimeError("the pool is gone")
-
-
-class SocketLeftOpen(Sums):
-    def change(self, group: Any, nodes: Any) -> Any:
-        self.held.append(socket.socket())
-        return group
-
-
-class ProcessLeftRunning(Sums):
-    def change(self, group: Any, nodes: Any) -> Any:
-        command = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
-        self.held.append(subprocess.Popen(command, stdin=subprocess.PIPE))
-        return group
 
 
 # The loop. Blocked in the first runs only, more than the rule needs, because the check runs an item dozens of times.
@@ -543,6 +572,7 @@ class ProcessLeftRunning(Sums):
 NUM_BLOCKING_RUNS = 6
 
 
+@breaks("loop_stays_free")
 class SleepsInScoring(Sums):
     num_runs = 0
 
@@ -556,6 +586,7 @@ class SleepsInScoring(Sums):
         time.sleep(0.25)
 
 
+@breaks("loop_stays_free")
 class ComputesInScoring(SleepsInScoring):
     def block(self) -> None:
         until = time.thread_time() + 0.25
@@ -563,6 +594,7 @@ class ComputesInScoring(SleepsInScoring):
             sum(range(100))
 
 
+@breaks("cancellable")
 class CancelBecomesNone(Sums):
     async def collect_trajectories(self, item: Any) -> tuple[Any, list[Any]]:
         try:
@@ -571,6 +603,7 @@ class CancelBecomesNone(Sums):
             return None, []
 
 
+@breaks("cancellable")
 class CancelBecomesError(Sums):
     async def collect_trajectories(self, item: Any) -> tuple[Any, list[Any]]:
         try:
@@ -579,6 +612,7 @@ class CancelBecomesError(Sums):
             raise RuntimeError("sampling failed") from error
 
 
+@breaks("cancellable")
 class CancelIsRetried(Sums):
     async def collect_trajectories(self, item: Any) -> tuple[Any, list[Any]]:
         while True:
@@ -591,36 +625,34 @@ class CancelIsRetried(Sums):
 # Evaluating and checkpoints.
 
 
+@breaks("evaluates")
 class EvaluateFails(Sums):
     async def evaluate(self, *args: Any, **kwargs: Any) -> None:
         await self.evaluate_log({"eval/percent_correct": 1 / (self.position - self.position)})
 
 
+@breaks("evaluates", "evaluate_log")
 class EvaluateSilent(Sums):
     async def evaluate(self, *args: Any, **kwargs: Any) -> None:
         return None
 
 
+@breaks("evaluates")
 class EvaluateHangs(Sums):
     async def evaluate(self, *args: Any, **kwargs: Any) -> None:
         await asyncio.Event().wait()
 
 
-class SavesAnObject(Sums):
-    def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:
-        super().save_checkpoint(step, {"generator": random.Random(0)})
+faults(Sums, "checkpoint_is_json", method="save_checkpoint")(
+    SavesAnObject=lambda self, step: Sums.save_checkpoint(self, step, {"it": random.Random(0)}),
+)
+faults(SavesUnderAnotherName, "checkpoint_restores", method="load_checkpoint")(
+    LoadsUnderAnotherName=lambda self: BaseEnv.load_checkpoint(self),
+)
+faults(Sums, "checkpoint_restores", method="load_checkpoint")(LoadsNothing=lambda self: None)
 
 
-class SavesUnderAnotherName(Sums):
-    def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:
-        BaseEnv.save_checkpoint(self, step, {"iter": self.position})
-
-
-class LoadsUnderAnotherName(SavesUnderAnotherName):
-    def load_checkpoint(self) -> None:
-        super().load_checkpoint()
-
-
+@breaks("checkpoint_restores")
 class SavesIntegerKeys(Sums):
     async def setup(self) -> None:
         await super().setup()
@@ -630,17 +662,14 @@ class SavesIntegerKeys(Sums):
         super().save_checkpoint(step, {"tries": self.tries})
 
 
-class LoadsNothing(Sums):
-    def load_checkpoint(self) -> None:
-        return None
-
-
+@breaks("checkpoint_restores")
 class LoadFails(Sums):
     def load_checkpoint(self) -> None:
         super().load_checkpoint()
         self.rows[self.position + 10_000]
 
 
+@breaks("items_resume")
 class ItemsByChance(Sums):
     async def get_next_item(self) -> Any:
         self.position += 1

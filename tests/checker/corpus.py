@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from atroposlib.checker import Report, check_env
 from atroposlib.envs.base import BaseEnv
@@ -23,98 +23,13 @@ from tests.checker import broken_environments as e
 from tests.checker import reward_environments as r
 from tests.environments.helpers_environments import load
 
-
-class Broken(NamedTuple):
-    """One broken environment."""
-
-    rule: str
-    """The rule that must fail, and no other."""
-    env_cls: type[BaseEnv]
-    hint: str
-    """Part of what the report advises."""
+BROKEN = e.BROKEN
 
 
-BROKEN = (
-    Broken("starts", e.SetupFails, "local data"),
-    Broken("gives_items", e.NoItems, "None"),
-    Broken("gives_items", e.ItemsNeverCome, ""),
-    Broken("gives_items", e.ItemsSpin, ""),
-    Broken("collects", e.CollectFails, ""),
-    Broken("collects", e.ExitsInScoring, ""),
-    Broken("collects", e.CancelsItself, ""),
-    Broken("collects", e.SpinsInATask, ""),
-    Broken("collects", e.NeverAGroup, ""),
-    Broken("group_size", e.OneSequenceShort, "group_overrides"),
-    Broken("aligned", e.MasksShifted, ""),
-    Broken("aligned", e.OneMaskShort, ""),
-    Broken("aligned", e.PromptTrained, "mask the prompt"),
-    Broken("aligned", e.RetokenizedAndPromptTrained, "mask the prompt"),
-    Broken("aligned", e.TextOnlyPromptTrained, "mask the prompt"),
-    Broken("aligned", e.NothingTrained, ""),
-    Broken("aligned", e.LogprobsShifted, ""),
-    Broken("token_exact", e.AnswerRetokenized, ""),
-    Broken("token_exact", e.HistoryRetokenized, ""),
-    Broken("reward_repeatable", e.ClockReward, "clock"),
-    Broken("reward_repeatable", r.OfficeHours, "clock"),
-    Broken("reward_repeatable", r.OnSundays, "clock"),
-    Broken("reward_repeatable", r.AtMinuteSeven, "clock"),
-    Broken("reward_repeatable", r.Deadline, "time"),
-    Broken("reward_repeatable", e.RandomReward, "random"),
-    Broken("reward_repeatable", e.CoinFlip, "random"),
-    Broken("reward_repeatable", e.NoveltyReward, "without memory"),
-    Broken("reward_ignores_order", e.EarlyBird, ""),
-    Broken("reward_ignores_order", e.LastWins, ""),
-    Broken("reward_varies", e.ConstantReward, ""),
-    Broken("reward_varies", e.WrongField, "example_answers"),
-    Broken("reward_finite", r.NanForNonsense, ""),
-    Broken("reward_finite", e.NanForWords, ""),
-    Broken("reward_finite", r.InfinityForNan, ""),
-    Broken("grader_survives", r.FloatOfAnything, ""),
-    Broken("grader_survives", e.FloatOfAnyText, ""),
-    Broken("grader_survives", r.LastWord, ""),
-    Broken("grader_survives", r.IntegerOfDigits, ""),
-    Broken("empty_unrewarded", e.EmptyIsRight, ""),
-    Broken("empty_unrewarded", e.EmptyOfFiveIsRight, ""),
-    Broken("echo_unrewarded", e.EchoIsRight, ""),
-    Broken("wrong_unrewarded", r.Containment, ""),
-    Broken("wrong_unrewarded", r.StartsLikeIt, ""),
-    Broken("wrong_unrewarded", r.SignIgnored, ""),
-    Broken("wrong_unrewarded", r.NanAccepted, "NaN"),
-    Broken("wrong_unrewarded", r.AnyCapital, ""),
-    Broken("list_unrewarded", r.AllListed, ""),
-    Broken("list_unrewarded", r.AnyBox, ""),
-    Broken("retraction_unrewarded", r.FirstCounts, "last"),
-    Broken("retraction_unrewarded", r.FirstBoxCounts, "last"),
-    Broken("variants_rewarded", r.ExactBox, ""),
-    Broken("variants_rewarded", r.UnitsRefused, "unit"),
-    Broken("variants_rewarded", r.LatexRefused, "LaTeX"),
-    Broken("variants_rewarded", r.CaseMatters, "case"),
-    Broken("variants_rewarded", r.CommasRefused, "comma"),
-    Broken("variants_rewarded", r.FullStopRefused, "punctuation"),
-    Broken("copy_unrewarded", r.WorkedExample, ""),
-    Broken("copy_unrewarded", r.PromptScored, ""),
-    Broken("no_leaked_tasks", e.TaskForgotten, ""),
-    Broken("no_leaked_tasks", e.TaskOutlivesCancel, ""),
-    Broken("no_leaked_handles", e.FileLeftOpen, ""),
-    Broken("no_leaked_handles", e.SocketLeftOpen, ""),
-    Broken("no_leaked_handles", e.CloseFails, ""),
-    Broken("no_leaked_processes", e.ProcessLeftRunning, ""),
-    Broken("loop_stays_free", e.SleepsInScoring, ""),
-    Broken("loop_stays_free", e.ComputesInScoring, ""),
-    Broken("cancellable", e.CancelBecomesNone, ""),
-    Broken("cancellable", e.CancelBecomesError, ""),
-    Broken("cancellable", e.CancelIsRetried, ""),
-    Broken("evaluates", e.EvaluateFails, ""),
-    Broken("evaluates", e.EvaluateSilent, "evaluate_log"),
-    Broken("evaluates", e.EvaluateHangs, ""),
-    Broken("checkpoint_is_json", e.SavesAnObject, ""),
-    Broken("checkpoint_restores", e.SavesUnderAnotherName, ""),
-    Broken("checkpoint_restores", e.LoadsUnderAnotherName, ""),
-    Broken("checkpoint_restores", e.SavesIntegerKeys, ""),
-    Broken("checkpoint_restores", e.LoadsNothing, ""),
-    Broken("checkpoint_restores", e.LoadFails, ""),
-    Broken("items_resume", e.ItemsByChance, ""),
-)
+def broken(name: str) -> type[BaseEnv]:
+    """Return a broken environment by name."""
+    return next(case.env_cls for case in BROKEN if case.env_cls.__name__ == name)
+
 
 HANGING = (e.ItemsNeverCome, e.ItemsSpin, e.SpinsInATask, e.EvaluateHangs)
 SLOW = (e.SleepsInScoring, e.ComputesInScoring)

@@ -1,7 +1,6 @@
 """Environments for the rules about rewards: each broken one scores answers with one known fault, sound ones do not.
 
-The tasks are small on purpose: one function per fault. `broken_environments.py` lists them with the rule and the hint
-that a report must show.
+The tasks are small on purpose: one function per fault. `broken_environments.py` says how they are declared.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import difflib
 import math
 import re
 import time
+from collections.abc import Callable
 from datetime import date
 from fractions import Fraction
 from time import perf_counter
@@ -29,8 +29,14 @@ from atroposlib.envs.teacher_distillation_env import (
 from atroposlib.envs.tool_env import ToolEnv, ToolEnvConfig
 from atroposlib.inference.servers.http_peer import HttpPeer
 from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
+from tests.checker.broken_environments import breaks, faults
 
 SERVER = APIServerConfig(model_name="m", base_url="http://127.0.0.1:9/v1")
+
+
+def found(pattern: str, answer: str) -> list[str]:
+    """Return what the pattern's group finds in an answer, without the commas of thousands."""
+    return [text.replace(",", "") for text in re.findall(pattern, answer)]
 
 
 class Products(DatasetEnv):
@@ -50,8 +56,8 @@ class Products(DatasetEnv):
         return f"The answer is {row['answer']}"
 
     def score(self, row: Any, answer: str) -> Any:
-        found = re.findall(r"(?:answer is|boxed\{)\s*(-?[\d,]+)(?![\d,])", answer)
-        return float(bool(found) and found[-1].replace(",", "") == row["answer"])
+        said = found(r"(?:answer is|boxed\{)\s*(-?[\d,]+)(?![\d,])", answer)
+        return float(said[-1:] == [row["answer"]])
 
 
 class Untold(Products):
@@ -370,130 +376,123 @@ class Timekeeper(Products):
 
 # Wrong answers that earn.
 
-
-class Containment(Products):
-    """The gold number may be part of another one."""
-
-    def score(self, row: Any, answer: str) -> Any:
-        return float(row["answer"] in answer)
-
-
-class StartsLikeIt(Products):
-    def score(self, row: Any, answer: str) -> Any:
-        found = re.findall(r"answer is\s*(-?\d+)", answer)
-        return float(len(found) == 1 and found[0].startswith(row["answer"]))
+faults(Products, "wrong_unrewarded")(
+    Containment=lambda self, row, answer: row["answer"] in answer,
+    StartsLikeIt=lambda self, row, answer: (
+        [said.startswith(row["answer"]) for said in found(r"answer is\s*(-?\d+)", answer)] == [True]
+    ),
+    SignIgnored=lambda self, row, answer: (
+        found(r"answer is\D*(\d+)\b", answer)[-1:] == [row["answer"]]
+    ),
+)
 
 
-class SignIgnored(Products):
-    def score(self, row: Any, answer: str) -> Any:
-        found = re.findall(r"answer is\D*(\d+)\b", answer)
-        return float(bool(found) and found[-1] == row["answer"])
-
-
+@breaks("wrong_unrewarded", "NaN")
 class NanAccepted(Products):
     """Every comparison with NaN is false, also the one that finds a wrong answer."""
 
     def score(self, row: Any, answer: str) -> Any:
-        found = re.findall(r"answer is\s*(nan|-?[\d,]+)", answer)
-        is_wrong = (
-            not found or abs(float(found[-1].replace(",", "") or 0) - float(row["answer"])) > 0.5
-        )
+        said = found(r"answer is\s*(nan|-?[\d,]+)", answer)
+        is_wrong = not said or abs(float(said[-1] or 0) - float(row["answer"])) > 0.5
         return float(not is_wrong)
 
 
-class AnyCapital(Capitals):
-    """Whatever city of the data set is named is right."""
+faults(Capitals, "wrong_unrewarded")(  # any city of the data set is right
+    AnyCapital=lambda self, row, answer: (
+        [
+            said.title() in CAPITALS.values()
+            for said in found(r"<answer>\s*(\w+)\s*</answer>", answer)
+        ]
+        == [True]
+    ),
+)
+faults(Products, "list_unrewarded")(
+    AllListed=lambda self, row, answer: (
+        row["answer"]
+        in re.findall(r"(?<!\S)-?\d+(?![^\s.])", answer.partition("answer is")[2].replace(",", " "))
+    ),
+)
 
-    def score(self, row: Any, answer: str) -> Any:
-        found = re.findall(r"<answer>\s*(\w+)\s*</answer>", answer)
-        return float(len(found) == 1 and found[0].title() in CAPITALS.values())
 
-
-class AllListed(Products):
-    def score(self, row: Any, answer: str) -> Any:
-        said = answer.partition("answer is")[2].replace(",", " ")
-        return float(row["answer"] in re.findall(r"(?<!\S)-?\d+(?![^\s.])", said))
-
-
+@breaks("list_unrewarded")
 class AnyBox(Boxes):
     """One right box among many is enough."""
 
     def score(self, row: Any, answer: str) -> Any:
-        return max(
-            (super(AnyBox, self).score(row, f"\\boxed{{{box}}}") for box in self.boxes(answer)),
-            default=0.0,
-        )
+        scored = super().score
+        return max((scored(row, f"\\boxed{{{box}}}") for box in self.boxes(answer)), default=0.0)
 
     def boxes(self, answer: str) -> list[str]:
         return re.findall(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}", answer)
 
 
-class FirstCounts(Products):
-    def score(self, row: Any, answer: str) -> Any:
-        found = re.findall(r"answer is\s*(-?[\d,]+)(?![\d,])", answer)
-        return float(bool(found) and found[0].replace(",", "") == row["answer"])
-
-
-class FirstBoxCounts(AnyBox):
-    def boxes(self, answer: str) -> list[str]:
-        return super().boxes(answer)[:1]
+faults(AnyBox, "retraction_unrewarded", "last", method="boxes")(
+    FirstBoxCounts=lambda self, answer: AnyBox.boxes(self, answer)[:1],
+)
+faults(Products, "retraction_unrewarded", "last")(
+    FirstCounts=lambda self, row, answer: (
+        found(r"answer is\s*(-?[\d,]+)(?![\d,])", answer)[:1] == [row["answer"]]
+    ),
+)
 
 
 # Right answers that do not earn.
 
-
-class ExactBox(Boxes):
-    """`\\boxed{ 777 }` is wrong."""
-
-    def score(self, row: Any, answer: str) -> Any:
-        return float(re.findall(r"\\boxed\{(.*?)\}", answer)[-1:] == [row["answer"]])
-
-
-class UnitsRefused(Boxes):
-    def score(self, row: Any, answer: str) -> Any:
-        found = re.findall(r"\\boxed\{\s*([\d,]+)\s*\}", answer)
-        return float(bool(found) and found[-1].replace(",", "") == row["answer"])
+faults(Boxes, "variants_rewarded")(  # `\boxed{ 777 }` is wrong
+    ExactBox=lambda self, row, answer: (
+        re.findall(r"\\boxed\{(.*?)\}", answer)[-1:] == [row["answer"]]
+    ),
+)
+faults(Boxes, "variants_rewarded", "unit")(
+    UnitsRefused=lambda self, row, answer: (
+        found(r"\\boxed\{\s*([\d,]+)\s*\}", answer)[-1:] == [row["answer"]]
+    ),
+)
 
 
+@breaks("variants_rewarded", "LaTeX")
 class LatexRefused(Choices):
     def gold_answer(self, row: Any) -> str:
         return f"\\boxed{{{row['answer']}}}"
 
     def score(self, row: Any, answer: str) -> Any:
-        found = re.findall(r"\\boxed\{\s*([A-D])\s*\}", answer)
-        return float(len(set(found)) == 1 and found[-1] == row["answer"])
+        said = {*re.findall(r"\\boxed\{\s*([A-D])\s*\}", answer)}
+        return float(said == {row["answer"]})
 
 
-class CaseMatters(Capitals):
-    def score(self, row: Any, answer: str) -> Any:
-        return float(re.findall(r"<answer>\s*(.*?)\s*</answer>", answer) == [row["answer"]])
+faults(Capitals, "variants_rewarded", "case")(
+    CaseMatters=lambda self, row, answer: (
+        re.findall(r"<answer>\s*(.*?)\s*</answer>", answer) == [row["answer"]]
+    ),
+)
 
 
+@breaks("variants_rewarded", "comma")
 class CommasRefused(Products):
     def load_rows(self, split: Any) -> Any:
         return [{"question": f"{n} * 1000", "answer": str(n * 1000)} for n in range(21, 33)]
 
     def score(self, row: Any, answer: str) -> Any:
-        found = re.findall(r"answer is\s*(-?\d+)(?![\d,])", answer)
-        return float(bool(found) and found[-1] == row["answer"])
+        return float(re.findall(r"answer is\s*(-?\d+)(?![\d,])", answer)[-1:] == [row["answer"]])
 
 
-class FullStopRefused(Products):
-    def score(self, row: Any, answer: str) -> Any:
-        words = answer.replace(",", "").split()
-        return float(words[-3:] == ["answer", "is", row["answer"]])
+faults(Products, "variants_rewarded", "punctuation")(
+    FullStopRefused=lambda self, row, answer: (
+        answer.replace(",", "").split()[-3:] == ["answer", "is", row["answer"]]
+    ),
+)
 
 
 # Prompts that tell.
 
+faults(Products, "copy_unrewarded", method="prompt")(  # works the question out before it asks
+    WorkedExample=lambda self, row: (
+        f"Example: {row['question']}? The answer is {row['answer']}\nNow you: {row['question']}?"
+    ),
+)
 
-class WorkedExample(Products):
-    """The prompt works the question out before it asks."""
 
-    def prompt(self, row: Any) -> str:
-        return f"Example: {row['question']}? The answer is {row['answer']}\nNow you: {row['question']}?"
-
-
+@breaks("copy_unrewarded")
 class PromptScored(Products):
     """Accepts the answer of the worked example as well."""
 
@@ -506,73 +505,53 @@ class PromptScored(Products):
         )
 
 
-# Graders that fail.
+# Graders that fail. The base class counts an exception and drops the answer.
+
+faults(Products, "grader_survives")(
+    FloatOfAnything=lambda self, row, answer: (
+        float(answer.rpartition("answer is")[2].strip(" .").replace(",", ""))
+        == float(row["answer"])
+    ),
+    LastWord=lambda self, row, answer: (
+        answer.replace(",", "").split()[-1].strip(".") == row["answer"]
+    ),
+    IntegerOfDigits=lambda self, row, answer: (
+        [int(said) for said in found(r"\S+", answer.rstrip(". "))[-1:] if said.isdigit()]
+        == [int(row["answer"])]
+    ),
+)
+faults(Products, "reward_finite")(
+    NanForNonsense=lambda self, row, answer: (
+        Products.score(self, row, answer) if re.search(r"\d", answer) else math.nan
+    ),
+)
 
 
-class FloatOfAnything(Products):
-    """Raises for every answer that is no number; the base class counts it and drops the answer."""
-
-    def score(self, row: Any, answer: str) -> Any:
-        return float(
-            float(answer.rpartition("answer is")[2].strip(" .").replace(",", ""))
-            == float(row["answer"])
-        )
-
-
-class LastWord(Products):
-    """Raises for an empty answer."""
-
-    def score(self, row: Any, answer: str) -> Any:
-        return float(answer.replace(",", "").split()[-1].strip(".") == row["answer"])
-
-
-class IntegerOfDigits(Products):
-    """Raises for digits that `int` does not read, or too many of them."""
-
-    def score(self, row: Any, answer: str) -> Any:
-        words = answer.replace(",", "").rstrip(". ").split()
-        return float(bool(words) and words[-1].isdigit() and int(words[-1]) == int(row["answer"]))
-
-
-class NanForNonsense(Products):
-    def score(self, row: Any, answer: str) -> Any:
-        return super().score(row, answer) if re.search(r"\d", answer) else math.nan
-
-
+@breaks("reward_finite")
 class InfinityForNan(Closeness):
-    """Divides by what the model wrote."""
+    """Takes NaN for a number."""
 
     def score(self, row: Any, answer: str) -> Any:
-        found = re.findall(r"answer is\s*(nan|-?[\d,]+)", answer)
-        if not found:
-            return 0.0
-        return (
-            float(found[-1].replace(",", "")[:15] or 0)
-            if "nan" in found[-1]
-            else super().score(row, answer)
-        )
+        if re.search(r"answer is\s*nan", answer):
+            return math.nan
+        return super().score(row, answer)
 
 
-# Clocks.
+# Clocks: right answers earn less in one hour, day or minute.
 
 
-class OfficeHours(Untold):
-    """Right answers earn less in one hour of the day."""
-
-    def score(self, row: Any, answer: str) -> Any:
-        return super().score(row, answer) * (0.5 if datetime.datetime.now().hour == 13 else 1.0)
+def halved(is_time: Callable[[], bool]) -> Any:
+    return lambda self, row, answer: Products.score(self, row, answer) * (0.5 if is_time() else 1)
 
 
-class OnSundays(Untold):
-    def score(self, row: Any, answer: str) -> Any:
-        return super().score(row, answer) * (0.5 if date.today().weekday() == 6 else 1.0)
+faults(Untold, "reward_repeatable", "clock")(
+    OfficeHours=halved(lambda: datetime.datetime.now().hour == 13),
+    OnSundays=halved(lambda: date.today().weekday() == 6),
+    AtMinuteSeven=halved(lambda: time.localtime().tm_min == 7),
+)
 
 
-class AtMinuteSeven(Untold):
-    def score(self, row: Any, answer: str) -> Any:
-        return super().score(row, answer) * (0.5 if time.localtime().tm_min == 7 else 1.0)
-
-
+@breaks("reward_repeatable", "time")
 class Deadline(Untold):
     """Slow scoring earns less, in steps that no fast machine sees."""
 

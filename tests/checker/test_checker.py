@@ -24,24 +24,24 @@ from atroposlib.runtime.command import run_environment
 from tests.checker import rates
 from tests.checker.broken_environments import (
     AnswerRetokenized,
-    ConstantReward,
-    EmptyIsRight,
+    Broken,
     ExitsInATask,
     FixedData,
-    NeverAGroup,
     NoItems,
-    RandomReward,
     SetupFails,
     Sums,
     TextOnly,
 )
-from tests.checker.corpus import BROKEN, SOUND, Broken, check
+from tests.checker.corpus import BROKEN, SOUND, broken, check
 from tests.checker.reward_environments import Choices, Maze, Preferred, Timekeeper
 from tests.tiny_model import make_tiny_tokenizer
 
 NAMES = [rule.name for rule in RULES]
 OF_REWARDS = NAMES[NAMES.index("reward_repeatable") : NAMES.index("no_leaked_tasks")]
 FEW_TIMES = 4
+ConstantReward, EmptyIsRight, NeverAGroup, RandomReward = map(
+    broken, ("ConstantReward", "EmptyIsRight", "NeverAGroup", "RandomReward")
+)
 
 
 @pytest.fixture(autouse=True)

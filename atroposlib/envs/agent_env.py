@@ -57,8 +57,6 @@ _TAIL_CHARS = 2000
 
 
 class AgentEnvConfig(DatasetEnvConfig):
-    """Settings of an environment of agents."""
-
     agent_timeout_s: float = Field(default=300.0, gt=0)
     """Seconds one run of the agent may take."""
     tool_parser: str | None = "hermes"
@@ -234,11 +232,9 @@ class AgentEnv(DatasetEnv):
     rescore = BaseEnv.rescore  # rollouts are judged while they run
 
     async def score_group(self, row: Row, rollouts: Sequence[Rollout]) -> list[Outcome]:
-        """Return the scores set by the runs."""
         return [rollout.outcome for rollout in rollouts]
 
     async def close(self) -> None:
-        """Stop the proxy and the worker processes."""
         self._sessions = None
         await self._proxy.aclose()
         await super().close()

@@ -58,8 +58,6 @@ Kind = Literal["generic", "math_only", "code_only"]
 
 
 class AnswerFormat(NamedTuple):
-    """One format."""
-
     name: str
     example: str
     read: Callable[[str], str | None]

@@ -56,8 +56,6 @@ class Reading(NamedTuple):
 
 
 class BenchmarkConfig(DatasetEnvConfig):
-    """Settings of a benchmark."""
-
     max_token_length: int = 8192
     eval_temperature: float | None = 0.6
     num_eval_rows: int = Field(default=0, ge=0)
@@ -199,7 +197,6 @@ class BenchmarkEnv(DatasetEnv):
         return metrics | self.group_metrics(marked)
 
     def group_metrics(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Return the accuracy of every group."""
         by_group: dict[tuple[str, str], list[Sample]] = defaultdict(list)
         for sample in samples:
             for kind, name in sample["row"].get("groups", {}).items():
@@ -213,8 +210,6 @@ class BenchmarkEnv(DatasetEnv):
 
 
 class ChoiceBenchmarkConfig(BenchmarkConfig):
-    """Settings of a benchmark of choices."""
-
     num_few_shot: int = Field(default=0, ge=0)
     """Examples in the prompt, of the same subject or category if there are enough."""
     few_shot_path: str | None = None
@@ -234,7 +229,6 @@ class ChoiceBenchmarkEnv(BenchmarkEnv):
         self.examples: list[Question] = []
 
     async def setup(self) -> None:
-        """Load the examples, too."""
         if self.config.num_few_shot:
             path = self.config.few_shot_path
             if path is not None:

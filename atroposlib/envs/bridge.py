@@ -45,8 +45,6 @@ _NUM_LAST_LINES = 15
 
 @dataclass(slots=True, kw_only=True)
 class _Child:
-    """One process of a bridge."""
-
     process: asyncio.subprocess.Process
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=_NUM_LAST_LINES))
     replies: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
@@ -66,7 +64,6 @@ class _Child:
             kill_group(self.process.pid)
 
     def fail_calls(self, reason: str) -> None:
-        """Raise EnvError in all calls in flight."""
         for reply in self.replies.values():
             if not reply.done():
                 reply.set_exception(EnvError(reason))
@@ -114,7 +111,6 @@ class Bridge:
             raise
 
     async def close(self) -> None:
-        """Stop the child and what it started."""
         child, self._child = self._child, None
         if child is not None:
             await self._end(child)

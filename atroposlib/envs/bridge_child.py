@@ -37,8 +37,6 @@ def _serve(script: str) -> None:
 
 
 class _Server:
-    """Serves the calls of one parent."""
-
     def __init__(self, requests: IO[bytes], replies: IO[bytes]) -> None:
         self._requests = requests
         self._replies = replies

@@ -71,8 +71,6 @@ NUM_GOLD_ANSWERS_CHECKED = 100
 
 
 class DatasetEnvConfig(BaseEnvConfig):
-    """Settings of an environment over rows."""
-
     dataset_path: str | None = None
     """JSONL file of training rows, or "sample" for the few rows that come with the environment; None: `train_data`."""
     eval_dataset_path: str | None = None
@@ -462,7 +460,6 @@ class DatasetEnv(BaseEnv):
         super().save_checkpoint(step, {**(data or {}), **state})
 
     async def close(self) -> None:
-        """Stop the worker processes."""
         await self.reward_workers.close()
         await super().close()
 

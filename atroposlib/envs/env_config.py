@@ -25,8 +25,6 @@ class EvalHandlingEnum(enum.Enum):
 
 
 class BaseEnvConfig(BaseModel):
-    """Settings of one environment process."""
-
     model_config = ConfigDict(
         extra="ignore", use_attribute_docstrings=True, protected_namespaces=()
     )

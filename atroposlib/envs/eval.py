@@ -236,8 +236,6 @@ def average_metrics(per_item: Sequence[Mapping[str, float]]) -> dict[str, float]
 
 
 class EvalFlags(BaseModel):
-    """Flags of `eval_runner`."""
-
     model_config = ConfigDict(use_attribute_docstrings=True, protected_namespaces=())
 
     server_url: str = "http://localhost:8000"

@@ -144,7 +144,6 @@ class EvalRun:
         return samples
 
     def add(self, samples: Sequence[Sample]) -> None:
-        """Append the samples of one item."""
         with (self.folder / SAMPLES_FILE).open("a", encoding="utf-8") as file:
             file.write(lines_of(samples))
         self.num_done += 1
@@ -249,7 +248,6 @@ def keep_earlier(folder: Path, names: Sequence[str]) -> None:
 
 
 def lines_of(samples: Sequence[Mapping[str, Any]]) -> str:
-    """Return one line of JSON per sample."""
     return "".join(json.dumps(sample, default=plain) + "\n" for sample in samples)
 
 
@@ -318,7 +316,6 @@ def _settings(document: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _versions() -> dict[str, Any]:
-    """Return Python, the platform and every installed package."""
     packages = {dist.name: dist.version for dist in metadata.distributions()}
     return {
         "python": platform.python_version(),

@@ -21,8 +21,6 @@ from atroposlib.errors import ConfigError, require
 
 
 class GymEnvConfig(MultiTurnEnvConfig):
-    """Settings of a `GymEnv`."""
-
     env_name: str = ""
     """Gymnasium's id, such as "Taxi-v4"."""
     env_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -84,7 +82,6 @@ class GymEnv(MultiTurnEnv):
         return gymnasium.make(name, disable_env_checker=True, **draws, **self.config.env_kwargs)
 
     async def reset(self, row: int) -> Episode:
-        """Start the game of a seed."""
         game = self.idle_games.pop() if self.idle_games else await to_thread(self.make_game)
         observation, info = game.reset(seed=row)
         state = {"game": game, "observation": observation, "before": observation, "info": info}
@@ -95,7 +92,6 @@ class GymEnv(MultiTurnEnv):
         return episode
 
     def step(self, episode: Episode, answer: str) -> Step:
-        """Take the action of an answer."""
         action = self.read_action(episode, answer)
         if action is None:
             return Step(reward=self.invalid_reward, done=True, reason="invalid_action")
@@ -112,7 +108,6 @@ class GymEnv(MultiTurnEnv):
         self.idle_games.append(episode.state["game"])
 
     async def close(self) -> None:
-        """Close the games."""
         for game in self.idle_games:
             game.close()
         await super().close()

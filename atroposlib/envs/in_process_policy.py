@@ -41,13 +41,10 @@ class PolicyRequest:
 
     @property
     def n(self) -> int:
-        """Number of answers."""
         return int(self.kwargs.get("n") or 1)
 
 
 class PolicyAnswer(NamedTuple):
-    """One completion."""
-
     text: str | None
     finish_reason: str
     prompt_tokens: Sequence[int] = ()

@@ -61,8 +61,6 @@ or B where that answer is the better one, or tie."""
 
 
 class JudgeEnvConfig(DatasetEnvConfig):
-    """Settings of an environment with a judge."""
-
     judge_temperature: float = Field(default=0.0, ge=0)
     """Sampling temperature of the judge."""
     judge_max_tokens: int = Field(default=1024, ge=1)
@@ -113,7 +111,6 @@ class JudgeEnv(DatasetEnv):
 
     @classmethod
     def extra_servers(cls) -> dict[str, ExtraServers]:
-        """Add the judge's flags and YAML section."""
         return {"judge": ExtraServers("judge_configs", None)}
 
     def request_of(self, row: Row) -> str:
@@ -207,7 +204,6 @@ class JudgeEnv(DatasetEnv):
         }
 
     async def close(self) -> None:
-        """Close the reward model's connections."""
         if self._reward_model is not None:
             await self._reward_model.close()
         await super().close()

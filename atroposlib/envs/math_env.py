@@ -19,8 +19,6 @@ from atroposlib.envs.rows import HubRows
 
 @dataclass(kw_only=True)
 class Problem:
-    """One row."""
-
     question: str
     answer: str
     """In LaTeX, without `$` and box."""
@@ -29,8 +27,6 @@ class Problem:
 
 
 class VerifiedMathConfig(DatasetEnvConfig):
-    """Settings of a `VerifiedMathEnv`."""
-
     seed: int = 42
     min_trained_tokens: int = 10
     num_reward_workers: int = 8

@@ -41,8 +41,6 @@ class McpServer:
 
 
 class McpResult(NamedTuple):
-    """The result of a call."""
-
     text: str
     is_error: bool
 

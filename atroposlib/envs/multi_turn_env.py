@@ -37,8 +37,6 @@ _TEMPLATE_TOKENS = 16
 
 
 class MultiTurnEnvConfig(DatasetEnvConfig):
-    """Settings of an environment of conversations."""
-
     max_turns: int = Field(default=8, ge=1)
     """Limit of the model's answers in one episode."""
     max_gen_per_turn: int = Field(default=0, ge=0)
@@ -120,7 +118,6 @@ class MultiTurnEnv(DatasetEnv):
             yield replace(chat, max_tokens=min(limit, chat.max_tokens))
 
     async def score_group(self, row: Row, rollouts: Sequence[Rollout]) -> list[Outcome]:
-        """Return the final scores of the episodes."""
         return [rollout.outcome for rollout in rollouts]
 
     async def _play(self, row: Row, split: Split) -> Rollout:

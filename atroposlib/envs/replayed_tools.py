@@ -37,8 +37,6 @@ _HINTS = {
 
 
 class ReplayedToolsConfig(MultiTurnEnvConfig):
-    """Settings of an environment over recorded conversations."""
-
     max_token_length: int = 65536
     max_turns: int = 32
     max_gen_per_turn: int = 1024
@@ -123,7 +121,6 @@ class ReplayedToolsEnv(MultiTurnEnv):
         ]
 
     def reset(self, row: Dialogue) -> Episode:
-        """Return an episode at the first turn of the model."""
         state: dict[str, Any] = {"index": self._given(row, 0).turn, "verdicts": []}
         return Episode(row=row, messages=self.conversation(row), state=state)
 
@@ -173,7 +170,6 @@ class ReplayedToolsEnv(MultiTurnEnv):
         return [in_turns(texts)]
 
     def shape_group(self, row: Dialogue, group: ScoredDataGroup) -> ScoredDataGroup | None:
-        """Prefer shorter answers if all are perfect."""
         if min(group["scores"]) > PERFECT:
             penalties = length_penalties(group["masks"], self.config.max_token_length)
             scored = zip(group["scores"], penalties, strict=True)

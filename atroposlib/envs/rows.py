@@ -91,7 +91,6 @@ class ChatRows:
         return chat_prompt(row, max_tokens=self.config.max_token_length)
 
     def prompt(self, row: ChatPrompt) -> list[dict[str, str]]:
-        """Return the conversation."""
         return row.messages
 
 
@@ -125,8 +124,6 @@ def read_jsonl(path: str, *, flag: str = "dataset_path") -> list[Any]:
 
 
 class Splits(NamedTuple):
-    """Rows for training and rows for evaluation."""
-
     train: list[Any]
     eval: list[Any]
 

@@ -155,7 +155,6 @@ class BubblewrapSandbox:
         self._program = program
 
     def run(self, source: str, *, stdin: str, limits: SandboxLimits) -> SandboxResult:
-        """See `Sandbox`."""
         is_root = os.geteuid() == 0
         # RLIMIT_NPROC does not apply to root, not even in a user namespace: the program switches to another user.
         rights = ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"] if is_root else []
@@ -181,7 +180,6 @@ class ProcessSandbox:
     """Runs programs in an unprivileged process; the module docstring lists what it cannot prevent."""
 
     def run(self, source: str, *, stdin: str, limits: SandboxLimits) -> SandboxResult:
-        """See `Sandbox`."""
         user = _new_user() if os.geteuid() == 0 else None
         _warn_once(is_root=user is not None)
         if user is None:
@@ -213,7 +211,6 @@ class DockerSandbox:
         self._program = program
 
     def run(self, source: str, *, stdin: str, limits: SandboxLimits) -> SandboxResult:
-        """See `Sandbox`."""
         name = f"atropos-{secrets.token_hex(8)}"
         argv = [
             *(self._program, "run", "--rm", "--interactive", "--name", name, "--pull", "never"),

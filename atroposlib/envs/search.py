@@ -19,8 +19,6 @@ _EXCERPT_CHARS = 200
 
 
 class Hit(NamedTuple):
-    """A page that was found."""
-
     title: str
     excerpt: str
 
@@ -66,7 +64,6 @@ class LocalPages:
         return [Hit(title, self._pages[title][:_EXCERPT_CHARS]) for title in best]
 
     async def read(self, title: str) -> str:
-        """See `SearchEngine`."""
         return self._pages[title]
 
 

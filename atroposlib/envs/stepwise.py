@@ -83,8 +83,6 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeEnd:
-    """The end of an episode."""
-
     reward: float | None
     """The mean score of the episode's sequences; None: the environment gave none, which is not a reward of 0."""
     group: ScoredDataGroup | None

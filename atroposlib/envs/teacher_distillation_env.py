@@ -28,8 +28,6 @@ logger = logging.getLogger(__name__)
 
 
 class TeacherDistillationConfig(BaseEnvConfig):
-    """Settings of an environment with a teacher."""
-
     teacher_enabled: bool = False
     """Request logprobs from the teacher servers."""
     teacher_top_k: int = Field(default=0, ge=-1)
@@ -79,7 +77,6 @@ class TeacherDistillationEnv(BaseEnv):
 
     @classmethod
     def extra_servers(cls) -> dict[str, ExtraServers]:
-        """Add the teacher's flags and YAML section."""
         return {
             **super().extra_servers(),
             cls.teacher_namespace: ExtraServers(
@@ -186,7 +183,6 @@ class TeacherDistillationEnv(BaseEnv):
         return verdict is None
 
     async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
-        """Add the number of teacher failures."""
         metrics = dict(wandb_metrics or {})
         if self.teacher_server is not None:
             metrics["train/teacher_failures"] = self.num_teacher_failures

@@ -59,8 +59,6 @@ These are the tools, with the JSON schema of their arguments:
 
 
 class ToolEnvConfig(MultiTurnEnvConfig):
-    """Settings of an environment with tools."""
-
     tool_timeout_s: float = Field(default=10.0, gt=0)
     """Time limit of one call in seconds."""
     max_tool_output_chars: int = Field(default=4000, ge=1)
@@ -170,7 +168,6 @@ class ToolEnv(MultiTurnEnv):
         await super().setup()
 
     async def close(self) -> None:
-        """Stop the MCP servers and the worker processes."""
         while self._mcp_sessions:
             await self._mcp_sessions.pop().close()
         while self._mcp_tools:

@@ -18,8 +18,6 @@ MIN_USES = 3
 
 
 class Word(NamedTuple):
-    """A word and what it means."""
-
     word: str
     """In lower case, a to z."""
     clue: str

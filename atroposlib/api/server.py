@@ -25,7 +25,14 @@ from atroposlib import __version__
 from atroposlib.api.http import handlers
 from atroposlib.api.http.forwarding import Receiver, Sender
 from atroposlib.api.http.handlers import ROUTES, Services
-from atroposlib.api.http.limits import ByteBudget, HubLimits, Ladder, RequestBodies, is_native
+from atroposlib.api.http.limits import (
+    ByteBudget,
+    HubLimits,
+    Ladder,
+    RequestBodies,
+    is_native,
+    refusal,
+)
 from atroposlib.api.http.metrics import HubMetrics, Observe
 from atroposlib.api.http.payloads import DecoderUnavailable, GroupCodec
 from atroposlib.api.http.routes import Route
@@ -141,7 +148,7 @@ def create_app(
     for route in ROUTES:
         if route.handler is not None:
             app.add_api_route(route.template, route.handler, methods=[route.method], **route.api)
-    _handle_errors(app, retry_after_s=limits.retry_after_s)
+    _handle_errors(app)
     app.add_middleware(GZipMiddleware, minimum_size=1000, compresslevel=1)
     # From the inside out: access rights, room and body are checked before a handler is called.
     front: ASGIApp = RequestBodies(app.serve, limits)
@@ -149,9 +156,7 @@ def create_app(
     sender = None
     if replica is not None:
         metrics.watch_replica(replica)
-        front = sender = Sender(
-            front, replica, metrics, tls=replica_tls, retry_after_s=limits.retry_after_s
-        )
+        front = sender = Sender(front, replica, metrics, tls=replica_tls)
     front = Access(front, ROUTES, tokens)
     front = Observe(front, metrics)
     app.front = front if replica is None else Receiver(front, replica)
@@ -254,7 +259,7 @@ async def _watch_lag(metrics: HubMetrics) -> None:
         metrics.lag.observe(max(0.0, time.monotonic() - started - LAG_PERIOD_S))
 
 
-def _handle_errors(app: FastAPI, *, retry_after_s: int) -> None:
+def _handle_errors(app: FastAPI) -> None:
     """Register the handlers that turn errors into responses."""
 
     @app.exception_handler(RequestValidationError)
@@ -275,12 +280,9 @@ def _handle_errors(app: FastAPI, *, retry_after_s: int) -> None:
         return JSONResponse({"detail": str(error)}, status_code=404)
 
     async def refuse(request: Request, error: Exception) -> JSONResponse:
-        refusal = next(_REFUSALS[kind] for kind in type(error).__mro__ if kind in _REFUSALS)
-        detail = {"type": refusal.kind, "msg": str(error)}
-        if not refusal.is_temporary:
-            return JSONResponse({"detail": detail}, refusal.status)
-        status = refusal.status if is_native(request.scope) else 503
-        return JSONResponse({"detail": detail}, status, {"Retry-After": str(retry_after_s)})
+        row = next(_REFUSALS[kind] for kind in type(error).__mro__ if kind in _REFUSALS)
+        status = 503 if row.is_temporary and not is_native(request.scope) else row.status
+        return refusal(status, row.kind, str(error), is_temporary=row.is_temporary)
 
     for kind in _REFUSALS:
         app.add_exception_handler(kind, refuse)

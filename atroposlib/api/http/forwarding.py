@@ -25,7 +25,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from yarl import URL
 
-from atroposlib.api.http.limits import ABORT_EXTENSION
+from atroposlib.api.http.limits import ABORT_EXTENSION, refusal
 from atroposlib.api.http.metrics import HubMetrics
 from atroposlib.api.http.routes import Route
 from atroposlib.api.http.sending import STALL_S
@@ -74,9 +74,8 @@ class Receiver:
         secret, _, client = sent[0].partition(b" ")
         if not hmac.compare_digest(secret, self._replica.owners.secret.encode()):
             # Meant for a process that had this address earlier.
-            headers = {"Retry-After": "1", _NOT_OWNER: "1"}
-            detail = {"type": "no_owner", "msg": "another replica has this address now"}
-            await JSONResponse({"detail": detail}, 503, headers)(scope, receive, send)
+            answer = _no_owner(503, "another replica has this address now", was_begun=False)
+            await answer(scope, receive, send)
             return
         scope["headers"] = [(name, value) for name, value in scope["headers"] if name != header]
         scope["client"] = (client.decode("ascii", "replace"), 0) if client else None
@@ -94,13 +93,11 @@ class Sender:
         metrics: HubMetrics,
         *,
         tls: ssl.SSLContext | None = None,
-        retry_after_s: int,
     ) -> None:
         self._app = app
         self._replica = replica
         self._count = metrics.forwarded
         self._tls = tls
-        self._retry_after_s = retry_after_s
         self._session: aiohttp.ClientSession | None = None
         self._under_way: dict[UUID, set[asyncio.Timeout]] = {}
         """Requests at each member, to be given up when it is gone."""
@@ -152,14 +149,14 @@ class Sender:
                 )
             except NoOwner as e:
                 self._count.labels("no_owner").inc()
-                await self._answer(503, str(e), scope, receive, send, was_begun=False)
+                await _no_owner(503, str(e), was_begun=not is_forwarded)(scope, receive, send)
                 return
             if owner is None:
                 with self._replica.serving(name):
                     await self._app(scope, body.replayed(), send)
                 return
             if is_forwarded:
-                await self._answer(503, "the run moved", scope, receive, send, was_begun=False)
+                await _no_owner(503, "the run moved", was_begun=False)(scope, receive, send)
                 return
             if await self._forward(owner, body, scope, send):
                 return
@@ -204,7 +201,7 @@ class Sender:
                         f"no TLS connection to the replica at {owner.address}, which serves the run: {refusal};"
                         " hubs trust the authorities of --ssl-ca-certs and SSL_CERT_FILE"
                     )
-                await self._answer(502, text, scope, body.receive, send)
+                await _no_owner(502, text)(scope, body.receive, send)
             elif abort is not None:
                 abort()
             return True
@@ -217,7 +214,7 @@ class Sender:
             return True
         if body.is_kept:
             return False
-        await self._answer(503, "the run is moving; try again", scope, body.receive, send)
+        await _no_owner(503, "the run is moving; try again")(scope, body.receive, send)
         return True
 
     async def _pass_on(self, owner: Member, body: _ForwardedBody, scope: Scope, send: Send) -> bool:
@@ -244,21 +241,12 @@ class Sender:
             await send({"type": "http.response.body", "body": b""})
         return True
 
-    async def _answer(
-        self,
-        status: int,
-        text: str,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-        *,
-        was_begun: bool = True,
-    ) -> None:
-        headers = {"Retry-After": str(self._retry_after_s)}
-        if scope.get("is_forwarded") and not was_begun:
-            headers[_NOT_OWNER] = "1"
-        detail = {"type": "no_owner", "msg": text}
-        await JSONResponse({"detail": detail}, status, headers)(scope, receive, send)
+
+def _no_owner(status: int, text: str, *, was_begun: bool = True) -> JSONResponse:
+    answer = refusal(status, "no_owner", text)
+    if not was_begun:
+        answer.headers[_NOT_OWNER] = "1"
+    return answer
 
 
 class _ForwardedBody:

@@ -32,6 +32,8 @@ CROWDED_EXTENSION = "atropos.is_crowded"
 ABORT_EXTENSION = "atropos.abort"
 """ASGI extension: a function that closes the connection without waiting for the client to read."""
 
+RETRY_AFTER_S = "2"
+"""`Retry-After` of requests that may be sent again."""
 _MIB = 2**20
 _GZIP_WBITS = 16 + isal_zlib.MAX_WBITS
 _FEED_BYTES = {"gzip": 4096, "zstd": 256}
@@ -78,13 +80,17 @@ class HubLimits:
     """How long a request of an original client is held while its run is full."""
     max_held: int = 256
     """Requests held at a time; further ones get 503 immediately."""
-    retry_after_s: int = 2
-    """`Retry-After` of refused requests."""
 
 
 def is_native(scope: Scope) -> bool:
     """Whether a native client sent the request: it retries after 429, where an original one drops the group."""
     return any(name == b"atropos-client" for name, _ in scope["headers"])
+
+
+def refusal(status: int, kind: str, text: str, *, is_temporary: bool = True) -> JSONResponse:
+    """Return the answer to a refused request; `is_temporary`: a retry may succeed."""
+    headers = {"Retry-After": RETRY_AFTER_S} if is_temporary else None
+    return JSONResponse({"detail": {"type": kind, "msg": text}}, status, headers)
 
 
 def content_encoding(headers: Headers) -> str | None:
@@ -441,9 +447,7 @@ class Ladder:
         self._count.labels(name, outcome).inc()
         if outcome == "held":
             return None
-        headers = {"Retry-After": str(self._limits.retry_after_s)}
-        detail = {"type": "overloaded", "msg": reason}
-        return JSONResponse({"detail": detail}, 429 if outcome == "refused" else 503, headers)
+        return refusal(429 if outcome == "refused" else 503, "overloaded", reason)
 
     async def _hold(self, name: str, scope: Scope) -> str:
         if self._num_held >= self._limits.max_held:

@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as AsgiScope
 
-from atroposlib.api.http.limits import CROWDED_EXTENSION
+from atroposlib.api.http.limits import CROWDED_EXTENSION, RETRY_AFTER_S
 from atroposlib.api.http.routes import Route, RouteTable, split_run
 from atroposlib.api.http.routes import Scope as Scope
 from atroposlib.api.stores.runs import RUN_NAME
@@ -159,7 +159,7 @@ def _digest(secret: bytes) -> str:
 
 _HEADERS_OF_REFUSALS = {
     401: {"WWW-Authenticate": "Bearer"},
-    503: {"Retry-After": "2", "Connection": "close"},
+    503: {"Retry-After": RETRY_AFTER_S, "Connection": "close"},
 }
 
 

@@ -187,6 +187,21 @@ def serving(app: FastAPI, port: int = 0) -> Iterator[str]:
         thread.join()
 
 
+async def unexpected_send(message: Any) -> None:
+    raise AssertionError(message)
+
+
+async def unexpected_receive() -> Any:
+    raise AssertionError("the body was read")
+
+
+class Answers(list[Any]):
+    """The messages that an application sends."""
+
+    async def send(self, message: Any) -> None:
+        self.append(message)
+
+
 class FullRun:
     """A run that is full until told otherwise, and what was counted."""
 

@@ -32,7 +32,13 @@ from atroposlib.api.http.limits import (
 from atroposlib.api.http.security import Access
 from atroposlib.api.run.types import Overloaded
 from atroposlib.http_bodies import BodyRefused
-from tests.api.helpers_api import FullRun, running_hub
+from tests.api.helpers_api import (
+    Answers,
+    FullRun,
+    running_hub,
+    unexpected_receive,
+    unexpected_send,
+)
 
 MIB = 2**20
 ROOT = Path(__file__).resolve().parents[2]
@@ -338,14 +344,6 @@ def scope_of(path: str, content_length: int | None, **more: Any) -> dict[str, An
     return scope | {"headers": headers, "hub_route": found} | more
 
 
-async def unexpected_send(message: Any) -> None:
-    raise AssertionError(message)
-
-
-async def unexpected_receive() -> Any:
-    raise AssertionError("the body was read")
-
-
 def sending(body: bytes) -> Receive:
     """Return the `receive` of a client that sends `body` at once."""
 
@@ -353,13 +351,6 @@ def sending(body: bytes) -> Receive:
         return {"type": "http.request", "body": body, "more_body": False}
 
     return receive
-
-
-class Answers(list[Any]):
-    """The messages that an application sends."""
-
-    async def send(self, message: Any) -> None:
-        self.append(message)
 
 
 @dataclass

@@ -15,6 +15,7 @@ from atroposlib.api.http.handlers import ROUTES
 from atroposlib.api.http.metrics import HubMetrics, Observe
 from atroposlib.api.http.security import Access
 from atroposlib.api.stores.base import StoreUsage
+from tests.api.helpers_api import unexpected_receive, unexpected_send
 
 LEDGER = {
     "produced": 100,
@@ -246,16 +247,11 @@ async def test_handler_that_fails_is_a_500_and_its_error_goes_on() -> None:
     async def failing(scope: Scope, receive: Receive, send: Send) -> None:
         raise RuntimeError("bug")
 
-    async def receive() -> Any:
-        return {"type": "http.disconnect"}
-
-    async def send(message: Any) -> None:
-        raise AssertionError(message)
-
     metrics = HubMetrics(dict)
+    app = Observe(Access(failing, ROUTES, None), metrics)
     scope = {"type": "http", "method": "GET", "path": "/status", "headers": []}
     with pytest.raises(RuntimeError, match="bug"):
-        await Observe(Access(failing, ROUTES, None), metrics)(scope, receive, send)
+        await app(scope, unexpected_receive, unexpected_send)
     name = "atropos_request_seconds_count"
     assert samples(metrics)[f"{name}{{method=GET,route=/status,status=500}}"] == 1
 

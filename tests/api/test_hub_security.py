@@ -8,7 +8,6 @@ import logging
 import re
 import stat
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -22,7 +21,7 @@ from atroposlib.api.http.routes import Route, split_run
 from atroposlib.api.http.security import Access, Scope, Token, TokenSet, add_token
 from atroposlib.api.server import create_app
 from atroposlib.errors import ConfigError
-from tests.api.helpers_api import registration, running_hub
+from tests.api.helpers_api import Answers, registration, running_hub, unexpected_receive
 
 EVERY_SCOPE = list(Scope)
 
@@ -169,32 +168,16 @@ async def test_two_authorization_headers_are_401() -> None:
 
 
 async def test_refusal_comes_before_the_body_is_read() -> None:
-    async def receive() -> Any:
-        raise AssertionError("the body was read")
-
-    sent: list[Any] = []
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
+    sent = Answers()
     scope = {"type": "http", "method": "POST", "path": "/scored_data", "headers": []}
-    await Access(Inside(), ROUTES, ONE_PER_SCOPE)(scope, receive, send)
+    await Access(Inside(), ROUTES, ONE_PER_SCOPE)(scope, unexpected_receive, sent.send)
     assert sent[0]["status"] == 401
 
 
 async def test_websockets_are_closed() -> None:
-    sent: list[Any] = []
-
-    async def receive() -> Any:
-        return {"type": "websocket.connect"}
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    inside = Inside()
-    await Access(inside, ROUTES, None)(
-        {"type": "websocket", "path": "/status", "headers": []}, receive, send
-    )
+    sent, inside = Answers(), Inside()
+    scope = {"type": "websocket", "path": "/status", "headers": []}
+    await Access(inside, ROUTES, None)(scope, unexpected_receive, sent.send)
     assert sent == [{"type": "websocket.close", "code": 1008}]
     assert inside.scope is None
 

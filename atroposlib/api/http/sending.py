@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Iterable, Iterator
 
-from starlette.responses import Response
+from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from atroposlib.api.http.limits import ABORT_EXTENSION, ByteBudget, Share
@@ -32,13 +32,11 @@ PIECE_BYTES = 256 * 2**10
 """Piece of a response that is encoded while it is sent. Compressing one takes 4 ms on the event loop."""
 
 
-class _PiecewiseResponse(Response):
+class _PiecewiseResponse(StreamingResponse):
     """A response in several pieces; `timeout_s` limits the whole."""
 
     def __init__(self, *, media_type: str, headers: dict[str, str], timeout_s: float) -> None:
-        super().__init__(None, media_type=media_type, headers=headers)
-        del self.headers["content-length"]  # of an empty body
-        self.headers.update(headers)
+        super().__init__((), media_type=media_type, headers=headers)
         self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

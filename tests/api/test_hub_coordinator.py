@@ -332,6 +332,21 @@ async def test_group_that_no_trainer_survives_is_set_aside_and_can_come_back() -
     assert tags(await leased(coordinator)) == [7]
 
 
+async def test_a_dead_group_that_is_too_old_to_train_on_is_not_requeued_to_expire() -> None:
+    policy = RunPolicy(max_staleness=1, max_deliveries=1)
+    coordinator = await started(batch_size=2, policy=policy)
+    for version in (0, 4):
+        await coordinator.accept([incoming(2, version=version)])
+        batch = await leased(coordinator)
+        await coordinator.release(batch.batch_id, batch.lease_id)
+    await coordinator.set_policy(5)
+    assert await coordinator.requeue_dead([0, 1]) == 1
+    await coordinator.tick()
+    ledger = coordinator.ledger()
+    assert (ledger.queued, ledger.dead, ledger.expired) == (1, 1, 0)
+    assert coordinator.explain().dead == {"sampled before policy version 4": 1}
+
+
 async def test_damaged_group_is_set_aside_and_the_others_are_delivered() -> None:
     class Damaged(MemoryStore):
         async def read(self, numbers: Any) -> list[bytes]:

@@ -376,9 +376,13 @@ class Coordinator(Accounts):
         return True
 
     async def requeue_dead(self, numbers: Iterable[int]) -> int:
-        """Requeue dead groups; return how many of `numbers` are queued now."""
+        """Requeue dead groups; return how many of `numbers` are queued now: those that no batch may hold stay dead."""
         run = self.state
         back = run.dead.take(numbers)
+        oldest = run.oldest_version
+        if oldest is not None and (expired := [h for h in back if version_of(h) < oldest]):
+            run.bury(expired, f"sampled before policy version {oldest}")
+            back = [header for header in back if version_of(header) >= oldest]
         for header in back:
             run.deliveries.pop(header.number, None)
         run.enqueue(back)

@@ -144,6 +144,11 @@ class RunState:
         asked = None if self.trainer is None else self.trainer.max_staleness
         return self.policy.max_staleness if asked is None else asked
 
+    @property
+    def oldest_version(self) -> int | None:
+        """Groups that were sampled before this policy version expire; None: none do."""
+        return None if self.max_staleness is None else self.current_version - self.max_staleness
+
     # Pending changes for the store
 
     def _note_nothing(self) -> None:
@@ -465,9 +470,9 @@ class RunState:
 
     def _take_stale(self) -> list[GroupHeader]:
         """Remove and return the groups that were sampled too many policy versions ago."""
-        if self.max_staleness is None:
+        oldest = self.oldest_version
+        if oldest is None:
             return []
-        oldest = self.current_version - self.max_staleness
         stale = self.queue.stale(oldest)
         self.queue.remove(stale)
         for environment in self.environments:

@@ -25,7 +25,7 @@ from atroposlib.api import schemas
 from atroposlib.api.http.limits import ByteBudget, HubLimits, Share, is_native
 from atroposlib.api.http.metrics import HubMetrics
 from atroposlib.api.http.payloads import GroupCodec, choose_encoding, is_packed
-from atroposlib.api.http.routes import Body, Route, RouteTable, Scope
+from atroposlib.api.http.routes import Route, RouteTable, Scope
 from atroposlib.api.http.sending import BatchResponse, JsonPieces, PlainBatchResponse
 from atroposlib.api.run.coordinator import Coordinator
 from atroposlib.api.run.environments import EnvironmentNotFound
@@ -601,7 +601,7 @@ _vital = functools.partial(Route, is_vital=True)
 _heartbeat = _direct(heartbeat, schemas.LeaseRef, of_batch=True)
 _ack = _direct(ack, schemas.AckRequest, of_batch=True)
 _checkpoint = _direct(checkpoint, schemas.Checkpoint)
-_groups = functools.partial(Route, scopes=PRODUCE, body=Body.GROUPS, api=_TAKES_GROUPS)
+_groups = functools.partial(Route, scopes=PRODUCE, has_groups=True, api=_TAKES_GROUPS)
 
 ROUTES = RouteTable(
     [

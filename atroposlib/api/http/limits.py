@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from atroposlib.api.http.metrics import HubMetrics
-from atroposlib.api.http.routes import Body, Route
+from atroposlib.api.http.routes import Route
 from atroposlib.api.run.coordinator import Coordinator
 from atroposlib.api.run.hub import DEFAULT_RUN
 from atroposlib.http_bodies import BodyRefused
@@ -288,7 +288,7 @@ class RequestBodies:
         encoding = None
         if b"content-encoding" in headers:
             encoding = content_encoding(Headers(scope=scope))
-        is_large = _body_class(scope) is Body.GROUPS
+        is_large = _has_groups(scope)
         limit = limits.max_body_bytes if is_large else limits.max_control_body_bytes
         announced = _announced_bytes(scope, headers)
         if announced is not None and announced > limit:
@@ -373,10 +373,9 @@ class RequestBodies:
         return data
 
 
-def _body_class(scope: Scope) -> Body:
-    """Return the body class of the request's route; `CONTROL` for an unknown path."""
+def _has_groups(scope: Scope) -> bool:
     route: Route | None = scope.get("hub_route")
-    return Body.CONTROL if route is None else route.body
+    return route is not None and route.has_groups
 
 
 def _announced_bytes(scope: Scope, headers: Mapping[bytes, bytes]) -> int | None:
@@ -431,10 +430,8 @@ class Ladder:
         metrics.held.set_function(lambda: self._num_held)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refusal = None
-        if _body_class(scope) is Body.GROUPS:
-            refusal = await self._refusal(scope)
-        await (refusal or self._app)(scope, receive, send)
+        refused = await self._refusal(scope) if _has_groups(scope) else None
+        await (refused or self._app)(scope, receive, send)
 
     async def _refusal(self, scope: Scope) -> JSONResponse | None:
         """Return None if the request is admitted, else the response that refuses it."""

@@ -1,4 +1,4 @@
-"""The rows of the route table: method and path, scopes, body class, and how the route is served.
+"""The rows of the route table: method and path, scopes, kind of body, and how the route is served.
 
 handlers.py has the table; the application, access rights (security.py), limits (limits.py), metric labels and the
 OpenAPI document derive from it. `Access` looks up a request's row once and stores it in `scope["hub_route"]`; a request
@@ -33,15 +33,6 @@ class Scope(enum.StrEnum):
     """Everything, including deletion."""
 
 
-class Body(enum.Enum):
-    """What a request carries, which decides its limits."""
-
-    CONTROL = "control"
-    """A small JSON object, or nothing."""
-    GROUPS = "groups"
-    """Scored groups: large, and subject to back-pressure."""
-
-
 @dataclass(frozen=True, slots=True)
 class Route:
     """One row of the table."""
@@ -53,7 +44,8 @@ class Route:
     """FastAPI documents it, and calls it unless the row has `direct`. None: FastAPI has its own."""
     scopes: Collection[Scope]
     """Any one of them permits the request, and ADMIN always does; empty: no token is needed."""
-    body: Body = Body.CONTROL
+    has_groups: bool = field(default=False, kw_only=True)
+    """Whether the body is scored groups: large, and subject to back-pressure. Otherwise it is a small JSON object."""
     direct: Callable[[Request], Awaitable[Response]] | None = field(default=None, kw_only=True)
     """Called in place of FastAPI, which costs several times as much as the handler."""
     is_destructive: bool = field(default=False, kw_only=True)

@@ -756,33 +756,24 @@ async def test_run_that_is_deleted_under_traffic_stays_deleted(tmp_path: Path) -
         ("/batches/0/ack", b"", [("missing", ["body"])]),
         ("/batches/0/heartbeat", b"[]", [("model_attributes_type", ["body"])]),
         ("/checkpoints", b'{"step": -1}', [("greater_than_equal", ["body", "step"])]),
-    ],
-)
-async def test_faults_of_leases_are_named(
-    hub: Hub, path: str, content: bytes, faults: list[Any]
-) -> None:
-    headers = {"Content-Type": "application/json"}
-    refused = await hub.http.post(path, content=content, headers=headers)
-    assert refused.status_code == 422
-    assert [(each["type"], each["loc"]) for each in refused.json()["detail"]] == faults
-
-
-@pytest.mark.parametrize(
-    ("query", "faults"),
-    [
-        ("wait=soon", [("float_parsing", ["query", "wait"])]),
-        ("wait=inf", [("finite_number", ["query", "wait"])]),
+        ("/batch?wait=soon", None, [("float_parsing", ["query", "wait"])]),
+        ("/batch?wait=inf", None, [("finite_number", ["query", "wait"])]),
         (
-            "wait=-1&ttl=0",
+            "/batch?wait=-1&ttl=0",
+            None,
             [("greater_than_equal", ["query", "wait"]), ("greater_than", ["query", "ttl"])],
         ),
-        ("lease=maybe", [("bool_parsing", ["query", "lease"])]),
-        ("ttl=86401", [("less_than_equal", ["query", "ttl"])]),
-        ("request_id=", [("string_too_short", ["query", "request_id"])]),
+        ("/batch?lease=maybe", None, [("bool_parsing", ["query", "lease"])]),
+        ("/batch?ttl=86401", None, [("less_than_equal", ["query", "ttl"])]),
+        ("/batch?request_id=", None, [("string_too_short", ["query", "request_id"])]),
     ],
 )
-async def test_faults_of_a_batch_query_are_named(hub: Hub, query: str, faults: list[Any]) -> None:
-    refused = await hub.http.get(f"/batch?{query}")
+async def test_faults_of_requests_for_batches_are_named(
+    hub: Hub, path: str, content: bytes | None, faults: list[Any]
+) -> None:
+    method = "GET" if content is None else "POST"
+    headers = {"Content-Type": "application/json"}
+    refused = await hub.http.request(method, path, content=content, headers=headers)
     assert refused.status_code == 422
     assert [(each["type"], each["loc"]) for each in refused.json()["detail"]] == faults
 

@@ -273,33 +273,18 @@ async def test_batch_whose_answer_was_lost_counts_once() -> None:
     assert coordinator.explain().trainer_waits_s is None
 
 
-async def _give_back(run: Coordinator, batch: Delivery) -> None:
-    await run.release(batch.batch_id, batch.lease_id)
-
-
-async def _let_expire(run: Coordinator, batch: Delivery) -> None:
-    run.state.leases.leased[batch.batch_id].expires_at = 0.0
-
-
-async def _reject_the_last(run: Coordinator, batch: Delivery) -> None:
-    await run.reject_groups(batch.batch_id, batch.lease_id, [1], reason="x")
-    [dead] = run.dead()
-    await run.requeue_dead([dead.number])
-
-
-async def _replay(run: Coordinator, batch: Delivery) -> None:
-    await resumed(run, batch.step - 1)
-
-
-async def _requeue(run: Coordinator, batch: Delivery) -> None:
-    await resumed(run, batch.step - 1, resume="requeue")
-
-
 @pytest.mark.parametrize(
-    "come_back", [_give_back, _let_expire, _reject_the_last, _replay, _requeue]
+    "come_back",
+    [
+        lambda run, batch: run.release(batch.batch_id, batch.lease_id),
+        lambda run, batch: run.reject_groups(batch.batch_id, batch.lease_id, [1], reason="x"),
+        lambda run, batch: resumed(run, batch.step - 1),
+        lambda run, batch: resumed(run, batch.step - 1, resume="requeue"),
+    ],
+    ids=["released", "rejected", "replayed", "requeued"],
 )
 async def test_batch_that_was_leased_twice_counts_once_in_the_shares(
-    come_back: Callable[[Coordinator, Delivery], Awaitable[None]],
+    come_back: Callable[[Coordinator, Delivery], Awaitable[object]],
 ) -> None:
     runs = [await started(batch_size=16), await started(batch_size=16)]
     for run in runs:
@@ -313,6 +298,7 @@ async def test_batch_that_was_leased_twice_counts_once_in_the_shares(
             if num_first == 4:
                 await run.ack(batch.batch_id, batch.lease_id)
     await come_back(run, batch)
+    await run.requeue_dead([dead.number for dead in run.dead()])
     assert tags(await leased(run)) == tags(batch)
     once, twice = ([run.status_env(env_id).wanted_share for env_id in (0, 1)] for run in runs)
     assert once == twice != [0.5, 0.5]
@@ -975,17 +961,21 @@ async def test_plain_delivery_that_fails_before_it_begins_is_not_held_for_ever(
     assert (tags(delivery), delivery.step) == ([5], 1)
 
 
-async def test_waiting_trainer_is_woken_when_a_silent_minimum_is_suspended() -> None:
+@pytest.mark.parametrize("is_silent", [True, False], ids=["silent", "lowered"])
+async def test_waiting_trainer_is_woken_when_a_minimum_ends(is_silent: bool) -> None:
     clock = Clock()
     coordinator = await started(2, policy=RunPolicy(env_timeout_s=60), clock=clock)
-    await joined(coordinator, min_batch_allocation=1.0)
+    await joined(coordinator, env_uid="u", min_batch_allocation=1.0)
     await coordinator.accept([incoming(2)])
     assert await coordinator.deliver() is None
     async with asyncio.timeout(30), asyncio.TaskGroup() as waiting:
         waiting.create_task(coordinator.arrivals.wait(60))
         await asyncio.sleep(0)
-        clock.now += 61
-        await coordinator.tick()
+        if is_silent:
+            clock.now += 61
+            await coordinator.tick()
+        else:
+            await joined(coordinator, env_uid="u")
     assert await coordinator.deliver() is not None
 
 
@@ -1019,18 +1009,6 @@ async def check_end_of_earlier(old: Delivery | None, coordinator: Coordinator) -
     await coordinator.give_back(old)
     assert coordinator.ledger().leased == 1
     assert await coordinator.confirm(new)
-
-
-async def test_waiting_trainer_is_woken_when_an_environment_lowers_its_minimum() -> None:
-    coordinator = await started(2)
-    await joined(coordinator, env_uid="u", min_batch_allocation=1.0)
-    await coordinator.accept([incoming(2)])
-    assert await coordinator.deliver() is None
-    async with asyncio.timeout(1), asyncio.TaskGroup() as waiting:
-        waiting.create_task(coordinator.arrivals.wait(60))
-        await asyncio.sleep(0)
-        await joined(coordinator, env_uid="u")
-    assert await coordinator.deliver() is not None
 
 
 async def test_items_of_a_process_that_ended_are_not_those_of_its_successor() -> None:

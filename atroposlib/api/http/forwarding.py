@@ -186,8 +186,8 @@ class Sender:
         except (aiohttp.ClientError, OSError, TimeoutError) as e:
             if body.is_gone:
                 return True
-            refusal = _tls_refusal(e)
-            if not body.is_sent and refusal is None:
+            tls_error = _tls_refusal(e)
+            if not body.is_sent and tls_error is None:
                 return False
             self._count.labels("failed").inc()
             logger.warning(
@@ -196,9 +196,9 @@ class Sender:
             abort = scope.get("extensions", {}).get(ABORT_EXTENSION)
             if not is_started:
                 text = f"the replica that serves the run broke the connection ({type(e).__name__})"
-                if refusal is not None:
+                if tls_error is not None:
                     text = (
-                        f"no TLS connection to the replica at {owner.address}, which serves the run: {refusal};"
+                        f"no TLS connection to the replica at {owner.address}, which serves the run: {tls_error};"
                         " hubs trust the authorities of --ssl-ca-certs and SSL_CERT_FILE"
                     )
                 await _no_owner(502, text)(scope, body.receive, send)

@@ -85,10 +85,8 @@ class Accounts:
         blocker, reason = None, "a batch is ready"
         env_id = have = need = None
         if plan is None:
-            blocker, reason = (
-                "no_trainer",
-                "no trainer has registered, so the batch size is unknown",
-            )
+            blocker = "no_trainer"
+            reason = "no trainer has registered, so the batch size is unknown"
         elif isinstance(plan, NoBatch) and not run.leases.to_replay:
             blocker, reason = str(plan.blocker), plan.reason
             env_id, have, need = plan.env_id, plan.have, plan.need

@@ -11,7 +11,7 @@ import abc
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -217,10 +217,8 @@ class JobStore(abc.ABC):
         Raises `StoreBroken` if it breaks now; then changes that were not durable may be lost.
         """
         was_broken = self._failure is not None
-        if self._is_open:
-            self._jobs.append(Job(alone=self._finish))
-            self._is_open = False
-            self._wake.set()
+        self._is_open = False
+        self._wake.set()
         if self._writer is not None:
             await asyncio.wait([self._writer])  # cancelling the caller does not cancel it
         if self._failure is not None and not was_broken:
@@ -247,20 +245,26 @@ class JobStore(abc.ABC):
         try:
             while self._jobs or self._is_open:
                 jobs = await self._next_jobs()
-                try:
-                    if self._failure is None:
-                        await self._do(jobs)
-                except Exception as e:  # after any failure, nothing more may be written
-                    error = None if isinstance(e, TermLost) else e
-                    logger.error("%s: the store is broken: %s", self._name, e, exc_info=error)
-                    self._failure = e
-                    if self._on_failure is not None:
-                        self._on_failure(e)
+                await self._attempt(self._do, jobs)
                 for job in jobs:
                     job.answer = job.answer if self._failure is None else self._broken()
                     _answer(job)
+            await self._attempt(self._call, self._finish)
         finally:
             self._release()
+
+    async def _attempt(self, work: Callable[..., Awaitable[Any]], *args: Any) -> None:
+        """Await `work`, unless the store is broken; any error breaks it."""
+        if self._failure is not None:
+            return
+        try:
+            await work(*args)
+        except Exception as e:
+            error = None if isinstance(e, TermLost) else e
+            logger.error("%s: the store is broken: %s", self._name, e, exc_info=error)
+            self._failure = e
+            if self._on_failure is not None:
+                self._on_failure(e)
 
     async def _next_jobs(self) -> list[Job]:
         """Wait for a job; return it and later ones, up to the size of a commit or one to do alone. Empty if idle."""

@@ -83,6 +83,7 @@ class Merged:
     batches: dict[int, StoredBatch] = field(default_factory=dict)
     closed_batches: list[int] = field(default_factory=list)
     facts: dict[str, bytes] = field(default_factory=dict)
+    document: bytes | None = None
 
     def add(self, change: Change) -> None:
         self.moves |= {move.number: move for move in change.moves}
@@ -94,6 +95,8 @@ class Merged:
             self.batches.pop(number, None)
             self.closed_batches.append(number)
         self.facts |= change.facts
+        if change.document is not None:
+            self.document = change.document
 
 
 def key_of(group_id: str) -> bytes:

@@ -33,21 +33,15 @@ _KEPT: Final = "kept_of is not null"
 
 
 class PostgresRuns:
-    """Implements `RunStores`. `on_failure` is called with the name of a run whose store broke."""
+    """Implements `RunStores`. `on_failure`, which a replica sets, gets the name of a run whose store broke."""
 
     _pool: asyncpg.Pool
     _control: asyncpg.Pool
     """For the list of runs: payloads never keep it waiting. Both set by `open`."""
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        on_failure: Callable[[str, BaseException], None] | None = None,
-        segment_bytes: int = 64 << 20,
-    ) -> None:
+    def __init__(self, url: str, *, segment_bytes: int = 64 << 20) -> None:
         self._url = url
-        self.on_failure = on_failure
+        self.on_failure: Callable[[str, BaseException], None] | None = None
         self._segment_bytes = segment_bytes
         self._is_connected = False
         self.owners = Owners(functools.partial(connect, url))

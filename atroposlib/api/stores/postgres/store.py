@@ -19,7 +19,6 @@ from isal.isal_zlib import crc32
 
 from atroposlib.api.stores.base import (
     Appended,
-    Change,
     Durability,
     SavedRun,
     StoreBroken,
@@ -49,7 +48,6 @@ class _Effects(Effects):
 
     segment: int | None = None
     """The segment that new payloads go to from now on; None: as before."""
-    next_number = 0
     document: bytes | None = None
 
 
@@ -169,29 +167,25 @@ class PostgresStore(JobStore):
                     connection, self._term.run_id, groups, segment=segment
                 )
                 effects.located |= added
-                effects.next_number = max([effects.next_number, *(n + 1 for n in added)])
             merged = Merged()
             for job in batch:
                 if job.change is not None:
-                    job.answer = self._merge(job.change, merged, effects)
+                    try:
+                        effects.end(job.change)
+                        job.answer = None
+                    except KeyError as e:
+                        job.answer = e
+                    else:
+                        merged.add(job.change)
                 elif refusal is not None:
                     job.answer = refusal
                 else:
                     job.answer = outcomes[: len(job.groups)]
                     del outcomes[: len(job.groups)]
             await rows.apply(connection, self._term.run_id, merged)
+            if merged.document is not None:
+                effects.document = merged.document
         return effects
-
-    def _merge(self, change: Change, merged: Merged, effects: _Effects) -> KeyError | None:
-        """Add a change to `merged` and `effects`, or return the error of one that names unknown groups."""
-        try:
-            effects.end(change)
-        except KeyError as e:
-            return e
-        merged.add(change)
-        if change.document is not None:
-            effects.document = change.document
-        return None
 
     # Transactions.
 
@@ -214,7 +208,7 @@ class PostgresStore(JobStore):
                 " where run_id = $1 and serial = $2",
                 self._term.run_id,
                 self._serial,
-                effects.next_number,
+                max(effects.located, default=-1) + 1,
                 effects.document,
             )
             if status != "UPDATE 1":

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -97,8 +98,10 @@ async def test_every_metric_and_label_of_dashboard_and_alerts_is_in_the_hubs_met
         await hub.post("/policy", {"version": 1})
         await hub.post("/scored_data_list", [group(2), group(2), group(2)])
         await hub.get("/batch")
-        no_members: Any = None
-        hub.app.state.services.metrics.watch_replica(Replica(Runs(), no_members, address=""))
+        no_members: Any = SimpleNamespace(members={}, runs={})
+        replica = Replica(Runs(), no_members, address="")
+        replica.ownership = no_members
+        hub.app.state.services.metrics.watch_replica(replica)
         text = (await hub.http.get("/metrics")).text
     shown: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(text):

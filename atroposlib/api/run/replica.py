@@ -42,6 +42,9 @@ DRAIN_S = 2.0
 class Replica:
     """This process as a member. Open it before the application serves requests."""
 
+    ownership: Ownership
+    """As last read; set by `open`."""
+
     def __init__(
         self,
         hub: Hub,
@@ -53,8 +56,6 @@ class Replica:
         self.hub = hub
         self.owners = owners
         self.address = address
-        self.ownership: Ownership | None = None
-        """As last read."""
         self.changed = Signal()
         """Notified when `ownership` was read."""
         self.num_takeovers = 0
@@ -97,7 +98,6 @@ class Replica:
         await self.renew()
         # Opening many runs may take longer than a membership lasts.
         self._tasks = [asyncio.create_task(self._keep_renewing())]
-        assert self.ownership is not None
         if DEFAULT_RUN not in self.ownership.runs:
             await self._adopt(DEFAULT_RUN)
         await self.sweep()
@@ -215,7 +215,7 @@ class Replica:
             if self._clock() >= retry_at:
                 refused = None
             if self.is_trusted:
-                if self.ownership is None or name not in self.ownership.runs:
+                if name not in self.ownership.runs:
                     await self.look()  # another replica may just have created it
                 if self._is_unknown(name):
                     chosen = self._least_loaded() if begins and not is_forwarded else None
@@ -223,7 +223,7 @@ class Replica:
                         return None
                     return chosen
                 self._want(name)
-            owner = None if self.ownership is None else self.ownership.owner_of(name)
+            owner = self.ownership.owner_of(name)
             if owner is not None and owner.id not in (self.id, refused):
                 return owner
             remaining_s = until - self._clock()
@@ -233,33 +233,28 @@ class Replica:
         return None
 
     def _is_unknown(self, name: str) -> bool:
-        return (
-            self.ownership is not None and name not in self.ownership.runs and name != DEFAULT_RUN
-        )
+        return name not in self.ownership.runs and name != DEFAULT_RUN
 
     def _want(self, name: str) -> None:
         """Ask the sweep for a run without an owner that it would not adopt by itself."""
-        run = None if self.ownership is None else self.ownership.runs.get(name)
+        run = self.ownership.runs.get(name)
         if run is not None and run.is_kept and name not in self._wanted and self._is_free(run):
             self._wanted.add(name)
             self._due.set()
 
     def _least_loaded(self) -> Member | None:
         """Return the living member with the fewest runs, this one if it is among them."""
-        assert self.ownership is not None
         living = [member for member in self.ownership.members.values() if member.is_alive]
         count = self.ownership.num_runs
         return min(living, key=lambda each: (count(each.id), each.id != self.id), default=None)
 
     def is_gone(self, member: UUID) -> bool:
         """Whether a member has left or lapsed."""
-        found = None if self.ownership is None else self.ownership.members.get(member)
+        found = self.ownership.members.get(member)
         return self._is_settled and (found is None or not found.is_alive)
 
     def owned_runs(self) -> list[tuple[Member, list[str]]]:
         """Return every member with the names of its runs, by address."""
-        if self.ownership is None:
-            return []
         runs = self.ownership.runs.values()
         return [
             (member, [run.name for run in runs if run.owner == member.id])
@@ -268,7 +263,6 @@ class Replica:
 
     def summary(self) -> str:
         """Return how many runs this replica serves, and every other living one, in one line."""
-        assert self.ownership is not None, "the replica is not open"
         num_runs = sum(not run.is_kept for run in self.ownership.runs.values())
         others = "".join(
             f"; {member.address} serves {self.ownership.num_runs(member.id)}"
@@ -291,7 +285,7 @@ class Replica:
             await self.hub.release(name)
             self.owners.terms.pop(name, None)
             self._broken.discard(name)
-        if not self.is_trusted or self.ownership is None:
+        if not self.is_trusted:
             return
         runs = self.ownership.runs
         self._unreadable &= {name for name, run in runs.items() if run.owner == self.id}
@@ -309,13 +303,12 @@ class Replica:
     def _has_lost(self, name: str) -> bool:
         """Whether another replica has claimed a run that is open here."""
         term = self.owners.terms.get(name)
-        if term is None or self.ownership is None:
+        if term is None:
             return True
         same = [run for run in self.ownership.runs.values() if run.term.run_id == term.run_id]
         return any(run.term.number > term.number for run in same)
 
     def _is_free(self, run: OwnedRun) -> bool:
-        assert self.ownership is not None
         return run.owner is None or self.ownership.owner_of(run.name) is None
 
     def _should_adopt(self, run: OwnedRun) -> bool:
@@ -333,7 +326,7 @@ class Replica:
         return (chosen is not None and chosen.id == self.id) or self._clock() - since > YIELD_S
 
     async def _adopt(self, name: str) -> None:
-        earlier = None if self.ownership is None else self.ownership.runs.get(name)
+        earlier = self.ownership.runs.get(name)
         self._free_since.pop(name, None)
         self._wanted.discard(name)
         try:
@@ -350,7 +343,6 @@ class Replica:
         await self.look()
 
     async def _give_one_away(self) -> None:
-        assert self.ownership is not None
         fewest = self._least_loaded()
         own = sorted(set(self.hub.runs) - self._broken)
         if fewest is not None and len(own) - self.ownership.num_runs(fewest.id) >= 2:

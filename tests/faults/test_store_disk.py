@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from atroposlib.api.run.coordinator import Coordinator
 from atroposlib.api.stores import space
 from atroposlib.api.stores.base import (
     Appended,
@@ -29,6 +30,7 @@ from atroposlib.api.stores.base import (
 )
 from atroposlib.api.stores.disk import DiskStore
 from atroposlib.api.stores.space import file_system_of
+from atroposlib.api.stores.state import StateDb
 from atroposlib.api.stores.writing import Location
 from atroposlib.errors import ConfigError
 from tests.faults.conftest import Open
@@ -365,6 +367,21 @@ async def test_closing_says_when_it_could_not_make_everything_durable(
     assert len(failures) == 1
     _, saved = await opened()
     assert len(saved.groups) == 1
+
+
+async def test_a_run_whose_first_commit_fails_lets_go_of_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(5, "injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StateDb, "apply", fail)
+        with pytest.raises(StoreBroken, match="injected"):
+            await Coordinator(open_store(tmp_path / "run")).open()
+    again = Coordinator(open_store(tmp_path / "run"))
+    await again.open()
+    await again.close()
 
 
 async def test_500_mb_are_open_again_after_a_second_of_cpu_time_after_a_crash(

@@ -43,7 +43,6 @@ from atroposlib.api.stores.base import (
     CorruptGroups,
     GroupStore,
     StoreBroken,
-    UnreadableRun,
 )
 from atroposlib.errors import GroupError
 
@@ -111,10 +110,10 @@ class Coordinator(Accounts):
         saved = await self.store.open()
         try:
             restore(self.state, saved, now=self._clock())
-        except UnreadableRun:
+            await self._save()
+        except BaseException:
             await self.store.close()
             raise
-        await self._save()
         if not saved.groups and saved.document is None:
             return saved.found
         return f"run {self.name!r}: {self.summary()}; {saved.found}".rstrip("; ")

@@ -30,8 +30,7 @@ from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.manager import ServerManager
 from atroposlib.inference.scripted_engine import ByteTokenizer, Latency, Script
 from atroposlib.inference.servers.vllm import NEUTRAL_SAMPLING
-from atroposlib.utils.event_loop import loop_with_short_rounds
-from atroposlib.utils.garbage import collect_less_often
+from atroposlib.utils.event_loop import collect_less_often, loop_with_short_rounds
 from benchmarks._env_process import Probe
 from benchmarks._hub_process import listening, running
 from benchmarks._table import Table

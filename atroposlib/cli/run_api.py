@@ -59,7 +59,7 @@ from atroposlib.cli.hub_settings import (
 )
 from atroposlib.config import parse_flags
 from atroposlib.errors import ConfigError, cli_boundary
-from atroposlib.utils.garbage import collect_less_often
+from atroposlib.utils.event_loop import collect_less_often
 from atroposlib.utils.wording import counted
 
 logger = logging.getLogger(__name__)

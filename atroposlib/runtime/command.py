@@ -40,8 +40,7 @@ from atroposlib.runtime.evaluate import eval_run_of, evaluate
 from atroposlib.runtime.guards import engines_checked
 from atroposlib.runtime.masking import without_masked, without_secrets
 from atroposlib.runtime.process import ProcessOptions
-from atroposlib.utils.event_loop import loop_with_short_rounds
-from atroposlib.utils.garbage import collect_less_often
+from atroposlib.utils.event_loop import collect_less_often, loop_with_short_rounds
 
 logger = logging.getLogger(__name__)
 

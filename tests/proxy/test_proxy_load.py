@@ -38,7 +38,7 @@ def callback_times() -> Iterator[list[float]]:
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
-    """Environments collect garbage between two groups (`utils/garbage.py`), not within a callback."""
+    """Environments collect garbage between two groups (`utils/event_loop.py`), not within a callback."""
     gc.collect()
     gc.disable()
     try:

@@ -1,9 +1,11 @@
-"""A round of the loop takes a few of the things that have happened, and none is left out."""
+"""Short rounds of the loop leave nothing out, and rarer garbage collection still finds new cycles."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
+import subprocess
+import sys
 
 from atroposlib.utils.event_loop import EVENTS_PER_ROUND, loop_with_short_rounds
 
@@ -44,3 +46,27 @@ def test_many_answers_at_once_are_taken_a_few_in_each_round() -> None:
         runner.run(asyncio.wait_for(main(), 10))
     assert len(rounds) == num_answers
     assert max(rounds.count(each) for each in set(rounds)) <= EVENTS_PER_ROUND
+
+
+CODE = """
+import gc
+from atroposlib.utils.event_loop import THRESHOLDS, collect_less_often
+before = gc.get_threshold()
+collect_less_often()
+class Knot: pass
+def tie():
+    knot = Knot()
+    knot.itself = knot
+import weakref
+knot = Knot(); knot.itself = knot
+seen = weakref.ref(knot)
+del knot
+for _ in range(THRESHOLDS[0] + 1):
+    tie()
+print(before != gc.get_threshold() == THRESHOLDS, gc.get_freeze_count() > 1000, seen() is None)
+"""
+
+
+def test_what_is_imported_is_left_alone_and_new_cycles_are_still_found() -> None:
+    run = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["True", "True", "True"]

@@ -50,7 +50,7 @@ class PostgresRuns:
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[PostgresRuns]:
         """The runs for a command, which serves none and is no member."""
-        await self._connect()
+        await self.open()
         try:
             yield self
         finally:
@@ -58,11 +58,6 @@ class PostgresRuns:
 
     async def open(self) -> None:
         """Connect and migrate. Raises `ConfigError`, `UnreadableRun`."""
-        await self._connect()
-        if await self._control.fetchval("show fsync") == "off":
-            logger.warning("the database runs with fsync = off: a loss of power loses groups")
-
-    async def _connect(self) -> None:
         name = application_name(self.owners.id)
         self._control = await open_pool(self._url, name=name, max_size=2)
         try:
@@ -72,6 +67,8 @@ class PostgresRuns:
             self._control.terminate()
             raise
         self._is_connected = True
+        if await self._control.fetchval("show fsync") == "off":
+            logger.warning("the database runs with fsync = off: a loss of power loses groups")
 
     async def close(self) -> None:
         """Give up every run, and close all connections."""

@@ -16,9 +16,7 @@ from atroposlib.wire.json_encoding import encode_json, json_pieces
 from atroposlib.wire.packed import (
     CONTENT_TYPE_JSON,
     CONTENT_TYPE_PACKED,
-    PACKED_VERSION,
     BlobFacts,
-    PackedEnvelope,
     check_blob,
     content_digest,
     facts_of,
@@ -36,8 +34,6 @@ __all__ = [
     "BlobFacts",
     "CONTENT_TYPE_JSON",
     "CONTENT_TYPE_PACKED",
-    "PACKED_VERSION",
-    "PackedEnvelope",
     "check_blob",
     "content_digest",
     "encode_json",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import random
 import threading
@@ -461,6 +462,17 @@ async def test_two_percent_of_the_disk_and_at_least_one_gib_stay_free(
         with pytest.raises(StoreFull):
             await store.append(make_groups(1))
     await store.close()
+
+
+async def test_a_quota_that_takes_no_ballast_is_named(opened: Open) -> None:
+    class Quota(SmallDisk):
+        def allocate(self, fd: int, size: int) -> None:
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    store, _ = await opened(files=Quota())
+    with pytest.raises(StoreFull, match="ballast cannot be written: Disk quota exceeded") as caught:
+        await store.append(make_groups(1))
+    assert store.usage().refusal == str(caught.value)
 
 
 async def test_a_network_file_system_is_warned_of(

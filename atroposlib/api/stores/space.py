@@ -55,6 +55,8 @@ class DiskSpace:
         self._ballast_path = directory / BALLAST
         self._ballast_bytes = 0
         self._has_ballast = False
+        self._ballast_fault = ""
+        """Why the ballast could not be written last."""
         self._min_free_bytes = 0
         self._free_bytes = 0
         self._measured_s = self._warned_s = float("-inf")
@@ -67,7 +69,7 @@ class DiskSpace:
     @property
     def refusal(self) -> str | None:
         """Why groups are refused now; None: they are not."""
-        return None if self.room_bytes else str(self._refused(1))
+        return None if self._has_ballast and self.room_bytes else str(self._refused(1))
 
     @property
     def _kept_bytes(self) -> int:
@@ -96,9 +98,13 @@ class DiskSpace:
 
     def _refused(self, num_bytes: int) -> StoreFull:
         left, kept = self._free_bytes, self._kept_bytes
+        missing = kept + num_bytes - left
+        if missing <= 0:
+            fault = f"{self._ballast_path} cannot be written: {self._ballast_fault}"
+            return StoreFull(f"groups are refused: {fault}")
         return StoreFull(
             f"groups are refused: the disk of {self.directory} has {left >> 20} MiB left and"
-            f" {_mib(kept)} MiB must stay free; {_mib(kept + num_bytes - left)} MiB are missing."
+            f" {_mib(kept)} MiB must stay free; {_mib(missing)} MiB are missing."
             f" Make room, or change --min-free-bytes (now {self._min_free_bytes})"
         )
 
@@ -134,6 +140,7 @@ class DiskSpace:
         except OSError as e:
             if e.errno not in LATER_ERRNOS:
                 raise
+            self._ballast_fault = e.strerror or str(e)
             self._release_ballast()
 
     def _release_ballast(self) -> None:

@@ -26,19 +26,35 @@ def parse(*argv: str) -> TrainerConfig:
     return parse_flags(TrainerConfig, list(argv), prog="atropos-grpo")
 
 
-def test_the_originals_flags_still_work() -> None:
-    config = parse(
-        *("--model", "m", "--training-steps", "7", "--atropos-url", "http://hub:1/"),
-        *("--batch-size", "2", "--gradient-accumulation-steps", "32", "--vllm-restart-interval=5"),
-        *("--weight-bridge-mode", "none", "--vllm-gpu-memory-utilization", "0.3", "--use-wandb"),
-    )
-    assert (config.model_name, config.num_steps, config.hub_url) == ("m", 7, "http://hub:1")
-    assert (config.sequences_per_step, config.steps_per_publish) == (64, 5)
-    assert (config.bridge, config.gpu_memory_utilization, config.use_wandb) == (
-        "restart",
-        0.3,
-        True,
-    )
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (
+            "--training-steps 7 --atropos-url http://hub:1/ --batch-size 2 --gradient-accumulation-steps 32"
+            " --vllm-restart-interval=5 --weight-bridge-mode none --vllm-gpu-memory-utilization 0.3 --use-wandb",
+            {"num_steps": 7, "hub_url": "http://hub:1", "sequences_per_step": 64, "use_wandb": True}
+            | {"steps_per_publish": 5, "bridge": "restart", "gpu_memory_utilization": 0.3},
+        ),
+        ("--weight-bridge-mode=shared_vllm", {"bridge": "reload", "steps_per_publish": 1}),
+        ("--weight-bridge-mode=lora_only", {"bridge": "lora", "lora": True}),
+        ("--weight-bridge-mode=lora_restart", {"bridge": "restart", "lora": True}),
+        ("--engine_url=http://a:1/v1,http://b:2/", {"engine_urls": ["http://a:1", "http://b:2"]}),
+        ("--vllm_port=77", {"engine_urls": ["http://127.0.0.1:77"]}),
+        ("--objective=dapo", {"clip_eps": 0.2, "clip_eps_high": 0.28, "loss_mean": "token"}),
+        (
+            "--objective=gspo --loss_mean=token --clip-eps=0.1",
+            {"ratio_level": "sequence", "loss_mean": "token", "clip_eps": 0.1},
+        ),
+        ("--bridge=restart", {"reports_processed": True}),
+        ("--bridge=restart --engine=local", {"reports_processed": False}),
+        ("--bridge=reload", {"reports_processed": False}),
+        ("--bridge=reload --logprobs_mode=processed", {"reports_processed": True}),
+        ("--bridge=restart --logprobs_mode=raw", {"reports_processed": False}),
+    ],
+)
+def test_flags_and_what_they_stand_for(flags: str, expected: dict[str, Any]) -> None:
+    config = parse("--model=m", *flags.split())
+    assert {name: getattr(config, name) for name in expected} == expected
 
 
 ORIGINAL_FLAGS = """--lr 1e-5|--training-steps 10|--batch-size 2|--seq-len 2048|--gradient-accumulation-steps 32
@@ -62,13 +78,6 @@ def test_flags_without_a_use_are_named(caplog: pytest.LogCaptureFixture) -> None
     assert "ignored: --debug_loading, --trainer_rank" in caplog.text
 
 
-def test_an_objective_stands_for_settings_and_a_given_one_wins() -> None:
-    dapo = parse("--model=m", "--objective=dapo")
-    assert (dapo.clip_eps, dapo.clip_eps_high, dapo.loss_mean) == (0.2, 0.28, "token")
-    gspo = parse("--model=m", "--objective=gspo", "--loss_mean=token", "--clip-eps=0.1")
-    assert (gspo.ratio_level, gspo.loss_mean, gspo.clip_eps) == ("sequence", "token", 0.1)
-
-
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -89,17 +98,6 @@ def test_a_clip_that_does_nothing_or_too_much_is_warned_of(
         assert caplog.text == ""
     else:
         assert words in caplog.text
-
-
-def test_engines_that_the_trainer_starts_report_processed_logprobs() -> None:
-    for flags, expected in (
-        (["--bridge=restart"], True),
-        (["--bridge=restart", "--engine=local"], False),
-        (["--bridge=reload"], False),
-        (["--bridge=reload", "--logprobs_mode=processed"], True),
-        (["--bridge=restart", "--logprobs_mode=raw"], False),
-    ):
-        assert parse("--model=m", *flags).reports_processed == expected
 
 
 def test_a_trainer_under_torchrun_says_how_long_it_may_take_to_end_and_passes_over_repeats(
@@ -135,28 +133,11 @@ def test_every_torchrun_in_the_documentation_leaves_time_to_save() -> None:
     assert all("--shutdown-timeout" in line for line in lines)
 
 
-def test_the_originals_adapter_modes_train_adapters() -> None:
-    for mode, bridge in (("lora_only", "lora"), ("lora_restart", "restart")):
-        config = parse("--model=m", f"--weight-bridge-mode={mode}")
-        assert (config.bridge, config.lora) == (bridge, True)
-
-
 def test_plot_is_passed_on_to_its_command(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert grpo.main(["plot", str(tmp_path)]) == 2
     assert "hold no groups, samples of an evaluation or metrics" in capfd.readouterr().err
-
-
-def test_shared_vllm_becomes_reload_after_every_step() -> None:
-    config = parse("--model=m", "--weight-bridge-mode=shared_vllm")
-    assert (config.bridge, config.steps_per_publish) == ("reload", 1)
-
-
-def test_engine_urls_are_a_comma_list_with_or_without_v1() -> None:
-    config = parse("--model=m", "--engine_url=http://a:1/v1, http://b:2/")
-    assert config.engine_urls == ["http://a:1", "http://b:2"]
-    assert parse("--model=m", "--vllm_port=77").engine_urls == ["http://127.0.0.1:77"]
 
 
 @pytest.mark.parametrize(

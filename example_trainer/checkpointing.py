@@ -161,7 +161,10 @@ class Checkpoints:
     def load(self, directory: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> Start:
         """Load model and optimizer state; raise ConfigError if the checkpoint does not fit."""
         training = directory / "training"
-        state = _read_state(directory)
+        try:
+            state = json.loads((training / "state.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{directory} cannot be resumed from: {error}") from error
         if state.get("format") != FORMAT:
             raise ConfigError(
                 f"{directory} has checkpoint format {state.get('format')}, this trainer reads {FORMAT}"
@@ -182,15 +185,6 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, checkpoint.CheckpointException):  # its text is one traceback per process
         error = next(iter(error.failures.values()))[0]
     return str(error)
-
-
-def _read_state(directory: Path) -> dict[str, Any]:
-    path = directory / "training/state.json"
-    try:
-        state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{directory} cannot be resumed from: {path} {error}") from error
-    return state
 
 
 def _tensors(policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -62,15 +62,12 @@ def head_logprobs(
 
 def logits_logprobs(logits_NV: Tensor, *, ids_NK: Tensor, temperature_N: Tensor) -> HeadOutput:
     """Return the same from given logits, for models whose head is more than a matrix."""
-    scaled_NV = _wide(logits_NV) / temperature_N[:, None]
+    wide_NV = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
+    scaled_NV = wide_NV / temperature_N[:, None]
     log_sum_N = scaled_NV.logsumexp(dim=1)
     logprobs_NK = scaled_NV.gather(1, ids_NK) - log_sum_N[:, None]
     probs_NV = (scaled_NV - log_sum_N[:, None]).exp()
     return HeadOutput(logprobs_NK, log_sum_N - (probs_NV * scaled_NV).sum(dim=1))
-
-
-def _wide(values: Tensor) -> Tensor:
-    return values if values.dtype == torch.float64 else values.float()
 
 
 def _logits(hidden: Tensor, weight_VH: Tensor, bias_V: Tensor | None, block: Tensor) -> Tensor:

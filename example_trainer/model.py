@@ -209,7 +209,8 @@ def reference_of(policy: Policy, config: TrainerConfig) -> Reference:
 
 def check_model_path(name: str) -> None:
     """Raise ConfigError for a path without a checkpoint; accept names on the Hugging Face hub."""
-    if _is_path(name) and not (Path(name) / "config.json").is_file():
+    is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1 or Path(name).is_dir()
+    if is_path and not (Path(name) / "config.json").is_file():
         found = "has no config.json" if Path(name).is_dir() else "does not exist"
         raise ConfigError(
             f"--model_name {name}: this directory {found}; give a checkpoint directory"
@@ -362,8 +363,3 @@ def remove_directory(path: Path) -> None:
     """Remove a directory, or a link to one without what it leads to; do nothing if that fails."""
     with contextlib.suppress(OSError):
         path.unlink() if path.is_symlink() else shutil.rmtree(path, ignore_errors=True)
-
-
-def _is_path(name: str) -> bool:
-    """Whether `name` can only be a local directory, not a hub name such as `org/model`."""
-    return name.startswith(("/", ".", "~")) or name.count("/") > 1 or Path(name).is_dir()

@@ -151,6 +151,9 @@ def describe_result(result: StepResult, batch: Batch) -> dict[str, Any]:
 def data_options(config: TrainerConfig, policy: Policy | None = None) -> DataOptions:
     """Return the data options of the configuration, adapted to the model of `policy`."""
     may_pack = policy is None or not policy.keeps_state
+    on_gpu = policy is not None and policy.device.type == "cuda"
+    # Without checkpointing, 32,768 positions of a 0.5B take 52 GB.
+    most_tokens = 8192 if on_gpu and not config.gradient_checkpointing else 32768
     return DataOptions(
         baseline=config.baseline,
         scale_advantages=config.scale_advantages,
@@ -160,15 +163,9 @@ def data_options(config: TrainerConfig, policy: Policy | None = None) -> DataOpt
         overlong_buffer=config.overlong_buffer,
         seq_len=config.seq_len,
         max_sequences=config.batch_size,
-        max_tokens=config.max_microbatch_tokens or most_tokens(config, policy),
+        max_tokens=config.max_microbatch_tokens or most_tokens,
         layout="packed" if config.packs_sequences and may_pack else "padded",
         pad_to_multiple_of=config.pad_to_multiple_of,
         keep_zero_advantage=bool(config.kl_coef or config.distill_coef or config.entropy_coef),
         processed_logprobs=config.reports_processed,
     )
-
-
-def most_tokens(config: TrainerConfig, policy: Policy | None) -> int:
-    """Return the default `max_microbatch_tokens`: without checkpointing, 32,768 positions of a 0.5B take 52 GB."""
-    on_gpu = policy is not None and policy.device.type == "cuda"
-    return 8192 if on_gpu and not config.gradient_checkpointing else 32768

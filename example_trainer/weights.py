@@ -10,7 +10,7 @@ import re
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 from atroposlib.errors import EngineError
 from example_trainer.config import TrainerConfig
@@ -30,6 +30,11 @@ _LOCK = "lock"
 _LEFT_BEHIND = re.compile(r"version_\d+$|\.(version|adapter)_\d+-")
 
 
+class Published(NamedTuple):
+    directory: Path
+    version: int
+
+
 class WeightsDirectory:
     """Saves versions and removes old ones; on exit removes a directory that was not configured."""
 
@@ -41,7 +46,10 @@ class WeightsDirectory:
             self.path = Path()
         elif config.weights_dir is not None:
             self.path = config.weights_dir
-        elif _has_room(_SHARED_MEMORY, (KEEP + 1) * policy.num_bytes):
+        elif (
+            _SHARED_MEMORY.is_dir()
+            and shutil.disk_usage(_SHARED_MEMORY).free > 2 * (KEEP + 1) * policy.num_bytes
+        ):
             self._lock = _Claimed(_SHARED_MEMORY)
             self.path = self._lock.path
         else:
@@ -138,7 +146,3 @@ def require_checkpoint(directory: Path) -> None:
         raise EngineError(
             f"checkpoint {directory} lacks {', '.join(missing[:3])}; no engine was touched"
         )
-
-
-def _has_room(directory: Path, num_bytes: int) -> bool:
-    return directory.is_dir() and shutil.disk_usage(directory).free > 2 * num_bytes

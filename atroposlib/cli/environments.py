@@ -217,13 +217,19 @@ def _pin(given: argparse.Namespace, flags: Sequence[str]) -> None:
 
 def find_environments() -> list[ListedEnvironment]:
     """Return the environments of this package, then those of other packages, each in the order of their names."""
-    own = [environment for path in _own_files() if (environment := _read(path)) is not None]
-    return [*sorted(own, key=lambda each: each.name), *_registered()]
+    own = []
+    for folder in map(Path, atroposlib.environments.__path__):
+        for path in folder.rglob("*.py"):
+            parts = path.relative_to(folder).with_suffix("").parts
+            module = ".".join(("atroposlib.environments", *parts))
+            own.append(describe(path, name=path.stem, module=module))
+    return [*sorted(filter(None, own), key=lambda each: each.name), *_registered()]
 
 
 def is_there(name: str) -> bool:
     """Whether there is an environment of this name; unlike `find_environments`, reads no file."""
-    names = {path.stem for path in _own_files()}
+    folders = map(Path, atroposlib.environments.__path__)
+    names = {path.stem for folder in folders for path in folder.rglob("*.py")}
     return name in names | {point.name for point in entry_points(group=ENTRY_POINTS)}
 
 
@@ -292,11 +298,6 @@ def table(environments: Sequence[ListedEnvironment]) -> Table:
     return made
 
 
-def _own_files() -> Iterator[Path]:
-    for folder in map(Path, atroposlib.environments.__path__):
-        yield from folder.rglob("*.py")
-
-
 def _registered() -> Iterator[ListedEnvironment]:
     """Yield what other packages register; their modules are read, and only the packages around them imported."""
     for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda each: each.name):
@@ -318,16 +319,6 @@ def _registered() -> Iterator[ListedEnvironment]:
             shape="unknown",
             needs="",
         )
-
-
-def _read(path: Path) -> ListedEnvironment | None:
-    """Describe one of our files; None if it is not started by `SomeEnv.cli()`."""
-    for folder in map(Path, atroposlib.environments.__path__):
-        if path.is_relative_to(folder):
-            parts = path.relative_to(folder).with_suffix("").parts
-            module = ".".join(("atroposlib.environments", *parts))
-            return describe(path, name=path.stem, module=module)
-    return None
 
 
 def describe(

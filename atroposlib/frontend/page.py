@@ -269,13 +269,10 @@ def _item_text(group: ViewGroup) -> str:
     '3 {"question":"1 + 1?"}'
     """
     item = group.get("item")
-    text = item if isinstance(item, str) else "" if item is None else _json_text(item)
+    is_text = item is None or isinstance(item, str)
+    text = (item or "") if is_text else msgspec.json.encode(item).decode()
     number = group.get("item_id")
     return " ".join(filter(None, [None if number is None else str(number), text]))[:ITEM_CHARS]
-
-
-def _json_text(value: Any) -> str:
-    return msgspec.json.encode(value).decode()
 
 
 def _preview(sequence: Mapping[str, Any]) -> str:

@@ -154,7 +154,7 @@ def _conversation(
     """
     tokens = _listed(_at(row.get("tokens"), i))
     is_whole_text = len(messages) == 1 and (
-        isinstance(messages[0], str) or (tokens and _role(messages[0]) == "user")
+        isinstance(messages[0], str) or (tokens and _mapping(messages[0]).get("role") == "user")
     )
     if messages and not is_whole_text:
         return {"messages": [_message(message) for message in messages], "text": None}
@@ -171,10 +171,6 @@ def _conversation(
             "text": only if isinstance(only, str) else text_in(only.get("content")),
         }
     return {"messages": None, "text": decode(tokens) if decode and tokens else None}
-
-
-def _role(message: Any) -> Any:
-    return message.get("role") if isinstance(message, Mapping) else None
 
 
 def _message(message: Any) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""Four bridges that bring new weights to the engines, behind one Protocol.
+"""Four bridges that bring new weights to the engines, with the same methods.
 
 `restart` stops the engine and starts it on the new checkpoint; `reload` makes running engines load it in place; `lora`
-swaps the adapter; `transfer` sends weights from memory to memory.
+swaps the adapter; `transfer` sends weights from memory to memory. `start` and `publish` must be called by every
+process; only the first talks to the engines. Every method raises EngineError if it cannot do what it promises.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 
@@ -28,35 +29,12 @@ from example_trainer.weights import WeightsDirectory
 logger = logging.getLogger(__name__)
 
 
-class WeightBridge(Protocol):
-    """Publishes a policy's weights to engines; `start` and `publish` must be called by every process.
-
-    Only the first process talks to the engines. Every method raises EngineError if it cannot do what it promises.
-    """
-
-    name: str
-
-    def start(self, policy: Policy, version: int) -> None:
-        """Return when every engine serves the policy as `version`."""
-
-    def publish(self, policy: Policy, version: int) -> int:
-        """Return when every engine samples from the new weights; return the version that they serve.
-
-        That is `version`, or an older one if an engine did not start on the new weights (restart).
-        """
-
-    def check(self) -> None:
-        """Raise unless every engine answers; reload and lora load the published weights into a restarted engine again.
-
-        One attempt, called by the first process only.
-        """
-
-    def close(self) -> None:
-        """Stop only what `start` started; may be called again."""
-
-
 class CheckpointBridge:
-    """A `WeightBridge` that saves each version to disk, from which engines load it."""
+    """Saves each version to disk, from which engines load it.
+
+    `check` makes one attempt; it raises unless every engine answers, and with reload and lora loads the published
+    weights into a restarted engine again. `close` stops only what `start` started and may be called again.
+    """
 
     def __init__(
         self, save: Callable[[int], Path], engines: RestartBridge | ReloadBridge | LoraBridge
@@ -66,13 +44,18 @@ class CheckpointBridge:
         self.name, self.check, self.close = engines.name, engines.check, engines.close
 
     def start(self, policy: Policy, version: int) -> None:
+        """Return when every engine serves the policy as `version`."""
         path = self._save(version)
         if policy.world.is_main:
             self._engines.start(path, version)
 
     def publish(self, policy: Policy, version: int) -> int:
+        """Return the version that every engine then serves: an older one if an engine did not start on it (restart)."""
         path = self._save(version)
         return self._engines.publish(path, version) if policy.world.is_main else version
+
+
+WeightBridge: TypeAlias = CheckpointBridge | TransferBridge
 
 
 class EngineWatch:

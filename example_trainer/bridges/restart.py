@@ -15,20 +15,14 @@ import threading
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import NamedTuple
 
 from atroposlib.errors import AtroposError, EngineError
 from example_trainer.bridges.control import Control
 from example_trainer.bridges.engines import VllmEngine
 from example_trainer.vllm_process import EngineProcess
-from example_trainer.weights import require_checkpoint
+from example_trainer.weights import Published, require_checkpoint
 
 logger = logging.getLogger(__name__)
-
-
-class Served(NamedTuple):
-    model: Path
-    version: int
 
 
 class RestartBridge:
@@ -51,7 +45,7 @@ class RestartBridge:
         self._watch_interval_s = watch_interval_s
         self.engine: EngineProcess | None = None
         """The running engine; None before `start` and after `close`."""
-        self._served: Served | None = None
+        self._served: Published | None = None
         """What the running engine was started from; None while none is healthy."""
         self._rolled_back = False
         self._failure: EngineError | None = None
@@ -63,7 +57,7 @@ class RestartBridge:
 
     def start(self, checkpoint_dir: Path, version: int) -> None:
         with self._replacing:
-            self._replace_engine(Served(checkpoint_dir, version))
+            self._replace_engine(Published(checkpoint_dir, version))
         self._watcher.start()
 
     def publish(self, checkpoint_dir: Path, version: int) -> int:
@@ -78,11 +72,11 @@ class RestartBridge:
             self._raise_failure()
             before = self._served
             try:
-                self._replace_engine(Served(checkpoint_dir, version))
+                self._replace_engine(Published(checkpoint_dir, version))
             except EngineError as error:
                 if self._is_stopping():
                     return version if before is None else before.version
-                if before is None or self._rolled_back or not before.model.exists():
+                if before is None or self._rolled_back or not before.directory.exists():
                     raise
                 logger.error(
                     "no healthy engine on version %d, version %d is served again: %s",
@@ -108,10 +102,10 @@ class RestartBridge:
             self._stop_engine()
         self._raise_failure()
 
-    def _replace_engine(self, served: Served) -> None:
+    def _replace_engine(self, served: Published) -> None:
         self._stop_engine()
         self._served = None
-        self.engine = self._start_engine(served.model)  # set at once: close() must reach it
+        self.engine = self._start_engine(served.directory)  # set at once: close() must reach it
         try:
             self.engine.start()
         except OSError as error:  # such as a full disk, for its log

@@ -11,18 +11,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from example_trainer.bridges.control import Control, for_each
 from example_trainer.bridges.engines import RunningEngine, identify
-from example_trainer.weights import require_checkpoint
+from example_trainer.weights import Published, require_checkpoint
 
 logger = logging.getLogger(__name__)
-
-
-class Published(NamedTuple):
-    directory: Path
-    version: int
 
 
 class RunningEngines:

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 from aiohttp import web
 
-from atroposlib.inference.scripted_engine.generation import Refused
+from atroposlib.http_bodies import ApiError
 from atroposlib.inference.scripted_engine.server import ScriptedEngine, _Reply
 
 ONE_KIND = {
@@ -110,13 +110,13 @@ class RecordedEngine(ScriptedEngine):
 
     def _update(self, *, begins: bool) -> bytes:
         if self.is_updating == begins:
-            raise Refused("an update is already, or not, active", status=500)
+            raise ApiError("an update is already, or not, active", status=500)
         self.is_updating = begins
         return b""
 
     def _load_adapter(self, body: dict[str, Any]) -> bytes:
         if body["lora_name"] in self.adapters:
-            raise Refused("already loaded")
+            raise ApiError("already loaded")
         return self._load(body["lora_name"], body["lora_path"])
 
     def _load(self, name: str, path: str) -> bytes:
@@ -125,7 +125,7 @@ class RecordedEngine(ScriptedEngine):
 
     def _unload_adapter(self, body: dict[str, Any]) -> bytes:
         if self.adapters.pop(body["lora_name"], None) is None:
-            raise Refused("cannot be found")
+            raise ApiError("cannot be found")
         return b""
 
 

@@ -329,11 +329,11 @@ class ToldEngine(ServerHarness):
         answers = [self.answers.pop(0) for _ in range(kwargs.get("n") or 1)]
         return [ScriptedAnswer(list(ids), reason) for ids, reason in answers]
 
-    def tell(self, *texts: str, end: str = "<|im_end|>") -> None:
+    def tell(self, *texts: str, end: str = "<|im_end|>", reason: str = "") -> None:
         """Answer these texts, each ended by `end`."""
         for text in texts:
             ids = self.tokenizer.encode(text + end, add_special_tokens=False)
-            self.answers.append((ids, "stop" if end else "length"))
+            self.answers.append((ids, reason or ("stop" if end else "length")))
 
 
 def told_session(tokenizer: Any, **options: Any) -> tuple[ToldEngine, ManagedServer]:

@@ -328,8 +328,7 @@ def test_spans_end_where_a_branch_leaves_its_node() -> None:
 
 async def test_a_stop_string_is_cut_from_the_text_and_stays_in_the_tokens() -> None:
     engine, managed = session()
-    engine.tell("Thought: look\nObservation:", end="")
-    engine.answers = [(ids, "stop") for ids, _ in engine.answers]
+    engine.tell("Thought: look\nObservation:", end="", reason="stop")
     reply = await managed.chat_completion(messages=[user("a")], stop=["\nObservation:", "never"])
     (choice,) = reply.choices
     assert (choice.message.content, choice.stop_reason) == ("Thought: look", "\nObservation:")
@@ -343,8 +342,7 @@ async def test_a_stop_string_is_cut_from_the_text_and_stays_in_the_tokens() -> N
 
 async def test_text_after_a_stop_string_does_not_repeat_the_stop_string() -> None:
     engine, managed = session()
-    engine.tell("Act\nObservation:", end="")
-    engine.answers = [(ids, "stop") for ids, _ in engine.answers]
+    engine.tell("Act\nObservation:", end="", reason="stop")
     reply = await managed.completion(prompt="Q", stop="\nObservation:")
     assert reply.choices[0].text == "Act"
     engine.tell("done")
@@ -355,8 +353,7 @@ async def test_text_after_a_stop_string_does_not_repeat_the_stop_string() -> Non
 
 async def test_an_answer_in_a_react_turn_is_continued_after_its_stop_string() -> None:
     engine, managed = session()
-    engine.tell("Act\nObservation:", end="")
-    engine.answers = [(ids, "stop") for ids, _ in engine.answers]
+    engine.tell("Act\nObservation:", end="", reason="stop")
     await managed.chat_completion(messages=[user("a")], stop="\nObservation:")
     engine.tell("done")
     opened = {"role": "assistant", "content": "Act\nObservation: 42"}
@@ -379,8 +376,7 @@ async def test_only_the_stop_string_that_ended_an_answer_is_cut(
     answer: str, finish_reason: str, options: dict[str, Any], text: str
 ) -> None:
     engine, managed = session()
-    engine.tell(answer, end="")
-    engine.answers = [(ids, finish_reason) for ids, _ in engine.answers]
+    engine.tell(answer, end="", reason=finish_reason)
     reply = await managed.chat_completion(messages=[user("a")], **options)
     assert reply.choices[0].message.content == text
 

@@ -97,6 +97,12 @@ async def read_body(
         ) from e
 
 
+async def disconnected(receive: Receive) -> None:
+    """Return when the client has closed its connection; call after the body has been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 def decode_json(body: bytes, kind: type[T]) -> T:
     """Decode a JSON body; an empty one is `{}`. Raises BodyRefused (400) for invalid JSON or too deep nesting.
 

@@ -45,8 +45,9 @@ from atroposlib.engine.scheduler import PauseMode
 from atroposlib.engine.sequences import Completion, EngineRequest
 from atroposlib.engine.weights import read_checkpoint
 from atroposlib.errors import EngineError, EngineRejected, EngineUnavailable
-from atroposlib.http_bodies import ApiError, BodyRefused, read_body
+from atroposlib.http_bodies import ApiError, BodyRefused, disconnected, read_body
 from atroposlib.http_guard import CROSS_SITE, foreign_host, is_cross_site
+from atroposlib.utils.answer_bodies import model_card
 from atroposlib.utils.local_server import LocalServer
 
 logger = logging.getLogger(__name__)
@@ -154,15 +155,9 @@ class _Routes:
         return _json({"version": __version__, "engine": "atropos-engine"})
 
     async def models(self) -> Response:
-        card = {
-            "id": self.model_name,
-            "object": "model",
-            "created": 0,
-            "owned_by": "atropos-engine",
-            "root": self.model_name,
-            "parent": None,
-            "max_model_len": self.limits.context_len,
-        }
+        card = model_card(
+            self.model_name, owner="atropos-engine", context_len=self.limits.context_len
+        )
         return _json({"object": "list", "data": [card]})
 
     async def completions(self, request: Request) -> Response:
@@ -316,15 +311,15 @@ class _Routes:
         results = asyncio.gather(
             *(asyncio.wrap_future(self.engine.submit(work)) for work in pending)
         )
-        disconnected = asyncio.ensure_future(_disconnected(request))
+        gone = asyncio.ensure_future(disconnected(request.receive))
         try:
-            waited: set[asyncio.Future[Any]] = {results, disconnected}
+            waited: set[asyncio.Future[Any]] = {results, gone}
             await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
             if not results.done():
                 raise ApiError("the client closed the connection", status=499)
             return results.result()
         finally:
-            disconnected.cancel()
+            gone.cancel()
             if not results.done():
                 # asyncio reports the CancelledError of a cancelled gather as unretrieved unless it is read.
                 results.add_done_callback(lambda done: done.exception())
@@ -336,11 +331,6 @@ class _Routes:
 
 async def _read(request: Request, kind: type[T]) -> T:
     return parse_body(await read_body(request.receive), kind)
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 def _text_message(message: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from atroposlib.http_bodies import decode_json, read_body
+from atroposlib.http_bodies import decode_json, disconnected, read_body
 from atroposlib.http_guard import CROSS_SITE, foreign_host, is_cross_site
 from atroposlib.inference.manager import ServerManager
 from atroposlib.inference.sessions.proxy_client import OWNER_HEADER
@@ -31,6 +31,7 @@ from atroposlib.proxy.engines import Engines
 from atroposlib.proxy.errors import ProxyError, error_for, unauthorized
 from atroposlib.proxy.sessions import Session, SessionOptions, Sessions
 from atroposlib.proxy.turn import AgentAnswer, AgentRequest
+from atroposlib.utils.answer_bodies import model_card
 from atroposlib.utils.off_loop import off_loop
 from atroposlib.utils.tokenizers import load_tokenizer
 
@@ -112,8 +113,7 @@ class Routes:
         return _json(self._card())
 
     def _card(self) -> dict[str, Any]:
-        name = self._sessions.model_name
-        return {"id": name, "object": "model", "created": 0, "owned_by": "atropos"}
+        return model_card(self._sessions.model_name, owner="atropos")
 
     async def _servers(self, request: Request) -> Response:
         entries = [
@@ -183,7 +183,9 @@ class Routes:
         body = await self._body(request, chat.AgentChatBody)
         stream = functools.partial(chat.stream, shows_usage=body.shows_usage)
         write = _writer(chat.write, stream, streams=body.stream)
-        return await session.run(session.ask(chat.read(body), write), gone=_gone(request))
+        return await session.run(
+            session.ask(chat.read(body), write), gone=disconnected(request.receive)
+        )
 
     async def _render(self, request: Request) -> Response:
         session = await self._session(request)
@@ -211,7 +213,7 @@ class Routes:
         stream = functools.partial(completions.stream, shows_usage=body.shows_usage)
         write = _writer(completions.write, stream, streams=body.stream)
         call = session.complete(completions.read_prompt(body), ask, write)
-        return await session.run(call, gone=_gone(request))
+        return await session.run(call, gone=disconnected(request.receive))
 
     async def _responses(self, request: Request) -> Response:
         session = await self._session(request)
@@ -229,14 +231,16 @@ class Routes:
                 responses.remember(session.responses, answer, conversation, at_most=limit)
             return written
 
-        return await session.run(session.ask(ask, write), gone=_gone(request))
+        return await session.run(session.ask(ask, write), gone=disconnected(request.receive))
 
     async def _messages(self, request: Request) -> Response:
         session = await self._session(request)
         body = await self._body(request, messages.MessagesBody)
 
         write = _writer(messages.write, messages.stream, streams=body.stream)
-        return await session.run(session.ask(messages.read(body), write), gone=_gone(request))
+        return await session.run(
+            session.ask(messages.read(body), write), gone=disconnected(request.receive)
+        )
 
     async def _count_tokens(self, request: Request) -> Response:
         session = await self._session(request)
@@ -354,12 +358,6 @@ async def no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}"
     return _refusal(request, ProxyError(message, status=error.status_code, code="unknown_route"))
-
-
-async def _gone(request: Request) -> None:
-    """Return when the client has closed its connection; call after the body has been read."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 def _key(request: Request) -> str | None:

@@ -43,6 +43,14 @@ def completion_body(
     }
 
 
+def model_card(name: str, *, owner: str, context_len: int | None = None) -> dict[str, Any]:
+    """Return an entry of `/v1/models`."""
+    card: dict[str, Any] = {"id": name, "object": "model", "created": 0, "owned_by": owner}
+    if context_len is not None:
+        card |= {"root": name, "parent": None, "max_model_len": context_len}
+    return card
+
+
 def text_logprobs(sampled: Tokens, tops: Iterable[Tokens] | None = None) -> dict[str, Any]:
     """Return the `logprobs` of a text choice. `tops` are the likeliest tokens at each position, if known."""
     tokens = [(text, max(logprob, NO_LOGPROB)) for text, logprob in sampled]

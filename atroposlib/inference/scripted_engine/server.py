@@ -23,6 +23,7 @@ from atroposlib.inference.scripted_engine import dialects
 from atroposlib.inference.scripted_engine.dialects import Generations
 from atroposlib.inference.scripted_engine.generation import GenerationRequest, Generator
 from atroposlib.inference.scripted_engine.script import Fault, Schedule, Script
+from atroposlib.utils.answer_bodies import model_card
 
 BACKLOG = 4096
 """Connections that may wait to be accepted: a client opens thousands at once."""
@@ -277,15 +278,7 @@ class ScriptedEngine:
         return {"weight_version": self.weight_version}
 
     def _models(self, body: dict[str, Any]) -> dict[str, Any]:
-        card = {
-            "id": self.model_name,
-            "object": "model",
-            "created": 0,
-            "owned_by": "scripted",
-            "root": self.model_name,
-            "parent": None,
-            "max_model_len": self.max_model_len,
-        }
+        card = model_card(self.model_name, owner="scripted", context_len=self.max_model_len)
         return {"object": "list", "data": [card]}
 
     def _model_info(self, body: dict[str, Any]) -> dict[str, Any]:

@@ -408,8 +408,7 @@ class APIServer(ABC):
     async def _wait_until_healthy(self) -> None:
         if not self.initialized:
             self.initialized = True
-            self._watch()
-        if self.server_healthy:
+        elif self.server_healthy:
             return
         self._watch()
         began = time.monotonic()

@@ -168,23 +168,13 @@ def test_choices_are_read_field_by_field(
             tokens_answer(weight_versions=[{"version": "3", "start": 0, "end": 1}]),
             "cover 1 tokens of 2",
         ),
+        (chat_answer(logprobs=None), "has no logprobs"),
+        (chat_answer(logprobs={"content": []}), "0 logprobs for 2 token ids"),
     ],
 )
 def test_choices_that_cannot_be_trained_on_are_refused(answer: bytes, message: str) -> None:
     with pytest.raises(EngineProtocolError, match=message):
         read(answer)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"logprobs": None}, "has no logprobs"),
-        ({"logprobs": {"content": []}}, "0 logprobs for 2 token ids"),
-    ],
-)
-def test_chats_that_cannot_be_trained_on_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(EngineProtocolError, match=message):
-        read(chat_answer(**changes), None)
 
 
 @pytest.mark.parametrize(

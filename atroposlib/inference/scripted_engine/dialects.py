@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from atroposlib.http_bodies import ApiError
 from atroposlib.inference.scripted_answers import made_up_logprobs
 from atroposlib.inference.scripted_engine.generation import Generated, GenerationRequest
+from atroposlib.inference.servers import sglang, vllm_bodies
 from atroposlib.utils.answer_bodies import chat_logprobs, completion_body, text_logprobs
 
 if TYPE_CHECKING:
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
 
 MAX_LOGPROBS = 20
 """vLLM's --max-logprobs."""
-VLLM_DEFAULT_MAX_TOKENS = 16
-SGLANG_DEFAULT_MAX_TOKENS = 128
 TRL_DEFAULT_MAX_TOKENS = 16
 
 Body = dict[str, Any]
@@ -44,9 +43,7 @@ def read_completions(body: Body, engine: ScriptedEngine) -> list[GenerationReque
     prompt = body.get("prompt")
     if prompt is None or prompt == []:
         raise ApiError("You must pass at least one prompt")
-    if isinstance(prompt, str) or (isinstance(prompt, list) and isinstance(prompt[0], int)):
-        prompt = [prompt]
-    return [_read_vllm(body, _to_tokens(one, engine), engine) for one in prompt]
+    return [_read_vllm(body, tokens, engine) for tokens in _to_tokens(prompt, engine)]
 
 
 def read_chat(body: Body, engine: ScriptedEngine) -> list[GenerationRequest]:
@@ -86,16 +83,11 @@ def read_sglang(body: Body, engine: ScriptedEngine) -> list[GenerationRequest]:
         prompts = body.get("text")
     if not prompts:
         raise ApiError("Either text, input_ids or input_embeds should be provided.")
-    if isinstance(prompts, str) or isinstance(prompts[0], int):
-        prompts = [prompts]
     limit = params.get("max_new_tokens")
-    asks = []
-    for prompt in prompts:
-        tokens = _to_tokens(prompt, engine)
-        _check_prompt(tokens, engine)
-        asks.append(
-            _ask(params, tokens, SGLANG_DEFAULT_MAX_TOKENS if limit is None else int(limit))
-        )
+    limit = sglang.DEFAULT_MAX_TOKENS if limit is None else int(limit)
+    asks = [_ask(params, tokens, limit) for tokens in _to_tokens(prompts, engine)]
+    for ask in asks:
+        _check_prompt(ask.prompt_tokens, engine)
     return asks
 
 
@@ -106,14 +98,15 @@ def read_trl(body: Body, engine: ScriptedEngine) -> list[GenerationRequest]:
         raise ApiError("prompts: Field required", status=422, param="prompts")
     limit = int(body.get("max_tokens") or TRL_DEFAULT_MAX_TOKENS)
     params = {**body, **(body.get("generation_kwargs") or {})}
-    return [_ask(params, _to_tokens(prompt, engine), limit) for prompt in prompts]
+    return [_ask(params, tokens, limit) for tokens in _to_tokens(prompts, engine)]
 
 
-def _to_tokens(prompt: Any, engine: ScriptedEngine) -> list[int]:
-    if isinstance(prompt, str):
-        tokens: list[int] = engine.tokenizer.encode(prompt)
-        return tokens
-    return list(prompt)
+def _to_tokens(prompts: Any, engine: ScriptedEngine) -> list[list[int]]:
+    """Return the ids of each prompt: `prompts` is a text, a list of ids, or a list of either."""
+    if isinstance(prompts, str) or isinstance(prompts[0], int):
+        prompts = [prompts]
+    encode = engine.tokenizer.encode
+    return [encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
 
 
 def _read_vllm(body: Body, tokens: list[int], engine: ScriptedEngine) -> GenerationRequest:
@@ -147,7 +140,7 @@ def _read_vllm(body: Body, tokens: list[int], engine: ScriptedEngine) -> Generat
                 param=name,
             )
     limit = body.get("max_tokens")
-    limit = VLLM_DEFAULT_MAX_TOKENS if limit is None else int(limit)
+    limit = vllm_bodies.DEFAULT_MAX_TOKENS if limit is None else int(limit)
     if limit < 1:
         raise ApiError(f"max_tokens must be at least 1, got {limit}.", param="max_tokens")
     return _ask(body, tokens, min(limit, engine.max_model_len - len(tokens)))

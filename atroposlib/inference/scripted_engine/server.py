@@ -11,7 +11,7 @@ import inspect
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 import msgspec
@@ -44,7 +44,6 @@ class ServedRequest:
     """Kind of its fault."""
     was_generated: bool = False
     """Whether tokens were sampled, delivered or not."""
-    at_s: float = field(default_factory=time.monotonic)
 
 
 class _Dialect(NamedTuple):

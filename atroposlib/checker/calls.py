@@ -1,6 +1,6 @@
-"""Call the author's code, which may hang, spin, exit or leak resources, and observe what it does.
+"""Watch what the author's code does to the process: a blocked event loop, tasks, files and processes that stay.
 
-Every call ends with a result or an Exception. Used by `check.py` only.
+Used by `execution.py` and the modules that build on it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import threading
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self, TypeVar
 
-from atroposlib.errors import EnvError, cause_of
+from atroposlib.errors import EnvError
 
 T = TypeVar("T")
 
@@ -209,37 +209,6 @@ def run_in_own_loop(main: Coroutine[Any, Any, T]) -> T:
             loop.run_until_complete(asyncio.wait(left, timeout=GRACE_S))
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.close()
-
-
-async def within(
-    call: Awaitable[T], what: str, *, timeout_s: float, give_up: Callable[[], None]
-) -> T:
-    """Await a call for at most `timeout_s`. Raises its error, as `Unfinished` if that is not an Exception.
-
-    On a timeout, `give_up()` is called before the call is cancelled.
-    """
-    task = asyncio.ensure_future(_without_exit(call))
-    await asyncio.wait({task}, timeout=timeout_s)
-    if not task.done():
-        give_up()
-        task.cancel()
-        await asyncio.wait({task}, timeout=GRACE_S)
-        raise Unfinished(f"{what} did not end within {timeout_s:g} s")
-    if task.cancelled():
-        raise Unfinished(f"{what} ended with CancelledError, but it was not cancelled")
-    error = task.exception()
-    if error is None:
-        return task.result()
-    if isinstance(error, Exception):
-        raise error
-    raise Unfinished(f"{what} raised {describe(cause_of(error))}") from error
-
-
-async def _without_exit(call: Awaitable[T]) -> T:
-    try:
-        return await call
-    except SystemExit as error:
-        raise Unfinished(f"sys.exit({error.code!r}) was called") from error
 
 
 def describe(error: BaseException) -> str:

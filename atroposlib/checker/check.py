@@ -45,12 +45,11 @@ MIN_CHANGES = 5
 MAX_CHANGES_CPU_S = 2.0
 MAX_CHANGES_S = 15.0
 """Time for these: CPU time, so that a busy machine tries as many, and elapsed time, for items that wait."""
-
-
 USELESS = (
     probes.Probe("empty_unrewarded", EMPTY),
     probes.Probe("echo_unrewarded", question_of),
 )
+"""Answers that are wrong for every question, and also judged where a scripted judge scores."""
 
 
 class Variation(NamedTuple):
@@ -298,10 +297,10 @@ class _Check(Execution):
                 self.earnings.judge_probes(run, good, bad, chunk)
 
     async def _evaluate(self, folder: Path) -> None:
-        report, quiet = self.report, contextlib.redirect_stdout(io.StringIO())
+        report = self.report
         self.engine.script([*self.good_answers.values(), "qx"][:1])
         with self.judging("evaluates"):
-            with quiet:  # a table of the scripted engine's figures
+            with contextlib.redirect_stdout(io.StringIO()):  # a table of figures
                 await self.within(self.env.evaluate(), "evaluate()")
             written = any(path.is_file() for path in (folder / "evals").rglob("*"))
             if not written and not await self._logs_metrics():

@@ -106,7 +106,7 @@ class Earnings:
     ) -> None:
         best, worst = max(run.scores_for(good), default=0.0), min(run.scores_for(bad), default=0.0)
         for probe in chunk if best > worst else ():
-            if not probe.rule or not run.was_given(probe.answer):
+            if not probe.rule or not run.texts_of(probe.answer):
                 continue
             earned = max(run.scores_for(probe.answer), default=worst)
             is_paid = earned >= worst + (best - worst) / 2

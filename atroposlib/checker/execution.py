@@ -19,6 +19,7 @@ import numpy as np
 
 from atroposlib.checker.answers import FakeRewardModel, verdict
 from atroposlib.checker.calls import (
+    GRACE_S,
     LoopWatch,
     Unfinished,
     author_files,
@@ -26,7 +27,6 @@ from atroposlib.checker.calls import (
     copy_of,
     describe,
     open_handles,
-    within,
 )
 from atroposlib.checker.engine import Answer, PairTokenizer, ProbeEngine, shown
 from atroposlib.checker.report import Report
@@ -50,7 +50,6 @@ T = TypeVar("T")
 
 MIN_GROUP_SIZE = 8
 """Minimum answers per group: guesses, nonsense, an empty answer and an echo."""
-
 
 STOCKS: dict[str, Callable[[], set[Any]]] = {
     "no_leaked_tasks": asyncio.all_tasks,
@@ -88,9 +87,24 @@ class Execution:
         self.watch = LoopWatch(author_files(self.env_cls), patience_s=self.timeout_s)
 
     async def within(self, call: Awaitable[T], what: str) -> T:
-        """Await the author's code; on a timeout, release requests that the engine holds."""
+        """Await the author's code for at most `timeout_s`.
+
+        Raises its error, as `Unfinished` if that is not an Exception.
+        """
         self.watch.run += 1
-        return await within(call, what, timeout_s=self.timeout_s, give_up=self.engine.release)
+        task = asyncio.ensure_future(_without_exit(call))
+        await asyncio.wait({task}, timeout=self.timeout_s)
+        if not task.done():
+            self.engine.release()
+            task.cancel()
+            await asyncio.wait({task}, timeout=GRACE_S)
+            raise Unfinished(f"{what} did not end within {self.timeout_s:g} s")
+        if task.cancelled():
+            raise Unfinished(f"{what} ended with CancelledError, but it was not cancelled")
+        error = task.exception()
+        if error is None or isinstance(error, Exception):
+            return task.result()
+        raise Unfinished(f"{what} raised {describe(cause_of(error))}") from error
 
     async def call(self, function: Callable[[], T], what: str) -> T:
         """Call the author's code that is not asynchronous; it ends as in `within`."""
@@ -256,6 +270,13 @@ class Execution:
             self.report.fail(rule, f"{shown(answer)}: {describe(fault)}", item=index)
         self.fatal |= bad.keys()
         return not are_all_bad
+
+
+async def _without_exit(call: Awaitable[T]) -> T:
+    try:
+        return await call
+    except SystemExit as error:
+        raise Unfinished(f"sys.exit({error.code!r}) was called") from error
 
 
 def seed_all(seed: int) -> None:

@@ -47,10 +47,10 @@ class Run:
         """How many of the scripted answers the engine gave."""
         return len(texts_said(self.samples))
 
-    def was_given(self, answer: Answer) -> bool:
-        """Whether the engine gave a scripted answer."""
+    def texts_of(self, answer: Answer) -> set[str]:
+        """Return what the engine said as a scripted answer; empty if it did not give it."""
         said = texts_said(self.samples)
-        return any(given == answer and i in said for i, given in enumerate(self.answers))
+        return {said[i] for i, given in enumerate(self.answers) if given == answer and i in said}
 
     def best_answers(self) -> list[Answer]:
         """Return the scripted answers with the highest score."""
@@ -64,9 +64,7 @@ class Run:
 
     def scores_for(self, answer: Answer) -> list[float]:
         """Return the scores of one scripted answer; [] if no group has it."""
-        said = texts_said(self.samples)
-        texts = {said.get(i) for i, given in enumerate(self.answers) if given == answer}
-        return [score for text in texts if text is not None for score in self.earned.get(text, ())]
+        return [score for text in self.texts_of(answer) for score in self.earned.get(text, ())]
 
 
 class Sink:

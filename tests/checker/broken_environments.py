@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
-from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig
-from atroposlib.envs.judge_env import JudgeEnv, JudgeEnvConfig
+from atroposlib.envs.dataset_env import DatasetEnv
+from atroposlib.envs.judge_env import JudgeEnv
 from atroposlib.inference.manager import ServerManager
 
 E = TypeVar("E", bound=type[BaseEnv])
@@ -101,16 +101,23 @@ def keep(group: Any, sequences: Iterable[int]) -> dict[str, Any]:
     return {field: [values[i] for i in places] for field, values in group.items()}
 
 
-class Sums(BaseEnv):
+class Offline:
+    """Uses the defaults of its environment, and a server that is never asked."""
+
+    env_config_cls: type[BaseEnvConfig]
+
+    @classmethod
+    def config_init(cls) -> Any:
+        server = APIServerConfig(model_name="m", base_url="http://127.0.0.1:9/v1")
+        return cls.env_config_cls(use_wandb=False), [server]
+
+
+class Sums(Offline, BaseEnv):
     """Sound: adds two numbers; the answer is the sum and nothing else."""
 
     name = "sums"
     held: ClassVar[list[Any]] = []
     """What broken environments forget to close."""
-
-    @classmethod
-    def config_init(cls) -> Any:
-        return BaseEnvConfig(group_size=4, use_wandb=False), [APIServerConfig(model_name="m")]
 
     async def setup(self) -> None:
         self.rows = [{"question": f"{n} + {n + 1} = ?", "answer": str(2 * n + 1)} for n in range(9)]
@@ -260,12 +267,8 @@ class OwnRestore(SavesUnderAnotherName):
         self.position = vars(self).pop("iter")
 
 
-class Rows(DatasetEnv):
+class Rows(Offline, DatasetEnv):
     """Sound: rows, a prompt and a score."""
-
-    @classmethod
-    def config_init(cls) -> Any:
-        return DatasetEnvConfig(use_wandb=False), [APIServerConfig(model_name="m")]
 
     def load_rows(self, split: Any) -> Any:
         return [f"{n} + {n}" for n in range(9)]
@@ -280,12 +283,8 @@ class Rows(DatasetEnv):
         return float(answer.strip() == self.gold_answer(row))
 
 
-class Judged(JudgeEnv):
+class Judged(Offline, JudgeEnv):
     """Sound: the policy's own engine marks the answers."""
-
-    @classmethod
-    def config_init(cls) -> Any:
-        return JudgeEnvConfig(use_wandb=False), [APIServerConfig(model_name="m")]
 
     def load_rows(self, split: Any) -> Any:
         return ["a poem about soup", "a joke about pigeons"]
@@ -531,17 +530,6 @@ class TaskForgotten(Sums):
     async def collect_trajectories(self, item: Any) -> tuple[Any, list[Any]]:
         self.held.append(asyncio.create_task(asyncio.sleep(3600)))
         return await super().collect_trajectories(item)
-
-
-class ExitsInATask(Sums):
-    """Ends the process, so that no report can be made."""
-
-    async def collect_trajectories(self, item: Any) -> tuple[Any, list[Any]]:
-        async def leave() -> None:
-            sys.exit(0)
-
-        await asyncio.create_task(leave())
-        return None, []
 
 
 @breaks("no_leaked_tasks")

@@ -17,21 +17,19 @@ from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
 
-from atroposlib.envs.agent_env import AgentEnv, AgentEnvConfig
-from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
+from atroposlib.envs.agent_env import AgentEnv
+from atroposlib.envs.base import APIServerConfig, BaseEnv, ScoredDataGroup
 from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig
-from atroposlib.envs.judge_env import JudgeEnv, JudgeEnvConfig
-from atroposlib.envs.multi_turn_env import Episode, MultiTurnEnv, MultiTurnEnvConfig, Step
+from atroposlib.envs.judge_env import JudgeEnv
+from atroposlib.envs.multi_turn_env import Episode, MultiTurnEnv, Step
 from atroposlib.envs.teacher_distillation_env import (
     TeacherDistillationConfig,
     TeacherDistillationEnv,
 )
-from atroposlib.envs.tool_env import ToolEnv, ToolEnvConfig
+from atroposlib.envs.tool_env import ToolEnv
 from atroposlib.inference.servers.http_peer import HttpPeer
 from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
-from tests.checker.broken_environments import breaks, faults
-
-SERVER = APIServerConfig(model_name="m", base_url="http://127.0.0.1:9/v1")
+from tests.checker.broken_environments import Offline, breaks, faults
 
 
 def found(pattern: str, answer: str) -> list[str]:
@@ -39,12 +37,8 @@ def found(pattern: str, answer: str) -> list[str]:
     return [text.replace(",", "") for text in re.findall(pattern, answer)]
 
 
-class Products(DatasetEnv):
+class Products(Offline, DatasetEnv):
     """Sound: the number after the last "The answer is", or in the last box."""
-
-    @classmethod
-    def config_init(cls) -> Any:
-        return cls.env_config_cls(use_wandb=False), [SERVER]
 
     def load_rows(self, split: Any) -> Any:
         return [{"question": f"{n} * 37", "answer": str(n * 37)} for n in range(21, 33)]
@@ -200,12 +194,8 @@ class FewShot(Products):
         return f"Question: 2 * 3? The answer is 6\nQuestion: {row['question']}?"
 
 
-class Guess(MultiTurnEnv):
+class Guess(Offline, MultiTurnEnv):
     """Sound: a game in which the secret number is found by halves; its policy is an example answer."""
-
-    @classmethod
-    def config_init(cls) -> Any:
-        return MultiTurnEnvConfig(use_wandb=False), [SERVER]
 
     def load_rows(self, split: Any) -> Any:
         return [11, 12, 13, 14, 9, 8]
@@ -253,17 +243,9 @@ class Calculator(ToolEnv, Products):
 
     tools = (multiply,)
 
-    @classmethod
-    def config_init(cls) -> Any:
-        return ToolEnvConfig(use_wandb=False), [SERVER]
 
-
-class Parrot(AgentEnv):
+class Parrot(Offline, AgentEnv):
     """Sound: an agent that asks the policy over HTTP."""
-
-    @classmethod
-    def config_init(cls) -> Any:
-        return AgentEnvConfig(use_wandb=False), [SERVER]
 
     def load_rows(self, split: Any) -> Any:
         return [{"question": f"{n} + 40", "answer": str(n + 40)} for n in range(8)]
@@ -281,14 +263,10 @@ class Parrot(AgentEnv):
         return float(str(answer).strip() == row["answer"])
 
 
-class Preferred(JudgeEnv):
+class Preferred(Offline, JudgeEnv):
     """Sound: a reward model scores poems."""
 
     judging = "reward_model"
-
-    @classmethod
-    def config_init(cls) -> Any:
-        return JudgeEnvConfig(use_wandb=False), [SERVER]
 
     def load_rows(self, split: Any) -> Any:
         return ["a poem about soup", "a joke about pigeons", "a toast"]
@@ -322,15 +300,12 @@ class Taught(TeacherDistillationEnv, Products):  # type: ignore[misc]
         class Config(DatasetEnvConfig, TeacherDistillationConfig):
             """Rows and a teacher."""
 
-        return Config(use_wandb=False, teacher_enabled=True, teacher_top_k=2), [SERVER]
+        config = Config(use_wandb=False, teacher_enabled=True, teacher_top_k=2)
+        return config, [APIServerConfig(model_name="m")]
 
 
-class OriginalStyle(BaseEnv):
+class OriginalStyle(Offline, BaseEnv):
     """Sound: chat completions and `tokenize_for_trainer`, as environments of the original are written."""
-
-    @classmethod
-    def config_init(cls) -> Any:
-        return BaseEnvConfig(group_size=4, use_wandb=False), [SERVER]
 
     async def setup(self) -> None:
         self.iter = 0

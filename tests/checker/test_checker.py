@@ -23,9 +23,9 @@ from atroposlib.errors import ConfigError, EnvError
 from atroposlib.runtime.command import run_environment
 from tests.checker import rates
 from tests.checker.broken_environments import (
+    SLEEP,
     AnswerRetokenized,
     Broken,
-    ExitsInATask,
     FixedData,
     NoItems,
     SetupFails,
@@ -120,25 +120,29 @@ def test_what_cannot_be_judged_is_not_passed() -> None:
     assert fixed.failed == []
     assert fixed.not_checked == [*NAMES[4:6], *OF_REWARDS, "cancellable"]
     assert "not checked: the environment asks nothing of the engine" in fixed.to_text()
-    assert "all rewards are equal" in report_of(ConstantReward).finding("empty_unrewarded").reason
 
 
-def test_a_game_without_known_answers_is_not_judged_by_its_rewards() -> None:
-    report = report_of(Maze)
-    assert "define example_answers" in report.finding("reward_varies").reason
-    assert (
-        report.to_text()
-        .splitlines()[-1]
-        .startswith(
-            f"Maze: {27 - len(report.not_checked)} passed, 0 failed, {len(report.not_checked)} not checked"
-        )
-    )
+@pytest.mark.parametrize(
+    ("env_cls", "rule", "reason"),
+    [
+        (ConstantReward, "empty_unrewarded", "all rewards are equal"),
+        (Maze, "reward_varies", "define example_answers"),
+        (Preferred, "wrong_unrewarded", "a reward model scores"),
+        (Preferred, "empty_unrewarded", ""),
+    ],
+)
+def test_rewards_that_say_nothing_about_a_rule_are_named(
+    env_cls: type[BaseEnv], rule: str, reason: str
+) -> None:
+    report = report_of(env_cls)
+    assert reason in report.finding(rule).reason
+    assert bool(reason) is (rule in report.not_checked)
 
 
-def test_a_judge_is_no_evidence_about_the_grader() -> None:
-    report = report_of(Preferred)
-    assert "a reward model scores" in report.finding("wrong_unrewarded").reason
-    assert report.finding("empty_unrewarded").status is Status.PASS
+def test_the_last_line_counts_the_verdicts() -> None:
+    num_open = len(report_of(Maze).not_checked)
+    counts = f"Maze: {27 - num_open} passed, 0 failed, {num_open} not checked ("
+    assert report_of(Maze).to_text().splitlines()[-1].startswith(counts)
 
 
 def test_example_answers_reach_rewards_that_guesses_miss() -> None:
@@ -154,12 +158,10 @@ def test_example_answers_reach_rewards_that_guesses_miss() -> None:
     assert check(WithExamples).failed == []
 
 
-def test_skipped_rules_are_named_and_misspelt_ones_refused() -> None:
+def test_skipped_rules_are_named() -> None:
     report = check(ConstantReward, skip=["reward_varies"])
     assert report.is_ok
     assert report.finding("reward_varies").reason == "not judged, as asked for"
-    with pytest.raises(ConfigError, match="did you mean reward_varies?"):
-        check_env(Sums, skip=["rewards_vary"])
     with pytest.raises(ConfigError, match="starts cannot be skipped"):
         check_env(SetupFails, skip=["starts"])
 
@@ -184,6 +186,17 @@ def test_the_clock_and_the_random_state_are_given_back() -> None:
     check(RandomReward)
     assert time.time is real
     assert random.getstate() == state
+
+
+class ExitsInATask(Sums):
+    """Ends the process, so that no report can be made."""
+
+    async def collect_trajectories(self, item: Any) -> tuple[Any, list[Any]]:
+        async def leave() -> None:
+            sys.exit(0)
+
+        await asyncio.create_task(leave())
+        return None, []
 
 
 def test_an_environment_that_ends_the_process_is_no_pass(
@@ -304,10 +317,9 @@ def test_mistake_in_the_flags_exits_2(
 
 
 def test_only_processes_that_a_check_left_are_killed() -> None:
-    sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
-    with subprocess.Popen(sleep) as earlier:
+    with subprocess.Popen(SLEEP) as earlier:
         before = child_processes()
-        with subprocess.Popen(sleep) as later:
+        with subprocess.Popen(SLEEP) as later:
             end_processes(child_processes() - before)
         assert (earlier.poll(), later.returncode) == (None, -signal.SIGKILL)
         earlier.kill()

@@ -265,6 +265,7 @@ async def test_tools_are_described_in_the_system_message_after_the_environments_
     ("answer", "told", "kind"),
     [
         (call("ad", a=1), "there is no tool 'ad'; did you mean add?", "unknown"),
+        (call("zzz"), "there is no tool 'zzz'; none is similar. Known: add, ", "unknown"),
         (call("add", a="one"), "add: a: Input should be a valid integer", "arguments"),
         (call("add", b=1), "add: a: Missing", "arguments"),
         (call("add", a=1, z=1), "add: z: Unexpected", "arguments"),

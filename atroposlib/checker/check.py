@@ -160,9 +160,11 @@ class _Check(Execution):
         """Fill the report."""
         began = time.monotonic()
         processes_before = child_processes()
-        with tempfile.TemporaryDirectory() as folder, self.watch:
-            await self._start_and_judge(Path(folder))
-        end_processes(child_processes() - processes_before)
+        try:
+            with tempfile.TemporaryDirectory() as folder, self.watch:
+                await self._start_and_judge(Path(folder))
+        finally:
+            end_processes(child_processes() - processes_before)
         self.report.num_items = len(self.items)
         self.report.num_groups = sum(len(run.groups) for run in self.earnings.runs)
         self.report.duration_s = time.monotonic() - began

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from atroposlib.checker import RULES, Report, Status, check_env, clock, leftovers
-from atroposlib.checker.calls import LoopWatch, child_processes, end_processes
+from atroposlib.checker.calls import LoopWatch
 from atroposlib.checker.engine import PairTokenizer, tokens_apart
 from atroposlib.envs.base import BaseEnv
 from atroposlib.errors import ConfigError, EnvError
@@ -31,8 +31,9 @@ from tests.checker.broken_environments import (
     SetupFails,
     Sums,
     TextOnly,
+    leaving,
 )
-from tests.checker.corpus import BROKEN, SOUND, broken, check
+from tests.checker.corpus import BROKEN, SOUND, broken, check, tidied
 from tests.checker.reward_environments import Choices, Maze, Preferred, Timekeeper
 from tests.tiny_model import make_tiny_tokenizer
 
@@ -316,10 +317,15 @@ def test_mistake_in_the_flags_exits_2(
     assert message in capsys.readouterr().err
 
 
-def test_only_processes_that_a_check_left_are_killed() -> None:
-    with subprocess.Popen(SLEEP) as earlier:
-        before = child_processes()
-        with subprocess.Popen(SLEEP) as later:
-            end_processes(child_processes() - before)
-        assert (earlier.poll(), later.returncode) == (None, -signal.SIGKILL)
+def test_processes_that_a_check_left_are_killed_also_after_an_error() -> None:
+    def fail(self: Any, item: Any) -> Any:
+        raise KeyError("solutions")
+
+    methods = {"gold_answer": fail, "change": leaving(functools.partial(subprocess.Popen, SLEEP))}
+    env_cls = type("Leaving", (Sums,), {"__module__": __name__, **methods})
+    with tidied(), subprocess.Popen(SLEEP) as earlier:
+        with pytest.raises(EnvError, match="gold_answer"):
+            check_env(env_cls, num_items=1)
+        assert {process.wait(10) for process in Sums.held} == {-signal.SIGKILL}
+        assert earlier.poll() is None
         earlier.kill()

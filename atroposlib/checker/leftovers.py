@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
 from atroposlib.checker.answers import EMPTY
@@ -45,16 +46,15 @@ async def judge_cancelling(execution: Execution) -> None:
     if report.has_failed("collects"):
         report.skip("collects fails", "cancellable")
         return
-    before = asyncio.all_tasks()
-    execution.engine.script([EMPTY])
-    execution.engine.hold()
+    before, engine = asyncio.all_tasks(), execution.engine
+    engine.script([EMPTY])
+    engine.hold()
     task = asyncio.ensure_future(collect(execution.env, copy_of(execution.items[0])))
-    asked = asyncio.ensure_future(execution.engine.asked.wait())
+    task.add_done_callback(lambda _: engine.asked.set())
     try:
-        await asyncio.wait(
-            {task, asked}, timeout=execution.timeout_s, return_when=asyncio.FIRST_COMPLETED
-        )
-        if task.done() or not asked.done():
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(engine.asked.wait(), execution.timeout_s)
+        if task.done() or not engine.asked.is_set():
             report.skip("the item does not wait for the engine", "cancellable")
             return
         report.look("cancellable")
@@ -66,16 +66,15 @@ async def judge_cancelling(execution: Execution) -> None:
             error = task.exception()
             ending = "returned" if error is None else f"raised {type(error).__name__}"
             report.fail("cancellable", f"it {ending} instead of ending cancelled", item=0)
-        elif left := asyncio.all_tasks() - before - {task, asked}:
+        elif left := asyncio.all_tasks() - before - {task}:
             # The engine still holds requests, so tasks that end now were cancelled with the item.
             _, pending = await asyncio.wait(left, timeout=4 * GRACE_S)
             if pending:
                 what = f"a cancelled item left one behind, like {_shown(pending.pop())}"
                 report.fail("no_leaked_tasks", what, item=0)
     finally:
-        execution.engine.release()
-        asked.cancel()
-        await asyncio.wait({task, asked}, timeout=GRACE_S)
+        engine.release()
+        await asyncio.wait({task}, timeout=GRACE_S)
         task.cancel()
 
 

@@ -63,6 +63,15 @@ def faults(
     return add
 
 
+async def nothing(*_: Any) -> None:
+    """Do nothing, in place of any method."""
+
+
+async def never(*_: Any) -> None:
+    """Wait for ever."""
+    await asyncio.Event().wait()
+
+
 def raising(error: type[BaseException]) -> Any:
     """Return a method that raises `error`."""
 
@@ -332,16 +341,8 @@ class SetupFails(Sums):
         raise FileNotFoundError("rows.jsonl")
 
 
-@breaks("gives_items", "None")
-class NoItems(Sums):
-    async def get_next_item(self) -> Any:
-        return None
-
-
-@breaks("gives_items")
-class ItemsNeverCome(Sums):
-    async def get_next_item(self) -> Any:
-        await asyncio.Event().wait()
+faults(Sums, "gives_items", "None", method="get_next_item")(NoItems=nothing)
+faults(Sums, "gives_items", method="get_next_item")(ItemsNeverCome=never)
 
 
 @breaks("gives_items")
@@ -619,18 +620,8 @@ class EvaluateFails(Sums):
         await self.evaluate_log({"eval/percent_correct": 1 / (self.position - self.position)})
 
 
-@breaks("evaluates", "evaluate_log")
-class EvaluateSilent(Sums):
-    async def evaluate(self, *args: Any, **kwargs: Any) -> None:
-        return None
-
-
-@breaks("evaluates")
-class EvaluateHangs(Sums):
-    async def evaluate(self, *args: Any, **kwargs: Any) -> None:
-        await asyncio.Event().wait()
-
-
+faults(Sums, "evaluates", "evaluate_log", method="evaluate")(EvaluateSilent=nothing)
+faults(Sums, "evaluates", method="evaluate")(EvaluateHangs=never)
 faults(Sums, "checkpoint_is_json", method="save_checkpoint")(
     SavesAnObject=lambda self, step: Sums.save_checkpoint(self, step, {"it": random.Random(0)}),
 )

@@ -27,7 +27,6 @@ from tests.checker.broken_environments import (
     AnswerRetokenized,
     Broken,
     FixedData,
-    NoItems,
     SetupFails,
     Sums,
     TextOnly,
@@ -40,8 +39,8 @@ from tests.tiny_model import make_tiny_tokenizer
 NAMES = [rule.name for rule in RULES]
 OF_REWARDS = NAMES[NAMES.index("reward_repeatable") : NAMES.index("no_leaked_tasks")]
 FEW_TIMES = 4
-ConstantReward, EmptyIsRight, NeverAGroup, RandomReward = map(
-    broken, ("ConstantReward", "EmptyIsRight", "NeverAGroup", "RandomReward")
+ConstantReward, EmptyIsRight, NeverAGroup, NoItems, RandomReward = map(
+    broken, ("ConstantReward", "EmptyIsRight", "NeverAGroup", "NoItems", "RandomReward")
 )
 
 

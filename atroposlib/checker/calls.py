@@ -1,6 +1,6 @@
-"""Watch what the author's code does to the process: a blocked event loop, tasks, files and processes that stay.
+"""Calls of the author's code: whether they block the event loop, what they leave in the process, how errors read.
 
-Used by `execution.py` and the modules that build on it.
+`execution.py` makes the calls.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import copy
 import ctypes
 import gc
 import itertools
+import multiprocessing
 import operator
 import os
 import re
@@ -164,10 +165,15 @@ def open_handles() -> set[int]:
 
 
 def child_processes() -> set[Any]:
-    """Return the `psutil.Process` of every process that this one started, directly or not, and did not wait for."""
+    """Return the `psutil.Process` of every child that runs or was not waited for.
+
+    With those of `multiprocessing`, whose parent may be its fork server, but no other children of children: a process
+    that ran before the check may start some.
+    """
     import psutil  # only a check needs it
 
-    return set(psutil.Process().children(recursive=True))
+    forked = (child.pid for child in multiprocessing.active_children())
+    return {*psutil.Process().children(), *map(psutil.Process, forked)}
 
 
 def end_processes(processes: Collection[Any]) -> None:
@@ -176,8 +182,9 @@ def end_processes(processes: Collection[Any]) -> None:
 
     for process in processes:
         with contextlib.suppress(psutil.Error):  # it has ended
-            command = " ".join(process.cmdline())
-            if not re.search(r"multiprocessing\.(resource_tracker|forkserver)", command):
+            helper = r"multiprocessing\.(resource_tracker|forkserver)"
+            is_own = process.ppid() == os.getpid()  # the server's children have its command line
+            if not (is_own and re.search(helper, " ".join(process.cmdline()))):
                 process.kill()
 
 

@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import functools
 import json
+import multiprocessing
 import random
 import signal
 import subprocess
@@ -13,10 +14,11 @@ import sys
 import time
 from typing import Any
 
+import psutil
 import pytest
 
 from atroposlib.checker import RULES, Report, Status, check_env, clock, leftovers
-from atroposlib.checker.calls import LoopWatch
+from atroposlib.checker.calls import LoopWatch, child_processes, end_processes
 from atroposlib.checker.engine import PairTokenizer, tokens_apart
 from atroposlib.envs.base import BaseEnv
 from atroposlib.errors import ConfigError, EnvError
@@ -316,15 +318,36 @@ def test_mistake_in_the_flags_exits_2(
     assert message in capsys.readouterr().err
 
 
-def test_processes_that_a_check_left_are_killed_also_after_an_error() -> None:
+def test_only_processes_that_a_check_left_are_killed_also_after_an_error() -> None:
+    """A process that ran before starts one during the check, which is not the environment's."""
+    starting = f"import subprocess; input(); subprocess.run({SLEEP})"
+    earlier = psutil.Popen([sys.executable, "-c", starting], stdin=subprocess.PIPE)
+
     def fail(self: Any, item: Any) -> Any:
+        earlier.stdin.write(b"\n")
+        earlier.stdin.close()
+        while not earlier.children():
+            time.sleep(0.01)
         raise KeyError("solutions")
 
     methods = {"gold_answer": fail, "change": leaving(functools.partial(subprocess.Popen, SLEEP))}
     env_cls = type("Leaving", (Sums,), {"__module__": __name__, **methods})
-    with tidied(), subprocess.Popen(SLEEP) as earlier:
+    with tidied(), earlier:
         with pytest.raises(EnvError, match="gold_answer"):
             check_env(env_cls, num_items=1)
         assert {process.wait(10) for process in Sums.held} == {-signal.SIGKILL}
-        assert earlier.poll() is None
-        earlier.kill()
+        with pytest.raises(psutil.TimeoutExpired):
+            earlier.wait(0.5)
+        earlier.children()[0].kill()
+
+
+def test_children_of_the_fork_server_are_killed_but_not_the_server() -> None:
+    context = multiprocessing.get_context("forkserver")
+    before, left = child_processes(), context.Process(target=time.sleep, args=(60,))
+    left.start()
+    end_processes(child_processes() - before)
+    later = context.Process(target=int)
+    later.start()
+    for process in (left, later):
+        process.join(10)
+    assert (left.exitcode, later.exitcode) == (-signal.SIGKILL, 0)

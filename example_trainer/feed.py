@@ -151,7 +151,10 @@ class Leader(Follower):
                 self._on_no_batch()
         if self._leased is None or self._is_stopping():
             if self._leased is not None:
-                self._give_back(self._leased)
+                try:
+                    self._hub.release(self._leased)
+                except HubError as error:
+                    logger.warning("the batch of a step not taken was not given back: %s", error)
             self._world.broadcast(None)
             return None
         groups = list(self._leased.groups)
@@ -223,12 +226,6 @@ class Leader(Follower):
             if backoff.num_failed > 0:
                 logger.info("the hub answers again")
             return result
-
-    def _give_back(self, batch: LeasedBatch) -> None:
-        try:
-            self._hub.release(batch)
-        except HubError as error:
-            logger.warning("the batch of a step that is not taken was not given back: %s", error)
 
     def _register(self, *, step: int) -> None:
         """Register the run at `step`; again, if the hub has lost it."""

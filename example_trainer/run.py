@@ -48,8 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return cli_boundary(lambda: _run(sys.argv[1:] if argv is None else list(argv)))
 
 
-def _run(argv: Sequence[str]) -> None:
-    own, environment_flags = _split(argv)
+def _run(argv: list[str]) -> None:
+    at = argv.index("--") if "--" in argv else len(argv)
+    own, environment_flags = argv[:at], argv[at + 1 :]
     config = parse_flags(
         RunConfig,
         own,
@@ -117,13 +118,6 @@ class _Watch:
     def __exit__(self, *exc: object) -> None:
         self._over.set()
         self._thread.join()
-
-
-def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the flags before and after `--`."""
-    words = list(argv)
-    at = words.index("--") if "--" in words else len(words)
-    return words[:at], words[at + 1 :]
 
 
 def _check(config: RunConfig, environment_flags: Sequence[str]) -> None:

@@ -231,6 +231,10 @@ def test_micro_batches_weigh_as_one_batch(loss_mean: str, limit: dict[str, int])
         rows, width = micro_batch.tokens_BT.shape
         assert rows <= options.max_sequences
         assert rows == 1 or rows * width <= options.max_tokens
+        for i, row in enumerate(micro_batch.rows):
+            count = 12 * len(row.trained) if loss_mean == "sequence" else batch.num_trained_tokens
+            weights = of_sequence(micro_batch.positions.weights_N, micro_batch, i)
+            assert weights.tolist() == pytest.approx([1 / count] * len(row.trained))
     assert sum(len(m.tokens_BT) for m in batch.micro_batches) == 12
 
 

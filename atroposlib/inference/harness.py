@@ -28,6 +28,7 @@ from atroposlib.inference.servers.openai_routes import (
     completion_from,
 )
 from atroposlib.inference.servers.reasoning import ReasoningConfig
+from atroposlib.inference.servers.token_ids import SampledCompletion, gather
 from atroposlib.inference.tools.tool_messages import as_dict
 from atroposlib.utils.answer_bodies import completion_body
 
@@ -162,18 +163,12 @@ class ServerHarness(APIServer):
     def _sample(
         self, prompt_tokens: list[int], prompt: str, call: int, kwargs: dict[str, Any]
     ) -> TokenCompletions:
-        all_tokens, all_logprobs, reasons = [], [], []
-        all_spans: list[list[WeightSpan] | None] = []
+        version, sampled = self.weight_version, []
         for tokens, reason in self._completions(prompt, call, kwargs):
-            version = self.weight_version
             spans = None if version is None else [WeightSpan(version, len(tokens))]
-            all_tokens.append(tokens)
-            all_logprobs.append(made_up_logprobs(prompt_tokens, tokens, spans=spans))
-            all_spans.append(spans)
-            reasons.append(reason)
-        return TokenCompletions(
-            prompt_tokens, all_tokens, all_logprobs, reasons, weight_versions=all_spans
-        )
+            logprobs = made_up_logprobs(prompt_tokens, tokens, spans=spans)
+            sampled.append(SampledCompletion(tokens, logprobs, reason, spans))
+        return gather(prompt_tokens, sampled)
 
     def _completions(self, prompt: str, call: int, kwargs: dict[str, Any]) -> list[ScriptedAnswer]:
         """Return the completions of a prompt."""

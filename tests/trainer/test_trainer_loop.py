@@ -325,7 +325,11 @@ def gradients(policy: Policy, config: TrainerConfig) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     "changes",
     [
+        {"batch_size": 2},
         {"gradient_checkpointing": True},
+        {"pad_to_multiple_of": 64},
+        {"packing": "on"},
+        {"packing": "on", "max_microbatch_tokens": 40},
         {"packing": "on", "attention": "eager"},
         {"packing": "on", "gradient_checkpointing": True},
     ],

@@ -1,7 +1,8 @@
-"""The clip's sign rules and the counts of the metrics; test_trainer_update.py has the gradients of all losses."""
+"""Every objective against a slow float64 reference, and the sign rules of the clip."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -13,38 +14,96 @@ from example_trainer.config import TrainerConfig
 from example_trainer.data import DataOptions, Positions, make_batch
 from example_trainer.loss import LossShare, policy_loss
 from example_trainer.objective import OBJECTIVES
+from tests.trainer.helpers_loss import (
+    Case,
+    flat,
+    positions_of,
+    random_case,
+    slow_gradient,
+    slow_loss,
+    weights_of,
+)
 from tests.trainer.helpers_trainer import make_group
+
+ALL = {name: name for name in OBJECTIVES}
+
+
+def objective_named(name: str, **changes: Any) -> TrainerConfig:
+    return TrainerConfig(model_name="m", objective=name, **changes)  # type: ignore[arg-type]
 
 
 def run(
-    own: Sequence[float],
-    sampled: Sequence[float],
-    *,
-    advantage: float = 1.0,
-    num_supervised: int = 0,
-    **settings: Any,
+    objective: TrainerConfig, case: Case, positions: Positions
 ) -> tuple[LossShare, list[float]]:
-    """Return the loss of sequences of one position and weight 1, the first ones supervised, and its gradient."""
-    ones_N = torch.ones(len(own), dtype=torch.float64)
-    positions = Positions(
-        labels_N=ones_N.long(),
-        sampled_logprobs_N=torch.tensor(sampled, dtype=torch.float64),
-        advantages_N=advantage * ones_N,
-        weights_N=ones_N,
-        temperature_N=ones_N,
-        sequence_N=torch.arange(len(own)),
-        num_sequences=len(own),
-        is_supervised_N=torch.arange(len(own)) < num_supervised,
-        ref_logprobs_N=None,
-        teacher_ids_NK=None,
-        teacher_logprobs_NK=None,
+    """Return the loss and its gradient with respect to the own logprobs."""
+    own_N = flat(case.own).requires_grad_()
+    others = [flat([[p[3] for p in row] for row in case.own_teacher])]
+    share, _ = policy_loss(
+        objective,
+        positions,
+        own_N,
+        entropy_N=torch.zeros_like(own_N),
+        ref_logprobs_N=positions.ref_logprobs_N,
+        teacher_logprobs_own_NK=torch.stack([own_N, *others], dim=1),
     )
-    own_N = torch.tensor(own, dtype=torch.float64, requires_grad=True)
-    config = TrainerConfig(model_name="m", **settings)
-    share, _ = policy_loss(config, positions, own_N, entropy_N=torch.zeros_like(own_N))
     share.loss.backward()
     assert own_N.grad is not None
     return share, own_N.grad.tolist()
+
+
+def assert_equals_reference(objective: TrainerConfig, case: Case, loss_mean: str) -> None:
+    weights = weights_of(case, loss_mean, 7.0)
+    share, gradient = run(objective, case, positions_of(case, weights))
+
+    def slow(own: Sequence[Sequence[float]]) -> float:
+        return slow_loss(objective, case, weights, own)
+
+    assert share.loss.item() == pytest.approx(slow(case.own), abs=1e-9)
+    assert gradient == pytest.approx(slow_gradient(slow, case.own), abs=1e-6)
+
+
+@pytest.mark.parametrize("correction", ["none", "tis", "mis", "icepop", "decoupled"])
+@pytest.mark.parametrize("loss_mean", ["token", "sequence", "constant"])
+@pytest.mark.parametrize("name", ALL)
+def test_loss_and_gradient_equal_a_slow_reference(
+    name: str, loss_mean: str, correction: Any
+) -> None:
+    for seed in range(3):
+        objective = objective_named(
+            name, correction=correction, correction_cap=1.2, correction_floor=0.8, kl_coef=0.1
+        )
+        assert_equals_reference(objective, random_case(seed), loss_mean)
+
+
+@pytest.mark.parametrize("correction", ["tis", "mis", "icepop", "decoupled"])
+def test_corrections_of_whole_sequences_equal_a_slow_reference(correction: Any) -> None:
+    objective = objective_named("grpo", correction=correction, correction_level="sequence")
+    assert_equals_reference(objective, random_case(4), "token")
+
+
+@pytest.mark.parametrize("distill_loss", ["forward_kl", "reverse_kl"])
+def test_distillation_equals_a_slow_reference(distill_loss: Any) -> None:
+    objective = objective_named("grpo", distill_coef=0.7, distill_loss=distill_loss)
+    assert_equals_reference(objective, random_case(5), "token")
+
+
+def test_supervised_sequences_are_trained_by_likelihood_beside_the_others() -> None:
+    case = dataclasses.replace(random_case(6), supervised=[False, True, False])
+    assert_equals_reference(objective_named("grpo"), case, "token")
+
+
+def test_an_entropy_bonus_lowers_the_loss_by_its_weighted_mean() -> None:
+    case = random_case(7)
+    positions = positions_of(case, weights_of(case, "token", 1.0))
+    entropy_N = torch.linspace(0.1, 0.9, len(positions.labels_N), dtype=torch.float64)
+    own_N = flat(case.own)
+    plain, with_bonus = (
+        policy_loss(
+            TrainerConfig(model_name="m", entropy_coef=coef), positions, own_N, entropy_N=entropy_N
+        ).share.loss
+        for coef in (0.0, 0.5)
+    )
+    assert (plain - with_bonus).item() == pytest.approx(0.5 * entropy_N.mean().item())
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
@@ -64,27 +123,40 @@ def run(
 def test_the_clip_stops_the_gradient_only_past_its_own_side(
     advantage: float, ratio: float, has_gradient: bool, level: Any
 ) -> None:
-    bounds = {"ratio_level": level, "clip_eps": 0.2, "clip_eps_high": 0.3}
-    share, [slope] = run([-1.0 + math.log(ratio)], [-1.0], advantage=advantage, **bounds)
-    assert slope == pytest.approx(-advantage * ratio if has_gradient else 0.0, abs=1e-9)
+    case = dataclasses.replace(
+        random_case(0, lengths=[1]),
+        own=[[-1.0 + math.log(ratio)]],
+        sampled=[[-1.0]],
+        advantages=[[advantage]],
+    )
+    objective = TrainerConfig(model_name="m", ratio_level=level, clip_eps=0.2, clip_eps_high=0.3)
+    share, gradient = run(objective, case, positions_of(case, [1.0]))
+    assert gradient[0] == pytest.approx(-advantage * ratio if has_gradient else 0.0, abs=1e-9)
     assert share.num_clipped.item() == (0 if has_gradient else 1)
 
 
 def test_cispo_keeps_the_gradient_of_tokens_that_ppo_would_clip() -> None:
-    share, [slope] = run([-1.0], [-3.0], surrogate="cispo", clip_eps=1.0, clip_eps_high=4.0)
-    assert slope == pytest.approx(-5.0)  # exp(2) = 7.4 is cut to 1 + 4
+    case = dataclasses.replace(
+        random_case(0, lengths=[1]), own=[[-1.0]], sampled=[[-3.0]], advantages=[[1.0]]
+    )
+    objective = TrainerConfig(model_name="m", surrogate="cispo", clip_eps=1.0, clip_eps_high=4.0)
+    share, gradient = run(objective, case, positions_of(case, [1.0]))
+    assert gradient[0] == pytest.approx(-5.0)  # exp(2) = 7.4 is cut to 1 + 4
     assert share.num_clipped.item() == 1
 
 
 def test_sums_for_the_metrics_count_policy_positions_only() -> None:
-    own, sampled = [-1.0, -1.0, -1.2, -0.7], [-2.0, -1.05, -0.9, -1.0]
-    limits = {"correction": "icepop", "correction_cap": 1.1, "correction_floor": 0.9}
-    share, _ = run(own, sampled, num_supervised=1, **limits)
-    gaps = [o - s for o, s in zip(own[1:], sampled[1:], strict=True)]
-    assert share.num_policy.item() == 3
+    case = dataclasses.replace(random_case(8), supervised=[True, False, False])
+    objective = TrainerConfig(
+        model_name="m", correction="icepop", correction_cap=1.1, correction_floor=0.9
+    )
+    share, _ = run(objective, case, positions_of(case, [0.1] * 3))
+    gaps = [o - s for i in (1, 2) for o, s in zip(case.own[i], case.sampled[i], strict=True)]
+    assert share.num_policy.item() == len(gaps) == 6
     assert share.ratio_sum.item() == pytest.approx(sum(map(math.exp, gaps)))
     assert share.sampled_kl_sum.item() == pytest.approx(-sum(gaps))
-    assert share.num_rejected.item() == 2
+    rejected = sum(not 0.9 <= math.exp(gap) <= 1.1 for gap in gaps)
+    assert share.num_rejected.item() == rejected > 0
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -97,6 +169,5 @@ def test_no_objective_takes_the_rounding_of_an_engine_for_another_policy(name: s
     torch.manual_seed(0)
     own_N = positions.sampled_logprobs_N + 0.05 * torch.randn(len(positions.labels_N))
     zeros_N = torch.zeros_like(own_N)
-    config = TrainerConfig(model_name="m", objective=name)  # type: ignore[arg-type]
-    share, _ = policy_loss(config, positions, own_N, entropy_N=zeros_N)
+    share, _ = policy_loss(objective_named(name), positions, own_N, entropy_N=zeros_N)
     assert share.num_clipped / share.num_policy < 1e-3

@@ -30,7 +30,7 @@ from pydantic import Field
 
 from atroposlib.envs.answers import only_tagged
 from atroposlib.envs.base import ScoredDataGroup
-from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig, Split, success_rates
+from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig, Split
 from atroposlib.errors import ConfigError, require
 
 SIZE = 224
@@ -116,11 +116,9 @@ class ImageQuestionEnv(DatasetEnv):
         group["images"] = [row.image] * len(group["scores"])
         return group
 
-    def summarize(self, scores: Sequence[Sequence[float | None]]) -> dict[str, float]:
-        """Add the accuracy of every kind of question."""
-        rates = success_rates([row.kind for row in self.eval_rows], scores)
-        kinds = {f"eval/percent_correct_{kind}": rate for kind, rate in rates.items()}
-        return {**super().summarize(scores), **kinds}
+    def parts_of(self, row: Question) -> list[str]:
+        """Return the name of the accuracy of the row's kind of question."""
+        return [f"eval/percent_correct_{row.kind}"]
 
 
 def plain(answer: str) -> str:

@@ -22,6 +22,7 @@ import asyncio
 import itertools
 import math
 import random
+import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -185,12 +186,13 @@ class MathEnv(VerifiedMathEnv):
         outcomes = await super().score_group(row, rollouts)
         is_cut = [rollout.finish_reason == "length" for rollout in rollouts]
         if isinstance(row, Retry):
-            scores = [score for o in outcomes if (score := number_of(o)) is not None]
-            self.counts["retries"] += len(scores)
-            self.counts["right_retries"] += scores.count(1.0)
-            row.share_right = scores.count(1.0) / len(scores) if scores else None
+            is_right = [score == 1.0 for o in outcomes if (score := number_of(o)) is not None]
+            for each in is_right:
+                self.record("judge_train/judge_success_rate", each)
+            row.share_right = statistics.fmean(is_right) if is_right else None
             return [0.0 if cut else o for o, cut in zip(outcomes, is_cut, strict=True)]
         if row.kind == "normal" and not self.is_evaluating:
+            self.record_answers(rollouts, outcomes)
             whole = [
                 (r, o) for r, o, cut in zip(rollouts, outcomes, is_cut, strict=True) if not cut
             ]
@@ -229,8 +231,7 @@ class MathEnv(VerifiedMathEnv):
         if not isinstance(row, Judgement):
             return await self.verify(row, answer)
         is_right = boxes_in(after_thinking(answer))[-1:] == [str(row.is_right)]
-        self.counts["verdicts"] += 1
-        self.counts["right_verdicts"] += is_right
+        self.record("judge_train/percent_judge_correct", is_right)
         if not is_right:
             return -1.0
         if row.is_right:
@@ -279,15 +280,10 @@ class MathEnv(VerifiedMathEnv):
         return group if group["scores"] else None
 
     def train_metrics(self) -> dict[str, float]:
-        """Return how often verdicts were right, and the retries after a right one on a wrong solution."""
-        counts = self.counts
-        shares = {
-            "percent_judge_correct": (counts["right_verdicts"], counts["verdicts"]),
-            "judge_success_rate": (counts["right_retries"], counts["retries"]),
-        }
-        metrics = {name: num / total for name, (num, total) in shares.items() if total}
-        numbers = {name: counts[name] for name in ("judge_rollouts", "selfcorrect_rollouts")}
-        return {f"judge_train/{name}": value for name, value in (metrics | numbers).items()}
+        """Add the numbers of groups of verdicts and of retries."""
+        names = ("judge_rollouts", "selfcorrect_rollouts")
+        numbers = {f"judge_train/{name}": self.counts[name] for name in names}
+        return {**super().train_metrics(), **numbers}
 
 
 def least_similar(rollouts: Sequence[Rollout]) -> list[Rollout] | None:

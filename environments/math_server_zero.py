@@ -13,6 +13,7 @@ Needs: extras datasets, math.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from pydantic import Field
 
@@ -66,11 +67,13 @@ class MathZeroEnv(VerifiedMathEnv):
     async def roll_out(self, row: Problem, n: int, *, split: Split) -> list[Rollout]:
         """Sample continuations of the prompt."""
         prompt = self.prompt(row)
+        max_tokens = self.token_limit(prompt, split)
+        self.record("train/curr_token_length", max_tokens)
         async with self.chat_session(split) as chat:
             completion = await chat.target.completion(
                 prompt=prompt,
                 n=n,
-                max_tokens=self.token_limit(prompt, split),
+                max_tokens=max_tokens,
                 temperature=chat.temperature,
                 stop=STOPS,
                 split=split,
@@ -97,6 +100,12 @@ class MathZeroEnv(VerifiedMathEnv):
             return room
         progress = min(1.0, self.curr_step / num_steps)
         return min(room, start + int((longest - start) * progress))
+
+    async def score_group(self, row: Problem, rollouts: Sequence[Rollout]) -> list[Outcome]:
+        """Judge the answers, and record how many are right."""
+        outcomes = await super().score_group(row, rollouts)
+        self.record_answers(rollouts, outcomes)
+        return outcomes
 
     async def score(self, row: Problem, answer: str) -> Outcome:
         """Return 1 if the box in the last answer block is right, else -1."""

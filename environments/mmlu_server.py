@@ -12,11 +12,10 @@ Needs: extras datasets.
 from __future__ import annotations
 
 import string
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from atroposlib.envs.answers import lettered, only_choice
-from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig, Split, success_rates
+from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig, Split
 from atroposlib.envs.reward_fns.reward_function import after_thinking
 from atroposlib.envs.rows import HubRows
 
@@ -74,11 +73,9 @@ class MMLUEnv(DatasetEnv):
         """Return 1 for the right choice, else 0."""
         return float(only_choice(after_thinking(answer), row.choices) == row.letter)
 
-    def summarize(self, scores: Sequence[Sequence[float | None]]) -> dict[str, float]:
-        """Add the accuracy of every subject."""
-        rates = success_rates([row.subject for row in self.eval_rows], scores)
-        subjects = {f"eval/percent_correct_{name}": rate for name, rate in rates.items()}
-        return {**super().summarize(scores), **subjects}
+    def parts_of(self, row: Question) -> list[str]:
+        """Return the name of the accuracy of the row's subject."""
+        return [f"eval/percent_correct_{row.subject}"]
 
 
 if __name__ == "__main__":

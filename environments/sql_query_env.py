@@ -143,7 +143,7 @@ class SQLQueryEnv(DatasetEnv):
         gold, found = results
         if set(gold or ()) <= {"[null]"}:  # any query that finds nothing would be right
             return None
-        self.counts["executed"] += found is not None
+        self.record("train/execution_success", found is not None)
         return 1.0 if found == gold else -1.0
 
     def shape_group(self, row: Question, group: ScoredDataGroup) -> ScoredDataGroup:

@@ -16,8 +16,6 @@ Needs: verifiers 0.4 in an environment of its own.
 
 from __future__ import annotations
 
-import statistics
-from collections import defaultdict
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -43,6 +41,7 @@ class BridgedEnv(AgentEnv):
 
     env_config_cls = BridgedConfig
     config: BridgedConfig
+    aliases = {"metrics/mean_reward": "train/mean_score"}
 
     script: ClassVar[str]
     """File in `bridges/` that the child loads."""
@@ -61,8 +60,6 @@ class BridgedEnv(AgentEnv):
             settings=self.settings(),
             remedy=self.remedy,
         )
-        self.metrics: dict[str, list[float]] = defaultdict(list)
-        """The library's metrics since the last log, by name."""
 
     async def load_rows(self, split: Split) -> Any:
         """Start the child and return the tasks, by index and content hash."""
@@ -78,7 +75,7 @@ class BridgedEnv(AgentEnv):
         except EnvError as error:
             raise AgentFailed(str(error)) from error
         for name, value in result["metrics"].items():
-            self.metrics[name].append(float(value))
+            self.record(f"metrics/{name}", float(value))
         return result
 
     def call_arguments(self, row: dict[str, Any]) -> dict[str, Any]:
@@ -90,10 +87,8 @@ class BridgedEnv(AgentEnv):
         return float(answer["reward"])
 
     def train_metrics(self) -> dict[str, float]:
-        """Return the library's metrics and the crashes of the child."""
-        means = {f"metrics/{name}": statistics.fmean(x) for name, x in self.metrics.items()}
-        self.metrics.clear()
-        return {**means, "train/bridge_ended": self.bridge.num_ended}
+        """Return the crashes of the child."""
+        return {"train/bridge_ended": self.bridge.num_ended}
 
     async def close(self) -> None:
         """Stop the child."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import string
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple, TypedDict
@@ -194,19 +194,11 @@ class BenchmarkEnv(DatasetEnv):
         methods = Counter(sample["extraction_method"] for sample in samples)
         metrics["eval/answer_extraction_rate"] = 1 - methods["none"] / max(1, len(samples))
         metrics |= {f"eval/extraction_{name}_count": float(n) for name, n in methods.items()}
-        return metrics | self.group_metrics(marked)
+        return metrics
 
-    def group_metrics(self, samples: Sequence[Sample]) -> dict[str, float]:
-        by_group: dict[tuple[str, str], list[Sample]] = defaultdict(list)
-        for sample in samples:
-            for kind, name in sample["row"].get("groups", {}).items():
-                by_group[kind, name].append(sample)
-        rates = {group: mean_of(found, "is_correct") for group, found in sorted(by_group.items())}
-        return {
-            f"eval/{kind}_{name}_accuracy": rate
-            for (kind, name), rate in rates.items()
-            if rate is not None
-        }
+    def parts_of(self, row: Question) -> list[str]:
+        """Return the names of the accuracies of the row's groups."""
+        return [f"eval/{kind}_{name}_accuracy" for kind, name in row.get("groups", {}).items()]
 
 
 class ChoiceBenchmarkConfig(BenchmarkConfig):

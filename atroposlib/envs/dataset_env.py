@@ -13,9 +13,10 @@ import contextvars
 import inspect
 import itertools
 import logging
+import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, ClassVar, Literal
 
@@ -23,7 +24,6 @@ from pydantic import Field
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
 from atroposlib.envs.eval import score_metrics
-from atroposlib.envs.eval import success_rates as success_rates
 from atroposlib.envs.eval_run import Sample, hash_of
 from atroposlib.envs.lengths import num_trained
 from atroposlib.envs.rewards import JsonValue, RewardFailure, RewardWorkers
@@ -48,6 +48,7 @@ from atroposlib.envs.rows import (
 )
 from atroposlib.errors import AtroposError, ConfigError, EnvError
 from atroposlib.inference.servers.choices import run_together
+from atroposlib.utils.estimates import estimate_mean
 
 __all__ = [
     "ABORTED",
@@ -120,6 +121,8 @@ class DatasetEnv(BaseEnv):
     """Whether an answer that was cut at the token limit gets no advantage; of the class, or set in `__init__`."""
     checkpointed: ClassVar[tuple[str, ...]] = ()
     """Attributes that a checkpoint stores, as JSON, and that are set again at a restart."""
+    aliases: ClassVar[Mapping[str, str]] = {}
+    """Further names of metrics, as in the dashboards of existing environments: name -> metric with the same value."""
     preload: ClassVar[tuple[str, ...]] = ()
     """Modules that reward workers import when they start, so that imports do not use up `reward_timeout_s`."""
 
@@ -148,6 +151,8 @@ class DatasetEnv(BaseEnv):
         self._counts: dict[Split, Counter[str]] = {"train": Counter(), "eval": Counter()}
         self._logged_counts: Counter[str] = Counter()
         """Events in training before the last log."""
+        self._recorded: defaultdict[str, list[float]] = defaultdict(list)
+        """Values in training since the last log, by name."""
         self.eval_metrics: dict[str, float] = {}
 
     @classmethod
@@ -374,7 +379,10 @@ class DatasetEnv(BaseEnv):
         context = contextvars.copy_context()
         context.run(_split_judged.set, "eval")
         counts = {f"eval/{name}": float(count) for name, count in self._counts["eval"].items()}
-        self.eval_metrics = {**counts, **context.run(self.summarize_samples, samples)}
+        summary = context.run(self.summarize_samples, samples)
+        self.eval_metrics = self._with_aliases(
+            {**counts, **summary, **self.rates_of_parts(rows, samples)}
+        )
         await self.evaluate_log(
             self.eval_metrics,
             start_time=began,
@@ -404,9 +412,37 @@ class DatasetEnv(BaseEnv):
             scores, success_score=self.success_score, num_samples=self.config.num_eval_samples
         )
 
+    def parts_of(self, row: Row) -> Sequence[str]:
+        """Return the names of metrics that are success rates of parts of the evaluation, for each part of a row."""
+        return ()
+
+    def rates_of_parts(self, rows: Sequence[Row], samples: Sequence[Sample]) -> dict[str, float]:
+        """Return the share of successes in every part of an evaluation."""
+        solved: dict[str, list[Sample]] = defaultdict(list)
+        for sample in samples:
+            if sample["score"] is not None:
+                for part in self.parts_of(rows[sample["item_index"]]):
+                    solved[part].append(sample)
+        return {
+            part: estimate_mean(
+                [float(sample["score"] >= self.success_score) for sample in found],
+                clusters=[sample["item_index"] for sample in found],
+            )
+            for part, found in sorted(solved.items())
+        }
+
     def train_metrics(self) -> dict[str, float]:
         """Return further metrics for a log; called once, before `train_scores` and `counts` are cleared."""
         return {}
+
+    def record(self, name: str, value: float) -> None:
+        """Add a value of training to those whose mean the next log shows as `name`."""
+        if not self.is_evaluating:
+            self._recorded[name].append(value)
+
+    def _with_aliases(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        known = {name: metrics[of] for name, of in self.aliases.items() if of in metrics}
+        return {**metrics, **known}
 
     async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
         """Add scores, failures, `train_metrics` and the last evaluation."""
@@ -425,10 +461,12 @@ class DatasetEnv(BaseEnv):
             solved = [score >= self.success_score for score in self.train_scores]
             metrics["train/mean_score"] = sum(self.train_scores) / len(self.train_scores)
             metrics["train/percent_correct"] = sum(solved) / len(solved)
+        metrics |= {name: statistics.fmean(values) for name, values in self._recorded.items()}
+        self._recorded.clear()
         self.train_scores, self.eval_metrics = [], {}
         self._logged_counts.update(counts)
         counts.clear()
-        await super().wandb_log(metrics)
+        await super().wandb_log(self._with_aliases(metrics))
 
     def lost_answers(self) -> dict[str, int]:
         """Count the answers that were too short, aborted, not judged or removed by `shape_group`."""
@@ -453,6 +491,13 @@ class DatasetEnv(BaseEnv):
     def total(self, event: str) -> int:
         """Return how often an event of `counts` happened in training since the start."""
         return self._logged_counts[event] + self._counts["train"][event]
+
+    def load_checkpoint(self) -> None:
+        """Set the saved attributes; those that are a `Counter` stay one, with texts as keys."""
+        counters = [x for x in self.checkpointed if isinstance(getattr(self, x, None), Counter)]
+        super().load_checkpoint()
+        for name in counters:
+            setattr(self, name, Counter(getattr(self, name)))
 
     def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:
         """Save `checkpointed` and the position in the rows. Rows in flight at a crash are skipped for that epoch."""

@@ -48,20 +48,6 @@ def pass_at_k(m: int, c: int, k: int) -> float:
     return 1.0 - math.comb(m - c, k) / math.comb(m, k)
 
 
-def success_rates(
-    parts: Sequence[str], scores: Sequence[Sequence[float | None]], *, success_score: float = 1.0
-) -> dict[str, float]:
-    """Return the share of successes in every part of an evaluation; row i of `scores` belongs to `parts[i]`.
-
-    >>> success_rates(["easy", "hard", "hard"], [[1.0], [1.0, None], [0.0]])
-    {'easy': 1.0, 'hard': 0.5}
-    """
-    solved: dict[str, list[bool]] = {}
-    for part, row in zip(parts, scores, strict=True):
-        solved.setdefault(part, []).extend(x >= success_score for x in row if x is not None)
-    return {part: sum(found) / len(found) for part, found in sorted(solved.items()) if found}
-
-
 def score_metrics(
     scores: Sequence[Sequence[float | None]], *, success_score: float, num_samples: int
 ) -> dict[str, float]:

@@ -10,7 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig, Outcome, Split, success_rates
+from atroposlib.envs.dataset_env import (
+    DatasetEnv,
+    DatasetEnvConfig,
+    Outcome,
+    Rollout,
+    Split,
+    number_of,
+)
+from atroposlib.envs.lengths import num_trained
 from atroposlib.envs.reward_fns.math_worker import is_equal
 from atroposlib.envs.reward_fns.reward_function import after_thinking
 from atroposlib.envs.rewards import RewardFailure
@@ -40,6 +48,7 @@ class VerifiedMathEnv(DatasetEnv):
     config: VerifiedMathConfig
     eval_parts: ClassVar[Mapping[str, HubRows]] = {}
     """The evaluation's data sets, by the name of their figure; {}: `eval_data`."""
+    aliases = {"eval/overall_percent_correct": "eval/percent_correct"}
     preload = ("math_verify",)
     truncated_score = -1.0
 
@@ -71,14 +80,28 @@ class VerifiedMathEnv(DatasetEnv):
             return is_right
         return 1.0 if is_right else -1.0
 
-    def summarize(self, scores: Sequence[Sequence[float | None]]) -> dict[str, float]:
-        """Add the accuracy of every part, and their total under its usual name."""
-        rates = success_rates([row.part for row in self.eval_rows], scores)
-        metrics = {f"eval/{part}_percent_correct": rate for part, rate in rates.items()}
-        metrics |= super().summarize(scores)
-        if "eval/percent_correct" in metrics:
-            metrics["eval/overall_percent_correct"] = metrics["eval/percent_correct"]
-        return metrics
+    def record_answers(self, rollouts: Sequence[Rollout], outcomes: Sequence[Outcome]) -> None:
+        """Record how many answers to a problem are right, how many were cut, and the lengths of the others."""
+        scores = list(map(number_of, outcomes))
+        self.record("train/pass_at_groupsize", 1.0 in scores)
+        for rollout, score in zip(rollouts, scores, strict=True):
+            if score is None:
+                continue
+            is_cut = rollout.finish_reason == "length"
+            self.record("train/percent_correct", score == 1.0)
+            self.record("train/percent_overanswer", is_cut)
+            if not is_cut:
+                kind = "correct" if score == 1.0 else "incorrect"
+                length = sum(num_trained(node.masked_tokens) for node in rollout.nodes)
+                self.record(f"train/avg_{kind}_answer_len", length)
+
+    def train_metrics(self) -> dict[str, float]:
+        """Return the position in the data."""
+        return {"train/iter": self.num_items}
+
+    def parts_of(self, row: Problem) -> list[str]:
+        """Return the name of the accuracy of the row's data set."""
+        return [f"eval/{row.part}_percent_correct"]
 
 
 def is_correct(gold: str, text: str) -> bool | None:

@@ -87,6 +87,7 @@ class ReplayedToolsEnv(MultiTurnEnv):
 
     env_config_cls: ClassVar[type[BaseEnvConfig]] = ReplayedToolsConfig
     config: ReplayedToolsConfig
+    aliases = {"train/avg_reward": "train/mean_score", "eval/avg_reward": "eval/mean_score"}
 
     def turn_reward(self, turn: GoldTurn, verdict: Verdict) -> float:
         """Return the reward of one answer."""

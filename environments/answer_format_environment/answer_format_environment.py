@@ -33,6 +33,8 @@ SHARE_SECTIONS = 0.3
 """Share of the training items that ask for a format of sections."""
 NUM_TRIES = 5
 """Answers from which the success in a format is a figure."""
+NUM_RECENT = 50
+"""Groups in the metrics of recent scores."""
 
 
 class DataConfig(BaseModel):
@@ -89,7 +91,18 @@ class AnswerFormatEnv(DatasetEnv):
     config: AnswerFormatConfig
     preload = ("atroposlib.envs.answer_formats",)
     truncated_score = 0.0
-    checkpointed = ("useful_groups", "attempts", "successes")
+    aliases = {
+        "performance/accuracy": "train/percent_correct",
+        "performance/eval_accuracy": "eval/percent_correct",
+    }
+    checkpointed = (
+        "groups",
+        "useful_groups",
+        "failed_groups",
+        "attempts",
+        "successes",
+        "recent_scores",
+    )
 
     async def setup(self) -> None:
         """Load the questions; give every evaluation question a format."""
@@ -97,12 +110,18 @@ class AnswerFormatEnv(DatasetEnv):
         if unknown := set(names) - set(FORMATS):
             raise ConfigError(f"supported_formats: there is no format {sorted(unknown)[0]!r}")
         self.formats = [FORMATS[name] for name in names]
+        self.groups: Counter[str] = Counter()
+        """Training groups, by format."""
         self.useful_groups: Counter[str] = Counter()
-        """Groups of mixed scores, by format."""
+        """Those of mixed scores."""
+        self.failed_groups: Counter[str] = Counter()
+        """Those without an answer in the required format."""
         self.attempts: Counter[str] = Counter()
         """Training answers, by format."""
         self.successes: Counter[str] = Counter()
         """Training answers in the required format, by format."""
+        self.recent_scores: list[float] = []
+        """Mean scores of the last groups."""
         await super().setup()
         rng = random.Random(f"{self.config.seed}:eval")
         self.eval_rows = [
@@ -174,51 +193,82 @@ class AnswerFormatEnv(DatasetEnv):
         return float(bool(follows))
 
     def shape_group(self, row: Item, group: ScoredDataGroup) -> ScoredDataGroup:
-        """Count the groups of mixed scores of every format."""
-        self.useful_groups[row.answer_format] += len(set(group["scores"])) > 1
-        self.attempts[row.answer_format] += len(group["scores"])
-        self.successes[row.answer_format] += group["scores"].count(1.0)
+        """Count the group and its answers for the format."""
+        name, scores = row.answer_format, group["scores"]
+        self.groups[name] += 1
+        self.useful_groups[name] += len(set(scores)) > 1
+        self.failed_groups[name] += max(scores) == 0.0
+        self.attempts[name] += len(scores)
+        self.successes[name] += scores.count(1.0)
+        self.recent_scores = [*self.recent_scores, statistics.fmean(scores)][-NUM_RECENT:]
         return group
 
     def train_metrics(self) -> dict[str, float]:
         """Return the balance of the formats and how well they are followed, since the start."""
-        counts = [self.useful_groups[each.name] for each in self.formats]
-        balance = {
-            "balance/min_successful_groups": min(counts),
-            "balance/max_successful_groups": max(counts),
-            "balance/avg_successful_groups": statistics.fmean(counts),
+        total = self.groups.total()
+        if not total:
+            return {}
+        failed, recent = self.failed_groups.total(), self.recent_scores
+        used = self.groups.values()
+        parts = {
+            "balance": self.balance(),
+            "formats": success_of_formats(self.attempts, self.successes),
+            "groups": {
+                "total_processed": total,
+                "successful": total - failed,
+                "failed": failed,
+                "success_rate": 1 - failed / total,
+                "avg_score_overall": self.successes.total() / self.attempts.total(),
+                "avg_score_recent": statistics.fmean(recent),
+                "best_score_recent": max(recent),
+                "worst_score_recent": min(recent),
+            },
+            "distribution": {
+                "most_used_format_pct": 100 * max(used) / total,
+                "least_used_format_pct": 100 * min(used) / total,
+                "usage_ratio": max(used) / min(used),
+            },
         }
-        return balance | success_of_formats(self.attempts, self.successes)
+        return {f"{part}/{name}": x for part, found in parts.items() for name, x in found.items()}
 
-    def load_checkpoint(self) -> None:
-        """Restore the counts by format."""
-        super().load_checkpoint()
-        for name in self.checkpointed:
-            setattr(self, name, Counter(getattr(self, name)))
+    def balance(self) -> dict[str, float]:
+        """Return how near the formats are to the threshold of groups of mixed scores."""
+        counts = [self.useful_groups[each.name] for each in self.formats]
+
+        def num_at(percent: int) -> int:
+            return sum(100 * n >= percent * self.config.format_group_threshold for n in counts)
+
+        return {
+            "completion_percentage": 100 * num_at(100) / len(counts),
+            "formats_completed": num_at(100),
+            "formats_total": len(counts),
+            "min_successful_groups": min(counts),
+            "max_successful_groups": max(counts),
+            "avg_successful_groups": statistics.fmean(counts),
+            **{f"formats_{percent}pct_progress": num_at(percent) for percent in (25, 50, 75)},
+        }
 
 
 def success_of_formats(attempts: Counter[str], successes: Counter[str]) -> dict[str, float]:
     """Return the success in all and over the formats that were tried often enough.
 
-    >>> success_of_formats(Counter(json=8, yaml=8, xml=1), Counter(json=8, yaml=2))["formats/avg_success_rate"]
+    >>> success_of_formats(Counter(json=8, yaml=8, xml=1), Counter(json=8, yaml=2))["avg_success_rate"]
     0.625
     """
-    total = attempts.total()
     rates = [successes[name] / num for name, num in attempts.items() if num >= NUM_TRIES]
     metrics: dict[str, float] = {
-        "total_attempts": total,
+        "total_attempts": attempts.total(),
         "total_successes": successes.total(),
+        "overall_success_rate": successes.total() / attempts.total(),
         "num_formats_tested": len(rates),
         "high_performing_count": sum(rate >= 0.8 for rate in rates),
         "medium_performing_count": sum(0.5 <= rate < 0.8 for rate in rates),
         "low_performing_count": sum(rate < 0.5 for rate in rates),
     }
-    if total:
-        metrics["overall_success_rate"] = successes.total() / total
     if rates:
         metrics["avg_success_rate"] = statistics.fmean(rates)
         metrics["best_success_rate"], metrics["worst_success_rate"] = max(rates), min(rates)
-    return {f"formats/{name}": value for name, value in metrics.items()}
+    return metrics
 
 
 if __name__ == "__main__":

@@ -19,20 +19,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pydantic import Field
 
 from atroposlib.envs.base import ScoredDataGroup
-from atroposlib.envs.dataset_env import (
-    DatasetEnv,
-    DatasetEnvConfig,
-    Outcome,
-    success_rates,
-)
+from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig, Outcome
 from atroposlib.envs.lengths import num_trained
 from atroposlib.envs.program_tests import judge_program
 from atroposlib.envs.rewards import RewardFailure
@@ -92,6 +85,7 @@ class CodingEnv(DatasetEnv):
     preload = ("atroposlib.envs.program_tests",)
     truncated_score = -1.0
     silences_truncated = True
+    aliases = {"eval/pass_1": "eval/pass@1"}
     system_prompt = (
         "You are an expert Python programmer. You get a programming problem and write a correct, efficient program "
         "that passes all of its tests."
@@ -101,8 +95,6 @@ class CodingEnv(DatasetEnv):
         super().__init__(config, *args, **kwargs)
         self.train_data = DATA[config.dataset_name]
         self.num_items = config.start_idx
-        self.figures: defaultdict[str, list[float]] = defaultdict(list)
-        """Of the training answers since the last log."""
 
     def parse_row(self, row: dict[str, Any]) -> Problem | None:
         """Return the problem; one without tests is skipped."""
@@ -161,31 +153,21 @@ class CodingEnv(DatasetEnv):
         return 1.0 if verdict == "passed" else -1.0
 
     def shape_group(self, row: Problem, group: ScoredDataGroup) -> ScoredDataGroup:
-        """Note what is logged of the group."""
+        """Record what is logged of the group."""
         overrides = group.get("overrides") or [{}] * len(group["scores"])
         for mask, score, override in zip(group["masks"], group["scores"], overrides, strict=True):
             length = num_trained(mask)
             kind = "correct" if score > 0 else "incorrect"
-            self.figures["rewards"].append(score)
-            self.figures["overlong_ratio"].append("set_advantage_to_zero" in override)
-            self.figures["completion_lengths"].append(length)
-            self.figures[f"{kind}_completion_lengths"].append(length)
-        self.figures["pass@group_size"].append(max(group["scores"]) > 0)
+            self.record("train_rewards/rewards", score)
+            self.record("train_rewards/overlong_ratio", "set_advantage_to_zero" in override)
+            self.record("train_rewards/completion_lengths", length)
+            self.record(f"train_rewards/{kind}_completion_lengths", length)
+        self.record("train_rewards/pass@group_size", max(group["scores"]) > 0)
         return group
 
-    def train_metrics(self) -> dict[str, float]:
-        """Return the averages of the training answers."""
-        averages = {f"train_rewards/{name}": sum(x) / len(x) for name, x in self.figures.items()}
-        self.figures.clear()
-        return averages
-
-    def summarize(self, scores: Sequence[Sequence[float | None]]) -> dict[str, float]:
-        """Add the success of every difficulty."""
-        metrics = super().summarize(scores)
-        if "eval/pass@1" in metrics:
-            metrics["eval/pass_1"] = metrics["eval/pass@1"]
-        rates = success_rates([row.difficulty for row in self.eval_rows], scores)
-        return metrics | {f"eval/{part}_pass_1": rate for part, rate in rates.items() if part}
+    def parts_of(self, row: Problem) -> list[str]:
+        """Return the name of the success rate of the row's difficulty."""
+        return [f"eval/{row.difficulty}_pass_1"] if row.difficulty else []
 
 
 def tests_of(row: dict[str, Any]) -> list[tuple[str, str]]:

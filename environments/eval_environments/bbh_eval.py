@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from atroposlib.envs.benchmark_env import BenchmarkConfig, BenchmarkEnv, Question
+from atroposlib.envs.dataset_env import Row
 from atroposlib.envs.eval_run import Sample
 from atroposlib.envs.rows import HubRows
 from atroposlib.errors import ConfigError
@@ -61,12 +63,10 @@ class BBHEvalEnv(BenchmarkEnv):
         """Return 1 for the gold answer, else 0."""
         return float(plain(answer) == plain(row["answer"]))
 
-    def group_metrics(self, samples: Sequence[Sample]) -> dict[str, float]:
+    def rates_of_parts(self, rows: Sequence[Row], samples: Sequence[Sample]) -> dict[str, float]:
         """Add the mean over the tasks, which counts small tasks like large ones."""
-        metrics = super().group_metrics(samples)
-        if metrics:
-            metrics["eval/macro_accuracy"] = sum(metrics.values()) / len(metrics)
-        return metrics
+        rates = super().rates_of_parts(rows, samples)
+        return {**rates, "eval/macro_accuracy": fmean(rates.values())} if rates else {}
 
 
 def plain(answer: str) -> str:

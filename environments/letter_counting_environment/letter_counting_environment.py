@@ -13,8 +13,11 @@ Needs: extras examples, datasets.
 from __future__ import annotations
 
 import json
+import math
 import random
+import statistics
 import string
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -27,7 +30,6 @@ from atroposlib.envs.dataset_env import (
     DatasetEnvConfig,
     Rollout,
     Split,
-    success_rates,
 )
 from atroposlib.envs.rows import HubRows
 from atroposlib.errors import ConfigError, EnvError, require
@@ -72,6 +74,9 @@ class Question(NamedTuple):
     answer: int | dict[str, int]
     """The count of the one letter, or of each of several."""
     level: int
+    text: str = ""
+    letters: str = ""
+    """All that are asked for."""
 
 
 class LetterCountingConfig(DatasetEnvConfig):
@@ -99,13 +104,16 @@ class LetterCountingEnv(DatasetEnv):
     config: LetterCountingConfig
     eval_data = HubRows(path="NousResearch/Letter-Counting-Eval")
     truncated_score = 0.0
-    checkpointed = ("level", "recent_scores")
+    checkpointed = ("level", "recent_scores", "letters_asked", "lengths_asked")
 
     async def setup(self) -> None:
         """Load the words and begin at the configured level."""
         self.level = self.config.starting_difficulty_level
         self.recent_scores: list[float] = []
         """Mean scores of the last groups of this level."""
+        self.letters_asked: Counter[str] = Counter()
+        self.lengths_asked: Counter[str] = Counter()
+        """Training words by their number of letters."""
         await super().setup()
 
     def load_rows(self, split: Split) -> list[Any]:
@@ -129,7 +137,10 @@ class LetterCountingEnv(DatasetEnv):
         """Generate the next question at the current level."""
         self.num_items += 1
         rng = random.Random(f"{self.config.seed}:{self.num_items}")
-        return make_question(rng, self.train_rows, self.level)
+        question = make_question(rng, self.train_rows, self.level)
+        self.letters_asked.update(question.letters)
+        self.lengths_asked[str(len(question.text))] += 1
+        return question
 
     def prompt(self, row: Question) -> str:
         """Return the question."""
@@ -148,8 +159,12 @@ class LetterCountingEnv(DatasetEnv):
     async def roll_out(self, row: Question, n: int, *, split: Split) -> list[Rollout]:
         """Sample answers, and count what is wrong with the form of those that ended."""
         rollouts = await super().roll_out(row, n, split=split)
-        ended = (rollout for rollout in rollouts if rollout.finish_reason != "length")
-        self.counts.update(form_of(rollout.completion) for rollout in ended)
+        for rollout in rollouts:
+            if rollout.finish_reason != "length":
+                fault = fault_of(rollout.completion)
+                self.counts["format_errors"] += fault is not None
+                for kind in ("think", "answer"):
+                    self.record(f"errors/{kind}_format_error_rate", fault == kind)
         return rollouts
 
     def shape_group(self, row: Question, group: ScoredDataGroup) -> ScoredDataGroup | None:
@@ -175,25 +190,44 @@ class LetterCountingEnv(DatasetEnv):
         if mean < config.difficulty_decrease_threshold and self.level > config.min_difficulty_level:
             self.level, self.recent_scores = self.level - 1, []
 
-    def summarize(self, scores: Sequence[Sequence[float | None]]) -> dict[str, float]:
-        """Add the accuracy at every level."""
-        rates = success_rates([f"L{row.level}" for row in self.eval_rows], scores)
-        levels = {f"eval/percent_correct_{level}": rate for level, rate in rates.items()}
-        return {**super().summarize(scores), **levels}
+    def parts_of(self, row: Question) -> list[str]:
+        """Return the name of the accuracy at the row's level."""
+        return [f"eval/percent_correct_L{row.level}"]
 
     def train_metrics(self) -> dict[str, float]:
-        """Return the state of the curriculum, and the share of answers with each kind of fault."""
+        """Return the state of the curriculum, and what was asked since the start."""
         metrics: dict[str, float] = {
             "curriculum/difficulty_level": self.level,
             "curriculum/samples_in_window": len(self.recent_scores),
+            "errors/total_format_errors": self.counts["format_errors"],
         }
         if self.recent_scores:
-            mean = sum(self.recent_scores) / len(self.recent_scores)
-            metrics["curriculum/recent_success_rate"] = mean
-        errors = {kind: self.counts[f"{kind}_format_errors"] for kind in ("think", "answer")}
-        metrics["errors/total_format_errors"] = total = sum(errors.values())
-        num = max(1, total + self.counts["well_formed_answers"])
-        return metrics | {f"errors/{kind}_format_error_rate": n / num for kind, n in errors.items()}
+            metrics["curriculum/recent_success_rate"] = statistics.fmean(self.recent_scores)
+        return metrics | statistics_of(self.letters_asked, self.lengths_asked)
+
+
+def statistics_of(letters: Counter[str], lengths: Counter[str]) -> dict[str, float]:
+    """Return how evenly letters were asked for (the entropy in bits), and in words of which lengths.
+
+    >>> statistics_of(Counter("aabc"), Counter({"3": 2, "6": 1}))["stats/letter_distribution_entropy"]
+    1.5
+    """
+    if not letters:
+        return {}
+    num_letters, num_words = letters.total(), lengths.total()
+    shares = [num / num_letters for num in letters.values()]
+    known = [int(length) for length in lengths]
+    metrics = {
+        "total_letters_asked": num_letters,
+        "most_common_letter_count": max(letters.values()),
+        "least_common_letter_count": min(letters.values()),
+        "letter_distribution_entropy": -sum(share * math.log2(share) for share in shares),
+        "total_words_asked": num_words,
+        "avg_word_length": statistics.fmean(known, weights=lengths.values()),
+        "min_word_length": min(known),
+        "max_word_length": max(known),
+    }
+    return {f"stats/{name}": value for name, value in metrics.items()}
 
 
 def make_question(rng: random.Random, words: Sequence[str], number: int) -> Question:
@@ -215,10 +249,10 @@ def make_question(rng: random.Random, words: Sequence[str], number: int) -> Ques
     if num_letters == 1:
         question = f'How many times does the letter "{letters[0]}" occur in "{text}"?'
         form = f"{think} the number inside <answer> </answer> tags."
-        return Question(f"{question} {form}", counts[letters[0]], number)
+        return Question(f"{question} {form}", counts[letters[0]], number, text, letters[0])
     question = f'How many times does each of the letters {", ".join(letters)} occur in "{text}"?'
     form = f"{think} a JSON object with a number for every letter inside <answer> </answer> tags."
-    return Question(f"{question} {form}", counts, number)
+    return Question(f"{question} {form}", counts, number, text, "".join(letters))
 
 
 def pick_letters(rng: random.Random, text: str, num: int) -> list[str]:
@@ -237,11 +271,11 @@ def counts_of(answer: str) -> int | dict[str, int] | None:
     return parse_counts(only_tagged(after_thinking_once(answer) or "", "answer"))
 
 
-def form_of(answer: str) -> str:
-    """Return what an answer is counted as by its form."""
+def fault_of(answer: str) -> str | None:
+    """Return which tags of an answer are wrong, "think" or "answer"; None if neither are."""
     if after_thinking_once(answer) is None:
-        return "think_format_errors"
-    return "answer_format_errors" if counts_of(answer) is None else "well_formed_answers"
+        return "think"
+    return "answer" if counts_of(answer) is None else None
 
 
 def parse_counts(text: str | None) -> int | dict[str, int] | None:

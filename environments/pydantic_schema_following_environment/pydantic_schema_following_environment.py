@@ -85,6 +85,11 @@ class PydanticSchemaFollowingEnv(DatasetEnv):
     env_config_cls = PydanticEnvConfig
     config: PydanticEnvConfig
     truncated_score = 0.0
+    aliases = {
+        "eval/avg_score": "eval/mean_score",
+        "eval/percent_perfect": "eval/percent_correct",
+        "train/percent_perfect": "train/percent_correct",
+    }
 
     async def setup(self) -> None:
         """Load the rows; EnvError if the sandbox cannot run a pydantic model."""
@@ -176,17 +181,6 @@ class PydanticSchemaFollowingEnv(DatasetEnv):
         if together is not None or len(texts) == 1:
             return together or [None]
         return [(await self.verdicts(row, [text]))[0] for text in texts]
-
-    def summarize(self, scores: Sequence[Sequence[float | None]]) -> dict[str, float]:
-        """Add the names of existing dashboards."""
-        metrics = super().summarize(scores)
-        names = {"eval/avg_score": "eval/mean_score", "eval/percent_perfect": "eval/pass@1"}
-        return {**metrics, **{new: metrics[old] for new, old in names.items() if old in metrics}}
-
-    def train_metrics(self) -> dict[str, float]:
-        """Return the share of answers that fit."""
-        scores = self.train_scores
-        return {"train/percent_perfect": sum(scores) / len(scores)} if scores else {}
 
 
 def contained(text: str, row: SchemaTask) -> str:

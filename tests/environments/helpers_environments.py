@@ -7,7 +7,7 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from atroposlib.envs.dataset_env import DatasetEnv
@@ -61,3 +61,11 @@ def make_env(
     if isinstance(env, DatasetEnv):
         env.reward_workers = SharedWorkers(env.preload)
     return env
+
+
+async def logged(env: Any) -> dict[str, Any]:
+    """Return the metrics of the environment's next log."""
+    found: dict[str, Any] = {}
+    env.wandb_run = SimpleNamespace(log=lambda metrics, step: found.update(metrics))
+    await env.wandb_log()
+    return found

@@ -199,8 +199,8 @@ async def test_bbh_ignores_only_the_form(made: Any, gold: str, answer: str, scor
 async def test_bbh_counts_every_task_alike_in_its_mean(made: Any) -> None:
     env = made(BBH)
     rows = [{"groups": {"subset": name}} for name in ("navigate", "navigate", "snarks")]
-    samples = [{"row": row, "is_correct": i < 1, "item_index": i} for i, row in enumerate(rows)]
-    metrics = env.group_metrics(samples)
+    samples = [{"score": float(i < 1), "item_index": i} for i in range(3)]
+    metrics = env.rates_of_parts(rows, samples)
     assert metrics["eval/subset_navigate_accuracy"] == 0.5
     assert metrics["eval/macro_accuracy"] == 0.25
 

@@ -18,6 +18,7 @@ from atroposlib.errors import ConfigError, EnvError
 from atroposlib.inference.harness import HarnessRequest
 from atroposlib.scored_data import Strictness, check_group
 from tests.api.helpers_api import serving
+from tests.environments.helpers_environments import logged
 from tests.envs.helpers_envs import trained_texts
 
 THEIR_SIDE = """
@@ -71,7 +72,7 @@ async def test_a_rollout_of_the_other_side_is_trained_with_its_reward(
     assert set(group["scores"]) == {0.0, 2.0}
     for text, score in zip(trained_texts(group), group["scores"], strict=True):
         assert (text == "3<eos>") == (score == 2.0)
-    assert env.metrics == {"given": [num_more] * 4}
+    assert (await logged(env))["metrics/given"] == num_more
 
 
 async def test_a_rollout_that_fails_on_the_other_side_has_no_score(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from atroposlib.envs.eval_run import hash_of
 from tests.environments.helpers_environments import load
 
 mcqa = load("mcqa_thinking_env")
@@ -43,13 +44,15 @@ async def test_options_are_added_to_a_prompt_without_them(started: Any) -> None:
     assert env.parse_row({**row, "prompt": "Red or red, blue?"}).text == "Red or red, blue?"
 
 
-async def test_mmlu_evaluates_the_chosen_subjects_and_reports_each(started: Any) -> None:
+async def test_mmlu_reports_each_chosen_subject_also_of_few_stored_answers(started: Any) -> None:
     path = {"eval_dataset_path": "sample"}
     env = await started(mmlu.MMLUEnv, **path, subjects=["small_products"])
     assert {row.subject for row in env.eval_rows} == {"small_products"}
     assert {row.subject for row in env.train_rows} == {"small_products", "large_products"}
-    metrics = env.summarize([[1.0]] + [[0.0]] * (len(env.eval_rows) - 1))
-    assert metrics["eval/percent_correct_small_products"] == 1 / len(env.eval_rows)
+    samples = [{"item_hash": hash_of(row), "messages": []} for row in env.eval_rows[:3]]
+    samples[0]["messages"] = [{"role": "assistant", "content": env.gold_answer(env.eval_rows[0])}]
+    metrics = await env.rescore([{**each, "item_index": i} for i, each in enumerate(samples)])
+    assert metrics["eval/percent_correct_small_products"] == 1 / 3
 
 
 @pytest.mark.parametrize("thinks", [False, True])

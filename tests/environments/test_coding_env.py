@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from atroposlib.envs.program_tests import judge_program
-from tests.environments.helpers_environments import load
+from tests.environments.helpers_environments import load, logged
 from tests.faults.hostile_programs import ATTACKS
 
 coding = load("code_execution_server.coding_server")
@@ -117,23 +117,15 @@ def test_rows_of_both_data_sets_are_read() -> None:
     assert coding.tests_of(contests) == [("1", "2"), ("3", "4")]
 
 
-async def test_figures_of_training_and_evaluation(
-    started: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    logged: dict[str, Any] = {}
+async def test_figures_of_training_and_evaluation(started: Any) -> None:
     right, wrong = block("print(int(input()) * 2)"), block("print(0)")
     env = await started([right, wrong], num_eval_samples=2)
-
-    async def log(self: Any, metrics: dict[str, Any]) -> None:
-        logged.update(metrics)
-
-    monkeypatch.setattr("atroposlib.envs.base.BaseEnv.wandb_log", log)
     await env.collect_trajectories(env.parse_row(PROBLEM))
-    await env.wandb_log()
-    assert logged["train_rewards/rewards"] == 0.0
-    assert logged["train_rewards/pass@group_size"] == 1.0
-    assert logged["train_rewards/correct_completion_lengths"] > 20
-    metrics = env.summarize([[1.0, -1.0] for _ in env.eval_rows])
-    assert metrics["eval/pass_1"] == 0.5
+    metrics = await logged(env)
+    assert metrics["train_rewards/rewards"] == 0.0
+    assert metrics["train_rewards/pass@group_size"] == 1.0
+    assert metrics["train_rewards/correct_completion_lengths"] > 20
+    env.eval_rows = [env.parse_row({**PROBLEM, "difficulty": "easy"})]
+    metrics = await env.evaluate()
+    assert metrics["eval/pass_1"] == metrics["eval/easy_pass_1"] == 0.5
     assert metrics["eval/pass@2"] == 1.0
-    assert {metrics["eval/easy_pass_1"], metrics["eval/medium_pass_1"]} == {0.5}

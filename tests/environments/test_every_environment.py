@@ -34,7 +34,7 @@ from atroposlib.runtime.process import process
 from atroposlib.runtime.replay import Replayer
 from atroposlib.scored_data import Strictness, check_group
 from tests.environments.game_players import drive_taxi, play_blackjack, play_table
-from tests.environments.helpers_environments import load, make_env
+from tests.environments.helpers_environments import load, logged, make_env
 from tests.runtime.helpers_runtime import LoopbackHub, produced, serving, until
 
 Policy = Callable[[Any, Any, HarnessRequest], str]
@@ -371,6 +371,115 @@ async def test_a_right_answer_gets_the_best_score_and_a_cheap_trick_next_to_noth
         scores = await scores_of(env)
         num_successes = sum(score >= env.success_score for score in scores)
         assert num_successes <= len(scores) // 4, policy.__name__
+
+
+USUAL = {"train": "percent_correct", "eval": "percent_correct"}
+REWARDS = {"train": "percent_correct avg_reward", "eval": "percent_correct avg_reward"}
+MATH = "percent_correct pass_at_groupsize percent_overanswer avg_correct_answer_len avg_incorrect_answer_len iter"
+METRICS: dict[str, dict[str, str]] = {
+    "gsm8k_server": USUAL,
+    "mcqa_thinking_env": USUAL,
+    "tool_calling_server": USUAL,
+    "mcp_env": USUAL,
+    "tool_use_interleaved_thinking": USUAL,
+    "tool_use_multiturn_server": REWARDS,
+    "tool_use_turnlevel_advantage_server": REWARDS,
+    "sql_query_env": {**USUAL, "train": "percent_correct execution_success"},
+    "math_server": {
+        "train": MATH,
+        "judge_train": "judge_rollouts selfcorrect_rollouts",
+        "eval": "overall_percent_correct",
+    },
+    "math_server_zero": {"train": f"{MATH} curr_token_length", "eval": "overall_percent_correct"},
+    "letter_counting_environment.letter_counting_environment": {
+        **USUAL,
+        "curriculum": "difficulty_level recent_success_rate samples_in_window",
+        "errors": "think_format_error_rate answer_format_error_rate total_format_errors",
+        "stats": "total_letters_asked most_common_letter_count least_common_letter_count avg_word_length"
+        " letter_distribution_entropy total_words_asked min_word_length max_word_length",
+    },
+    "text_reversal_environment": {
+        "train": "percent_correct success_rate failure_rate format_error_rate format_compliance_rate format_errors"
+        " thinking_mode_enabled total_attempts successful_reversals failed_reversals",
+        "eval": "percent_correct avg_response_length response_length_std thinking_utilization_rate valid_scores"
+        " total_dataset_items evaluated_items format_compliance_rate",
+    },
+    "instruction_following_algorithm_environment": {
+        **USUAL,
+        "curriculum": "active_items solved_items percent_solved total_items avg_attempts_active",
+    },
+    "pydantic_schema_following_environment.pydantic_schema_following_environment": {
+        "train": "percent_perfect",
+        "eval": "percent_perfect avg_score",
+    },
+    "answer_format_environment.answer_format_environment": {
+        "performance": "accuracy eval_accuracy",
+        "groups": "total_processed successful failed success_rate avg_score_overall avg_score_recent"
+        " best_score_recent worst_score_recent",
+        "formats": "total_attempts total_successes overall_success_rate num_formats_tested"
+        " high_performing_count medium_performing_count low_performing_count",
+        "balance": "completion_percentage formats_completed formats_total min_successful_groups"
+        " max_successful_groups avg_successful_groups formats_25pct_progress formats_50pct_progress"
+        " formats_75pct_progress",
+        "distribution": "most_used_format_pct least_used_format_pct usage_ratio",
+    },
+    "fundamental_prediction_environment": {
+        "train": "direction_accuracy magnitude_accuracy combined_score",
+        "eval": "direction_accuracy combined_score",
+    },
+    "dataset_environment.dataset_env": {
+        "eval": "mean_score max_score min_score",
+        "reward/accuracyreward": "mean_raw mean_weighted min max",
+    },
+    "code_execution_server.coding_server": {
+        "train_rewards": "rewards overlong_ratio pass@group_size completion_lengths correct_completion_lengths"
+        " incorrect_completion_lengths",
+        "eval": "pass_1",
+    },
+    "swe_rl_env": {
+        "env": "using_icl_prompt",
+        "train": "avg_patch_format_accuracy avg_similarity_score_for_correct_patches"
+        " avg_think_tags_present_accuracy avg_think_tags_well_formed_accuracy",
+        "eval": "avg_similarity_score_correct_patch_format patch_format_accuracy pass_at_1 total_eval_items"
+        " total_patch_format_correct avg_think_tags_present avg_think_tags_well_formed",
+    },
+    "sft_loader_server": {"train": "idx epoch"},
+    "game_environments.gymnasium.gym_taxi": {
+        "train": "percent_correct percent_picked_up_passenger"
+    },
+    "game_environments.gymnasium.blackjack.blackjack_env_no_thinking": {
+        "blackjack_no_thinking_train": "avg_episode_reward win_count loss_count draw_count num_episodes_in_batch",
+        "blackjack_no_thinking_eval": "win_rate loss_rate draw_rate avg_reward num_completed_episodes",
+    },
+    "game_environments.gymnasium.blackjack.blackjack_env_thinking": {
+        "blackjack_train": "avg_episode_reward avg_episode_steps episode_win_rate num_episodes",
+        "eval": "avg_total_reward avg_num_turns action_accuracy win_rate loss_rate draw_rate num_completed_episodes",
+    },
+    "game_environments.textworld_env.textworld_env": {
+        "textworld_minimal/train": "total_episodes win_count_absolute loss_count_absolute draw_count_absolute"
+        " win_rate_percent loss_rate_percent draw_rate_percent avg_episode_steps avg_outcome avg_reward_score"
+        " max_reward_score min_reward_score",
+    },
+}
+"""Metrics by environment and prefix that dashboards of the environments of NousResearch/atropos show."""
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case for case in CASES if case.module in METRICS],
+    ids=lambda case: case.module,
+    indirect=True,
+)
+async def test_existing_dashboards_find_their_metrics(case: Case, made: Callable[..., Any]) -> None:
+    env = made(sometimes_right(case), num_eval_rows=4)
+    await env.setup()
+    for _ in range(NUM_ITEMS):
+        await env.collect_trajectories(await env.get_next_item())
+    await env.evaluate()
+    found = await logged(env)
+    wanted = METRICS[case.module].items()
+    missing = {f"{part}/{name}" for part, names in wanted for name in names.split()} - found.keys()
+    assert missing == set()
 
 
 REFUSED = {

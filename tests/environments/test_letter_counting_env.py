@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.environments.helpers_environments import load
+from tests.environments.helpers_environments import load, logged
 
 counting = load("letter_counting_environment.letter_counting_environment")
 
@@ -66,14 +66,37 @@ async def test_format_errors_of_training_are_counted_and_those_of_evaluation_are
     answers = ["3 I think", "<think>a</think> 3", "<think>a</think><answer>3</answer>"]
     env = await started(answers=answers, group_size=3, num_eval_samples=3, min_trained_tokens=0)
     await env.evaluate()
-    assert env.counts == {}
     await env.collect_trajectories(counting.Question("?", 3, 3))
-    metrics = env.train_metrics()
+    metrics = await logged(env)
     assert {name: value for name, value in metrics.items() if name.startswith("errors/")} == {
         "errors/total_format_errors": 2,
         "errors/think_format_error_rate": pytest.approx(1 / 3),
         "errors/answer_format_error_rate": pytest.approx(1 / 3),
     }
+
+
+async def test_what_was_asked_is_counted_and_saved(started: Any, tmp_path: Path) -> None:
+    env = await started()
+    env.checkpoint_dir = str(tmp_path)
+    asked = [await env.get_next_item() for _ in range(5)]
+    env.save_checkpoint(1)
+    resumed = await started()
+    resumed.checkpoint_dir, resumed.curr_step = str(tmp_path), 1
+    resumed.load_checkpoint()
+    asked.append(await resumed.get_next_item())
+    metrics = resumed.train_metrics()
+    lengths = [len(question.text) for question in asked]
+    num_letters = [1 if isinstance(each.answer, int) else len(each.answer) for each in asked]
+    assert metrics["stats/total_letters_asked"] == sum(num_letters) > 6
+    assert metrics["stats/total_words_asked"] == 6
+    assert metrics["stats/avg_word_length"] == pytest.approx(sum(lengths) / 6)
+    assert metrics["stats/min_word_length"] == min(lengths)
+    assert metrics["stats/max_word_length"] == max(lengths)
+    counts = [
+        sum(letter in each.letters for each in asked) for letter in "abcdefghijklmnopqrstuvwxyz"
+    ]
+    assert metrics["stats/most_common_letter_count"] == max(counts)
+    assert metrics["stats/least_common_letter_count"] == min(filter(None, counts))
 
 
 async def test_the_level_follows_the_success_and_is_saved(started: Any, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from atroposlib.envs.dataset_env import Rollout
 from atroposlib.envs.math_env import Problem, is_correct
 from atroposlib.inference.harness import HarnessRequest
-from tests.environments.helpers_environments import load
+from tests.environments.helpers_environments import load, logged
 
 pytest.importorskip("math_verify")
 maths = load("math_server")
@@ -129,7 +129,8 @@ async def test_a_verdict_earns_the_share_of_retries_that_it_makes_right(started:
     [group, retries], _ = await env.collect_trajectories(wrong)
     assert group["scores"] == [-1.0, 0.75, 0.0, -1.0]
     assert retries["scores"] == [1.0, 1.0, 1.0, -1.0]
-    assert env.train_metrics() == {
+    metrics = await logged(env)
+    assert {name: x for name, x in metrics.items() if name.startswith("judge_train/")} == {
         "judge_train/percent_judge_correct": 0.5,
         "judge_train/judge_success_rate": 3 / 8,
         "judge_train/judge_rollouts": 1,
@@ -162,6 +163,15 @@ async def test_a_cut_answer_is_wrong_and_by_default_gets_no_advantage(
     [group], backlog = await env.collect_trajectories(problem())
     assert group["scores"] == [-1.0, 1.0, 1.0, 1.0]
     assert backlog == []  # no wrong solution that is whole
+    await env.collect_trajectories(
+        maths.Judgement(question="3 + 4?", answer="7", solution="7", is_right=True)
+    )
+    metrics = await logged(env)
+    assert metrics["train/pass_at_groupsize"] == 1.0
+    assert metrics["train/percent_correct"] == 0.75  # of problems alone
+    assert metrics["train/percent_overanswer"] == 0.25
+    assert metrics["train/avg_correct_answer_len"] == len(RIGHT) + 1
+    assert "train/avg_incorrect_answer_len" not in metrics
     overrides = group.get("overrides") or [{}] * 4
     assert [bool(each.get("set_advantage_to_zero")) for each in overrides] == [
         is_masked,

@@ -101,14 +101,9 @@ class GymTaxiEnv(GymEnv):
 
     def final_score(self, episode: Episode) -> Outcome:
         """Return -1, 0 or 1."""
-        return -1.0 + sum(max(reward, 0.0) for reward in episode.rewards)
-
-    def train_metrics(self) -> dict[str, float]:
-        """Return the share of passengers that were picked up."""
-        if not self.train_scores:
-            return {}
-        share = sum(score >= 0 for score in self.train_scores) / len(self.train_scores)
-        return {"train/percent_picked_up_passenger": share}
+        score = -1.0 + sum(max(reward, 0.0) for reward in episode.rewards)
+        self.record("train/percent_picked_up_passenger", score >= 0)
+        return score
 
 
 def state_of(observation: int) -> TaxiState:

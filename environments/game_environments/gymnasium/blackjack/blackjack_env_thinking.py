@@ -86,6 +86,7 @@ class BlackjackEnv(GymEnv):
     name = "blackjack"
     env_config_cls = BlackjackEnvConfig
     config: BlackjackEnvConfig
+    aliases = {"blackjack_train/num_episodes": "train/hands"}
     system_prompt = (
         f"{RULES}Every turn, think inside <think> </think> tags, then make one call:\n"
         '<tool_call>{"name": "take_action", "arguments": {"action": "..."}}</tool_call>'
@@ -93,8 +94,6 @@ class BlackjackEnv(GymEnv):
 
     async def setup(self) -> None:
         """Begin to count."""
-        self.hands: list[tuple[float, int]] = []
-        """Reward and turns of the training hands since the last log."""
         self.num_eval_calls = self.num_eval_turns = 0
         await super().setup()
 
@@ -114,7 +113,10 @@ class BlackjackEnv(GymEnv):
             groups.append(group)
             turn = self.next_turn(turn, group)
             position = self.play(item, turn.actions)
-        self.hands.append((position.reward, len(turn.actions)))
+        self.counts["hands"] += 1
+        self.record("blackjack_train/avg_episode_reward", position.reward)
+        self.record("blackjack_train/avg_episode_steps", len(turn.actions))
+        self.record("blackjack_train/episode_win_rate", position.reward > 0)
         return groups, []
 
     def conversation(self, row: Turn) -> list[dict[str, Any]]:
@@ -200,17 +202,6 @@ class BlackjackEnv(GymEnv):
         self.num_eval_calls = self.num_eval_turns = 0
         named = {f"eval/{name}": value for name, value in own.items()}
         return {**super().summarize(scores), **named}
-
-    def train_metrics(self) -> dict[str, float]:
-        """Return rewards and lengths of the training hands."""
-        rewards = [reward for reward, _ in self.hands]
-        own = {"blackjack_train/num_episodes": float(len(self.hands))}
-        if self.hands:
-            own["blackjack_train/avg_episode_reward"] = sum(rewards) / len(rewards)
-            own["blackjack_train/avg_episode_steps"] = sum(n for _, n in self.hands) / len(rewards)
-            own["blackjack_train/episode_win_rate"] = outcome_shares(rewards)["win_rate"]
-        self.hands = []
-        return own
 
 
 def thinking_reward(answer: str) -> float:

@@ -45,8 +45,6 @@ class Topic(NamedTuple):
 
 
 class DeepResearchConfig(ToolEnvConfig):
-    """Settings of this environment."""
-
     group_size: int = 8
     max_token_length: int = 2048
     max_turns: int = 10
@@ -106,7 +104,6 @@ class DeepResearchEnv(ToolEnv):
         return Topic(row["question"], row["answer"], sources, pages)
 
     def prompt(self, row: Topic) -> str:
-        """Return the question."""
         return row.question
 
     async def search(self, query: str) -> list[dict[str, str]]:

@@ -46,8 +46,6 @@ class Report(NamedTuple):
 
 
 class FundamentalPredictionConfig(DatasetEnvConfig):
-    """Settings of this environment."""
-
     group_size: int = 16
     max_token_length: int = 16384
     min_trained_tokens: int = 10

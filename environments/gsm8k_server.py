@@ -32,8 +32,6 @@ class Problem(NamedTuple):
 
 
 class GSM8kConfig(DatasetEnvConfig):
-    """Settings of this environment."""
-
     tokenizer_name: str = "Qwen/Qwen2.5-1.5B-Instruct"
     group_size: int = 8
     max_token_length: int = 2048
@@ -63,7 +61,6 @@ class GSM8kEnv(DatasetEnv):
         return Problem(question=row["question"], answer=answer)
 
     def prompt(self, row: Problem) -> str:
-        """Return the question."""
         return row.question
 
     def gold_answer(self, row: Problem) -> str:

@@ -53,8 +53,6 @@ class Question(NamedTuple):
 
 
 class ImageQuestionConfig(DatasetEnvConfig):
-    """Settings of this environment."""
-
     tokenizer_name: str = "Qwen/Qwen2.5-VL-3B-Instruct"
     group_size: int = 8
     max_token_length: int = 2048

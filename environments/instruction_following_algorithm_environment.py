@@ -47,8 +47,6 @@ class Instruction(NamedTuple):
 
 
 class IFConfig(DatasetEnvConfig):
-    """Settings of this environment."""
-
     group_size: int = 32
     max_token_length: int = 15360
     min_trained_tokens: int = 10
@@ -111,7 +109,6 @@ class InstructionFollowingEnv(DatasetEnv):
         return Instruction(row["messages"][0]["content"], function, args, row)
 
     def prompt(self, row: Instruction) -> str:
-        """Return the instruction."""
         return row.prompt
 
     def gold_answer(self, row: Instruction) -> str | None:

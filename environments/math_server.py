@@ -67,7 +67,6 @@ class Task(Problem):
     """Further groups that were sampled while it was judged."""
 
     def text(self) -> str:
-        """Return the prompt."""
         return f"{self.question}\n\n{BOX}"
 
 
@@ -98,7 +97,6 @@ class Judgement(Task):
     is_right: bool
 
     def text(self) -> str:
-        """Return the prompt."""
         return (
             f"Problem:\n{self.question}\n\nSolution:\n{self.solution}\n\nIs the solution's final answer correct? If "
             "not, explain how to solve the problem. End with \\boxed{True} or \\boxed{False}."
@@ -116,7 +114,6 @@ class Retry(Task):
     """Share of right answers among those that could be judged; None if none could."""
 
     def text(self) -> str:
-        """Return the prompt."""
         return (
             f"Problem:\n{self.question}\n\nA solution:\n{self.solution}\n\nIts review:\n{self.verdict}\n\n"
             f"Solve the problem, using the review where it is right. {BOX}"
@@ -124,8 +121,6 @@ class Retry(Task):
 
 
 class MathConfig(VerifiedMathConfig):
-    """Settings of this environment."""
-
     tokenizer_name: str = "NousResearch/Hermes-4-14B"
     group_size: int = 16
     max_token_length: int = 16384
@@ -158,7 +153,6 @@ class MathEnv(VerifiedMathEnv):
         return replace(row, backlog=[], groups=[])
 
     def prompt(self, row: Task) -> str:
-        """Return the item's prompt."""
         return row.text()
 
     def example_answers(self, item: Task) -> list[str]:

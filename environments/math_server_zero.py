@@ -31,8 +31,6 @@ STOPS = ["User:", "Human:", "Assistant:", "</answer>"]
 
 
 class MathZeroConfig(VerifiedMathConfig):
-    """Settings of this environment."""
-
     tokenizer_name: str = "Qwen/Qwen3-4B-Instruct-2507"
     group_size: int = 8
     max_token_length: int = 32000

@@ -47,8 +47,6 @@ class Task(NamedTuple):
 
 
 class McpConfig(ToolEnvConfig):
-    """Settings of this environment."""
-
     group_size: int = 32
     max_token_length: int = 16384
     max_turns: int = 2
@@ -94,7 +92,6 @@ class McpEnv(ToolEnv):
         )
 
     def prompt(self, row: Task) -> str:
-        """Return the question."""
         return row.question
 
     def example_answers(self, item: Task) -> list[Callable[[str], str]]:

@@ -28,8 +28,6 @@ class Question(NamedTuple):
 
 
 class MCQAConfig(DatasetEnvConfig):
-    """Settings of this environment."""
-
     group_size: int = 32
     max_token_length: int = 15360
     min_trained_tokens: int = 10

@@ -30,8 +30,6 @@ class Question(NamedTuple):
 
 
 class MMLUConfig(DatasetEnvConfig):
-    """Settings of this environment."""
-
     group_size: int = 8
     max_token_length: int = 4096
     subjects: list[str] | None = None

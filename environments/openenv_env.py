@@ -38,8 +38,6 @@ NEW_SESSION_RETRY_S = 1.0
 
 
 class OpenEnvConfig(ToolEnvConfig):
-    """Settings of this environment."""
-
     app: str = ""
     """ASGI application to serve, as "module:attribute"."""
     python: str = ""
@@ -143,7 +141,6 @@ class OpenEnvEnv(ToolEnv):
         await super().setup()
 
     def load_rows(self, split: Split) -> Sequence[int]:
-        """Return the seeds."""
         first = self.config.num_train_seeds
         return range(first) if split == "train" else range(first, first + self.config.num_eval_rows)
 
@@ -183,12 +180,10 @@ class OpenEnvEnv(ToolEnv):
         return 0.0
 
     async def end(self, episode: Episode) -> None:
-        """Close the session."""
         await episode.state["session"].close()
         self._session_ended.set()
 
     async def close(self) -> None:
-        """Stop the server."""
         if self._client is not None:
             await self._client.close()
         self._client = None

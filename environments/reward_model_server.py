@@ -30,8 +30,6 @@ Messages = list[dict[str, Any]]
 
 
 class RewardModelConfig(DatasetEnvConfig):
-    """Settings of this environment."""
-
     tokenizer_name: str = "Qwen/Qwen2.5-1.5B-Instruct"
     group_size: int = 8
     max_token_length: int = 2048

@@ -34,8 +34,6 @@ from atroposlib.inference.sessions.sequences import SequenceNode
 
 
 class RLAIFConfig(JudgeEnvConfig):
-    """Settings of this environment."""
-
     tokenizer_name: str = "NousResearch/DeepHermes-3-Llama-3-8B-Preview"
     group_size: int = 2
     max_token_length: int = 8192

@@ -50,8 +50,6 @@ class Criterion(BaseModel):
 
 
 class RubricJudgeConfig(JudgeEnvConfig):
-    """Settings of this environment."""
-
     tokenizer_name: str = "NousResearch/DeepHermes-3-Llama-3-8B-Preview"
     group_size: int = 8
     max_token_length: int = 4096

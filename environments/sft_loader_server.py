@@ -32,8 +32,6 @@ NUM_MEASURED = 1000
 
 
 class SFTConfig(DatasetEnvConfig):
-    """Settings of this environment."""
-
     group_size: int = 1
     max_token_length: int = 2048
     ensure_scores_are_not_same: bool = False
@@ -68,14 +66,12 @@ class SFTEnv(DatasetEnv):
     needs_token_ids = False
 
     async def setup(self) -> None:
-        """Load the rows."""
         self.counted_step = -1
         """Step that `num_this_step` belongs to."""
         self.num_this_step = 0
         await super().setup()
 
     def hub_rows(self, split: Split) -> HubRows | None:
-        """Return the configured data set."""
         return HubRows(path=self.config.dataset_name, config=self.config.dataset_config_name)
 
     def load_rows(self, split: Split) -> Any:

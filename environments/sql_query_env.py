@@ -83,8 +83,6 @@ class Question(NamedTuple):
 
 
 class SQLQueryConfig(DatasetEnvConfig):
-    """Settings of this environment."""
-
     group_size: int = 8
     max_token_length: int = 2048
     min_trained_tokens: int = 10

@@ -65,8 +65,6 @@ class Issue:
 
 
 class SWERLEnvConfig(DatasetEnvConfig):
-    """Settings of this environment."""
-
     tokenizer_name: str = "NousResearch/DeepHermes-3-Llama-3-8B-Preview"
     group_size: int = 16
     max_token_length: int = 15360

@@ -79,8 +79,6 @@ class Task:
 
 
 class TerminalConfig(ToolEnvConfig):
-    """Settings of this environment."""
-
     tokenizer_name: str = "Qwen/Qwen2.5-7B-Instruct"
     group_size: int = 8
     max_token_length: int = 2048

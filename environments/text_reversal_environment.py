@@ -23,8 +23,6 @@ from atroposlib.envs.rows import HubRows
 
 
 class TextReversalConfig(DatasetEnvConfig):
-    """Settings of this environment."""
-
     group_size: int = 8
     max_token_length: int = 8192
     seed: int = 42

@@ -34,8 +34,6 @@ class Request(NamedTuple):
 
 
 class ToolCallingConfig(DatasetEnvConfig):
-    """Settings of this environment."""
-
     group_size: int = 16
     max_token_length: int = 16384
     min_trained_tokens: int = 10

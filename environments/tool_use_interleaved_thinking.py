@@ -75,8 +75,6 @@ class Problem(NamedTuple):
 
 
 class InterleavedConfig(ToolEnvConfig):
-    """Settings of this environment."""
-
     group_size: int = 16
     max_token_length: int = 8192
     max_turns: int = 3

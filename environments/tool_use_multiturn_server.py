@@ -40,8 +40,6 @@ RELEVANCE_BONUS = 0.1
 
 
 class MultiTurnEnvConfig(ReplayedToolsConfig):
-    """Settings of this environment."""
-
     group_size: int = 8
     num_eval_rows: int = 128
 

@@ -42,8 +42,6 @@ Floats: TypeAlias = npt.NDArray[np.float64]
 
 
 class MTGRPOEnvConfig(ReplayedToolsConfig):
-    """Settings of this environment."""
-
     group_size: int = 16
     num_eval_rows: int = 128
     max_gen_per_turn: int = 2048

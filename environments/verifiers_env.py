@@ -91,14 +91,11 @@ class BridgedEnv(AgentEnv):
         return {"train/bridge_ended": self.bridge.num_ended}
 
     async def close(self) -> None:
-        """Stop the child."""
         await self.bridge.close()
         await super().close()
 
 
 class VerifiersConfig(BridgedConfig):
-    """Settings of this environment."""
-
     taskset: str = ""
     """Id of the taskset."""
     block: dict[str, Any] = Field(default_factory=dict)

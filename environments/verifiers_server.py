@@ -24,8 +24,6 @@ from atroposlib.errors import ConfigError
 
 
 class VfEnvConfig(BridgedConfig):
-    """Settings of this environment."""
-
     vf_env_name: str = ""
     """Name of the environment's module."""
     env_args: str = "{}"

@@ -21,8 +21,6 @@ NUM_ROWS = {"train": 1000, "eval": 16}
 
 
 class ArithmeticAgentsConfig(AgentEnvConfig):
-    """Settings of this environment."""
-
     agent: Literal["openai_sdk", "http"] = "openai_sdk"
     """Program next to this file: `<agent>_agent.py`."""
 

@@ -64,8 +64,6 @@ class Question(NamedTuple):
 
 
 class AnswerFormatConfig(DatasetEnvConfig):
-    """Settings of this environment."""
-
     group_size: int = 16
     max_token_length: int = 12288
     temperature: float = 0.9

@@ -53,8 +53,6 @@ class Problem:
 
 
 class CodeConfig(DatasetEnvConfig):
-    """Settings of this environment."""
-
     tokenizer_name: str = "Qwen/Qwen3-14B"
     group_size: int = 8
     max_token_length: int = 32768

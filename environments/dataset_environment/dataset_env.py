@@ -32,8 +32,6 @@ from atroposlib.errors import ConfigError
 
 
 class AnyDatasetConfig(DatasetEnvConfig):
-    """Settings of this environment."""
-
     dataset_name: str | None = None
     """Data set on the Hugging Face hub, or a folder."""
     dataset_config: str | None = None
@@ -79,7 +77,6 @@ class DatasetEnv(RowsEnv):
         await super().setup()
 
     def hub_rows(self, split: Split) -> HubRows | None:
-        """Return the configured data set."""
         config = self.config
         if split == "train":
             name, part, subset = config.dataset_name, config.split, config.dataset_config

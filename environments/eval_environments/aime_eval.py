@@ -26,8 +26,6 @@ YEARS = {
 
 
 class AIMEEvalConfig(BenchmarkConfig):
-    """Settings of this benchmark."""
-
     max_token_length: int = 30720
     years: list[str] = Field(default=["2024", "2025"], min_length=1)
     """Years to evaluate."""

@@ -30,8 +30,6 @@ tracking_shuffled_objects_three_objects web_of_lies word_sorting"""
 
 
 class BBHEvalConfig(BenchmarkConfig):
-    """Settings of this benchmark."""
-
     subsets: list[str] | None = None
     """Tasks to evaluate, such as `navigate`; None: all."""
 

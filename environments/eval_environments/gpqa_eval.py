@@ -19,8 +19,6 @@ from atroposlib.envs.rows import HubRows
 
 
 class GPQAEvalConfig(ChoiceBenchmarkConfig):
-    """Settings of this benchmark."""
-
     shuffle_seed: int = 42
     """Determines the order of the choices."""
 

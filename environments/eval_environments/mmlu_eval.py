@@ -38,8 +38,6 @@ CATEGORIES = {
 
 
 class MMLUEvalConfig(ChoiceBenchmarkConfig):
-    """Settings of this benchmark."""
-
     subjects: list[str] | None = None
     """Subjects to evaluate; None: all."""
 

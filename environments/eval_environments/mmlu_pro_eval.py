@@ -17,8 +17,6 @@ from atroposlib.envs.rows import HubRows
 
 
 class MMLUProEvalConfig(ChoiceBenchmarkConfig):
-    """Settings of this benchmark."""
-
     categories: list[str] | None = None
     """Categories to evaluate, such as `law`; None: all."""
 

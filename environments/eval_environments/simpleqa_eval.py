@@ -48,8 +48,6 @@ GRADES = {"CORRECT": 1.0, "INCORRECT": 0.0, "NOT_ATTEMPTED": LEFT_OPEN}
 
 
 class SimpleQAEvalConfig(BenchmarkConfig, JudgeEnvConfig):
-    """Settings of this benchmark."""
-
     use_llm_judge: bool = False
     """Whether a judge decides, not the comparison of texts."""
 

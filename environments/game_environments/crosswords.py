@@ -44,8 +44,6 @@ class Entry(NamedTuple):
 
 
 class CrosswordsConfig(MultiTurnEnvConfig):
-    """Settings of this environment."""
-
     max_token_length: int = 4096
     max_turns: int = 4
     num_puzzles: int = Field(default=1000, ge=1)

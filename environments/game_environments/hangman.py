@@ -21,8 +21,6 @@ SCORE_OF_LETTERS = 0.2
 
 
 class HangmanConfig(MultiTurnEnvConfig):
-    """Settings of this environment."""
-
     max_token_length: int = 1024
     max_turns: int = 20
 
@@ -44,7 +42,6 @@ class HangmanEnv(WordGameEnv):
         )
 
     def example_answers(self, item: Word) -> list[str]:
-        """Return the word."""
         return [f"<guess>{item.word}</guess>"]
 
     def step(self, episode: Episode, answer: str) -> Step:

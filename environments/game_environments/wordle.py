@@ -22,8 +22,6 @@ SCORE_OF_LETTERS = 0.2
 
 
 class WordleConfig(MultiTurnEnvConfig):
-    """Settings of this environment."""
-
     max_token_length: int = 2048
     max_turns: int = NUM_GUESSES
 
@@ -38,7 +36,6 @@ class WordleEnv(WordGameEnv):
     min_letters = max_letters = LENGTH
 
     def prompt(self, row: Word) -> str:
-        """Return the rules."""
         return (
             f"Find a hidden English noun of {LENGTH} letters. You have {NUM_GUESSES} guesses. After each you see a "
             "mark per letter: G, right; Y, in the word but elsewhere; -, not in the word, or not as often. Think about "
@@ -46,7 +43,6 @@ class WordleEnv(WordGameEnv):
         )
 
     def example_answers(self, item: Word) -> list[str]:
-        """Return the word."""
         return [f"<guess>{item.word}</guess>"]
 
     def step(self, episode: Episode, answer: str) -> Step:

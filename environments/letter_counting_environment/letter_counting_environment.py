@@ -80,8 +80,6 @@ class Question(NamedTuple):
 
 
 class LetterCountingConfig(DatasetEnvConfig):
-    """Settings of this environment."""
-
     group_size: int = 32
     max_token_length: int = 15360
     min_trained_tokens: int = 10
@@ -143,7 +141,6 @@ class LetterCountingEnv(DatasetEnv):
         return question
 
     def prompt(self, row: Question) -> str:
-        """Return the question."""
         return row.prompt
 
     def gold_answer(self, row: Any) -> str | None:

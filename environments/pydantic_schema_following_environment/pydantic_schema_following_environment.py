@@ -64,8 +64,6 @@ class SchemaTask(NamedTuple):
 
 
 class PydanticEnvConfig(DatasetEnvConfig):
-    """Settings of this environment."""
-
     group_size: int = 16
     max_token_length: int = 12288
     min_trained_tokens: int = 10

@@ -64,8 +64,6 @@ class Puzzle(NamedTuple):
 
 
 class ReasoningGymEnvConfig(DatasetEnvConfig):
-    """Settings of this environment."""
-
     group_size: int = 8
     max_token_length: int = 8192
     min_trained_tokens: int = 10
@@ -151,7 +149,6 @@ class ReasoningGymEnv(DatasetEnv):
         return None
 
     def prompt(self, row: Puzzle) -> str:
-        """Return the question."""
         return row.question
 
     def example_answers(self, item: Puzzle) -> list[str]:

@@ -59,8 +59,6 @@ class TaxiState(NamedTuple):
 
 
 class TaxiConfig(GymEnvConfig):
-    """Settings of this environment."""
-
     env_name: str = "Taxi-v4"
     group_size: int = 32
     max_token_length: int = 8192

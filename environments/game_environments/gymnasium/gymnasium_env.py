@@ -25,8 +25,6 @@ from atroposlib.errors import ConfigError
 
 
 class GymnasiumConfig(GymEnvConfig):
-    """Settings of this environment."""
-
     env_name: str = "FrozenLake-v1"
     rules: str = ""
     """Text about the task in the prompt; "": the docstring of the task's class."""

@@ -44,8 +44,6 @@ ONE_COMMAND = re.compile(r"[a-z0-9' -]{1,100}", re.IGNORECASE)
 
 
 class TextWorldEnvConfig(MultiTurnEnvConfig):
-    """Settings of this environment."""
-
     group_size: int = 16
     max_num_workers: int = 16
     max_token_length: int = 32768
@@ -98,7 +96,6 @@ class TextWorldEnv(MultiTurnEnv):
         await super().setup()
 
     def load_rows(self, split: Split) -> Sequence[int]:
-        """Return the seeds."""
         first = self.config.num_train_seeds
         return range(first) if split == "train" else range(first, first + self.config.num_eval_rows)
 
@@ -171,7 +168,6 @@ class TextWorldEnv(MultiTurnEnv):
         return sum(episode.rewards) / episode.state["shown"].max_score
 
     async def end(self, episode: Episode) -> None:
-        """Close the game."""
         await to_thread(episode.state["game"].close)
 
     def train_metrics(self) -> dict[str, float]:

@@ -33,8 +33,6 @@ You have one tool:
 
 
 class BlackjackEnvNoThinkingConfig(GymEnvConfig):
-    """Settings of this environment."""
-
     env_name: str = "Blackjack-v1"
     group_size: int = 16
     max_token_length: int = 512
@@ -58,7 +56,6 @@ class BlackjackEnvNoThinking(GymEnv):
     )
 
     def observe(self, episode: Episode) -> str:
-        """Return the state in words."""
         return describe(episode.state["observation"])
 
     def read_action(self, episode: Episode, answer: str) -> int | None:

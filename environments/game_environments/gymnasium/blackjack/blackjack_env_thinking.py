@@ -64,8 +64,6 @@ class Position(NamedTuple):
 
 
 class BlackjackEnvConfig(GymEnvConfig):
-    """Settings of this environment."""
-
     env_name: str = "Blackjack-v1"
     group_size: int = 16
     max_token_length: int = 16384
@@ -181,7 +179,6 @@ class BlackjackEnv(GymEnv):
         return sum(len(self.tokenizer.encode(m["content"])) + TEMPLATE_TOKENS for m in messages)
 
     def observe(self, episode: Episode) -> str:
-        """Return the state in words."""
         return describe(episode.state["observation"])
 
     def read_action(self, episode: Episode, answer: str) -> int:

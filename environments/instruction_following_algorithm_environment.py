@@ -25,6 +25,7 @@ from atroposlib.envs.base import ScoredDataGroup
 from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig, Split, epoch_order
 from atroposlib.envs.eval_run import hash_of
 from atroposlib.envs.rows import HubRows, read_jsonl
+from atroposlib.utils.files import replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -188,7 +189,7 @@ class InstructionFollowingEnv(DatasetEnv):
         }
         super().save_checkpoint(step, {**(data or {}), **state})
         lines = [json.dumps(self.instructions[key].raw) + "\n" for key in unsolved]
-        (self._checkpoint_folder / UNSOLVED_FILE).write_text("".join(lines), encoding="utf-8")
+        replace_file(self._checkpoint_folder / UNSOLVED_FILE, "".join(lines))
 
 
 if __name__ == "__main__":

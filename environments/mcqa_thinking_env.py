@@ -11,20 +11,17 @@ Needs: extras datasets.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
-from atroposlib.envs.answers import THINK_FIRST, after_thinking_once, lettered, only_choice
+from atroposlib.envs.answers import (
+    THINK_FIRST,
+    ChoiceQuestion,
+    after_thinking_once,
+    lettered,
+    only_choice,
+)
 from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig
 from atroposlib.envs.rows import HubRows
-
-
-class Question(NamedTuple):
-    """One row."""
-
-    text: str
-    """The question with its options."""
-    options: list[str]
-    letter: str
 
 
 class MCQAConfig(DatasetEnvConfig):
@@ -46,22 +43,22 @@ class MCQAThinkingEnv(DatasetEnv):
     system_prompt = THINK_FIRST
     truncated_score = -1.0
 
-    def parse_row(self, row: dict[str, Any]) -> Question:
+    def parse_row(self, row: dict[str, Any]) -> ChoiceQuestion:
         """Return the question; its options are added if the prompt does not contain them."""
         text, options = row["prompt"], row["options"]
         if not all(option in text for option in options):
             text = f"{text}\n\n{lettered(options)}"
-        return Question(text, options, row["ground_truth"])
+        return ChoiceQuestion(text, options, row["ground_truth"])
 
-    def prompt(self, row: Question) -> str:
+    def prompt(self, row: ChoiceQuestion) -> str:
         """Return the question and the required last line."""
         return f'{row.text}\n\nEnd with "The best answer is: " and one letter.'
 
-    def gold_answer(self, row: Question) -> str:
+    def gold_answer(self, row: ChoiceQuestion) -> str:
         """Return the right choice in the required form."""
         return f"<think>One option fits.</think> The best answer is: {row.letter}"
 
-    def score(self, row: Question, answer: str) -> float:
+    def score(self, row: ChoiceQuestion, answer: str) -> float:
         """Return 1 for the right choice, else -1."""
         solution = after_thinking_once(answer)
         is_right = solution is not None and only_choice(solution, row.options) == row.letter

@@ -12,21 +12,12 @@ Needs: extras datasets.
 from __future__ import annotations
 
 import string
-from typing import Any, NamedTuple
+from typing import Any
 
-from atroposlib.envs.answers import lettered, only_choice
+from atroposlib.envs.answers import ChoiceQuestion, lettered, only_choice
 from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig, Split
 from atroposlib.envs.reward_fns.reward_function import after_thinking
 from atroposlib.envs.rows import HubRows
-
-
-class Question(NamedTuple):
-    """One row."""
-
-    text: str
-    choices: list[str]
-    letter: str
-    subject: str
 
 
 class MMLUConfig(DatasetEnvConfig):
@@ -46,32 +37,32 @@ class MMLUEnv(DatasetEnv):
     eval_data = HubRows(path="cais/mmlu", config="all", split="test")
     system_prompt = "Answer the multiple-choice question. Think it through first."
 
-    def load_rows(self, split: Split) -> list[Question] | None:
+    def load_rows(self, split: Split) -> list[ChoiceQuestion] | None:
         """Return the questions of a split, in evaluation those of the configured subjects."""
-        rows: list[Question] | None = super().load_rows(split)
+        rows: list[ChoiceQuestion] | None = super().load_rows(split)
         if split == "train" or rows is None or self.config.subjects is None:
             return rows
         return [row for row in rows if row.subject in self.config.subjects]
 
-    def parse_row(self, row: dict[str, Any]) -> Question:
+    def parse_row(self, row: dict[str, Any]) -> ChoiceQuestion:
         """Return the question with the letter of its answer."""
         letter = string.ascii_uppercase[row["answer"]]
-        return Question(row["question"], row["choices"], letter, row.get("subject") or "none")
+        return ChoiceQuestion(row["question"], row["choices"], letter, row.get("subject") or "none")
 
-    def prompt(self, row: Question) -> str:
+    def prompt(self, row: ChoiceQuestion) -> str:
         """Return the question, its choices and the required last line."""
-        question = f"{row.text}\n\n{lettered(row.choices)}"
+        question = f"{row.text}\n\n{lettered(row.options)}"
         return f'{question}\n\nEnd with "The best answer is: " and one letter.'
 
-    def gold_answer(self, row: Question) -> str:
+    def gold_answer(self, row: ChoiceQuestion) -> str:
         """Return the right choice in the required form."""
         return f"The best answer is: {row.letter}"
 
-    def score(self, row: Question, answer: str) -> float:
+    def score(self, row: ChoiceQuestion, answer: str) -> float:
         """Return 1 for the right choice, else 0."""
-        return float(only_choice(after_thinking(answer), row.choices) == row.letter)
+        return float(only_choice(after_thinking(answer), row.options) == row.letter)
 
-    def parts_of(self, row: Question) -> list[str]:
+    def parts_of(self, row: ChoiceQuestion) -> list[str]:
         """Return the name of the accuracy of the row's subject."""
         return [f"eval/percent_correct_{row.subject}"]
 

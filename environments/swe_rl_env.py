@@ -24,9 +24,15 @@ from typing import Any
 from pydantic import Field
 
 from atroposlib.envs.answers import THINK_FIRST, after_thinking_once
-from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig, Outcome, Rollout, Split
+from atroposlib.envs.dataset_env import (
+    DatasetEnv,
+    DatasetEnvConfig,
+    Outcome,
+    Rollout,
+    Split,
+    number_of,
+)
 from atroposlib.envs.patches import apply_diff, changed, similarity_of_edits
-from atroposlib.envs.rewards import RewardFailure
 from atroposlib.envs.rows import HubRows
 
 FORM = """\
@@ -100,6 +106,7 @@ class SWERLEnv(DatasetEnv):
     truncated_score = 0.0
     silences_truncated = True
     checkpointed = ("shows_example",)
+    aliases = {"eval/pass_at_1": "eval/pass@1"}
 
     def __init__(self, config: SWERLEnvConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
@@ -160,26 +167,31 @@ class SWERLEnv(DatasetEnv):
         return ["\n".join(["<think>I see the cause.</think>", *edits])]
 
     async def roll_out(self, row: Issue, n: int, *, split: Split) -> list[Rollout]:
-        """Sample answers, and count those with thinking."""
+        """Sample answers, and count those that are cut, which `score` does not get."""
         rollouts = await super().roll_out(row, n, split=split)
-        for answer in (rollout.completion for rollout in rollouts):
-            self.counts["answers"] += 1
-            self.counts["with_think_tags"] += "<think>" in answer and "</think>" in answer
-            self.counts["with_one_thinking"] += after_thinking_once(answer) is not None
+        for rollout in rollouts:
+            if rollout.finish_reason == "length":
+                self.count(rollout.completion, None)
         return rollouts
 
     async def score(self, row: Issue, answer: str) -> Outcome:
         """Return the similarity of the patches; 0 if the answer is malformed."""
-        solution = after_thinking_once(answer)
-        if solution is None:
-            return 0.0
-        similarity: Outcome = await self.in_worker(
-            similarity_of_edits, row.files, row.repaired, solution
-        )
-        if similarity is None:
-            return 0.0
-        self.counts["with_edits"] += not isinstance(similarity, RewardFailure)
-        return similarity
+        similarity: Outcome = None
+        if (solution := after_thinking_once(answer)) is not None:
+            similarity = await self.in_worker(
+                similarity_of_edits, row.files, row.repaired, solution
+            )
+        self.count(answer, similarity)
+        return 0.0 if similarity is None else similarity
+
+    def count(self, answer: str, similarity: Outcome) -> None:
+        """Count how an answer is formed. All at once: a log may come between two awaits."""
+        self.counts["answers"] += 1
+        self.counts["with_think_tags"] += "<think>" in answer and "</think>" in answer
+        self.counts["with_one_thinking"] += after_thinking_once(answer) is not None
+        if (number := number_of(similarity)) is not None:
+            self.counts["with_edits"] += 1
+            self.record("train/avg_similarity_score_for_correct_patches", number)
 
     def train_metrics(self) -> dict[str, float]:
         """Return what was well-formed, and leave the example out if that is enough."""
@@ -189,9 +201,6 @@ class SWERLEnv(DatasetEnv):
             metrics["train/avg_think_tags_present_accuracy"] = counts["with_think_tags"] / num
             metrics["train/avg_think_tags_well_formed_accuracy"] = counts["with_one_thinking"] / num
             metrics["train/avg_patch_format_accuracy"] = edits = counts["with_edits"] / num
-            if edits:
-                mean = sum(self.train_scores) / counts["with_edits"]
-                metrics["train/avg_similarity_score_for_correct_patches"] = mean
             self.shows_example &= edits < self.config.icl_prompt_threshold
         return metrics
 
@@ -201,7 +210,6 @@ class SWERLEnv(DatasetEnv):
         num, edits = max(1, counts["answers"]), counts["with_edits"]
         total = sum(score for row in scores for score in row if score is not None)
         return metrics | {
-            "eval/pass_at_1": metrics.get("eval/pass@1", 0.0),
             "eval/total_eval_items": float(counts["answers"]),
             "eval/total_patch_format_correct": float(edits),
             "eval/patch_format_accuracy": edits / num,

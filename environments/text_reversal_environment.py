@@ -40,6 +40,7 @@ class TextReversalEnv(DatasetEnv):
     train_data = HubRows(path="NousResearch/TextReversalDataset")
     eval_data = HubRows(path="NousResearch/TextReversalDataset", split="test")
     truncated_score = 0.0
+    aliases = {"train/success_rate": "train/percent_correct"}
 
     def parse_row(self, row: dict[str, Any]) -> str | None:
         """Return the text; a row without one is skipped."""
@@ -64,6 +65,8 @@ class TextReversalEnv(DatasetEnv):
         """Return 1 for exactly the reversed text in the required form, else 0."""
         given = self.read(answer)
         self.counts["format_errors"] += given is None
+        self.record("train/format_error_rate", given is None)
+        self.record("train/format_compliance_rate", given is not None)
         return float(given == row[::-1])
 
     def read(self, answer: str) -> str | None:
@@ -72,15 +75,13 @@ class TextReversalEnv(DatasetEnv):
         return only_tagged(solution or "", "reversed_text")
 
     def train_metrics(self) -> dict[str, float]:
-        """Return the numbers and shares of right, wrong and malformed answers."""
+        """Return the numbers of right and wrong answers."""
         num, solved = len(self.train_scores), sum(self.train_scores)
-        numbers = {"successful_reversals": solved, "failed_reversals": num - solved}
         metrics = {"thinking_mode_enabled": self.config.thinking_mode, "total_attempts": num}
+        metrics |= {"successful_reversals": solved, "failed_reversals": num - solved}
         if num:
-            errors = self.counts["format_errors"] / num
-            numbers |= {"success_rate": solved / num, "failure_rate": 1 - solved / num}
-            numbers |= {"format_error_rate": errors, "format_compliance_rate": 1 - errors}
-        return {f"train/{name}": float(value) for name, value in (metrics | numbers).items()}
+            metrics["failure_rate"] = 1 - solved / num
+        return {f"train/{name}": float(value) for name, value in metrics.items()}
 
     def sample_fields(self, row: str, answer: str) -> dict[str, Any]:
         """Return length and form of an answer."""

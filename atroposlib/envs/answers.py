@@ -8,11 +8,22 @@ from __future__ import annotations
 import re
 import string
 from collections.abc import Sequence
+from typing import NamedTuple
 
 THINK_FIRST = (
     "Think about the problem step by step inside <think> </think> tags. Then give your answer."
 )
 """System prompt of environments that require thinking."""
+
+
+class ChoiceQuestion(NamedTuple):
+    """A question with options, one of which is right."""
+
+    text: str
+    options: list[str]
+    letter: str
+    subject: str = "none"
+
 
 _LEAD_IN = r"\b(?:(?:the|best|correct|final)\s+)+answer(?:\s+is)?\s*:?\s*"
 _LETTER = re.compile(

@@ -235,6 +235,8 @@ class DatasetEnv(BaseEnv):
         rows = self.train_rows[:NUM_GOLD_ANSWERS_CHECKED]
         pairs = [(row, gold) for row in rows if (gold := self.gold_answer(row)) is not None]
         outcomes = await run_together([self.outcome_of(row, gold) for row, gold in pairs])
+        self.counts.clear()  # of the model's answers alone
+        self._recorded.clear()
         for (row, _), outcome in zip(pairs, outcomes, strict=True):
             score = number_of(outcome)
             if score is None or score < self.success_score:

@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 
+from atroposlib.envs.answers import ChoiceQuestion
 from atroposlib.envs.eval_run import hash_of
-from tests.environments.helpers_environments import load
+from tests.environments.helpers_environments import load, logged
 
 mcqa = load("mcqa_thinking_env")
 mmlu = load("mmlu_server")
 reversal = load("text_reversal_environment")
 fundamentals = load("fundamental_prediction_environment")
 
-QUESTION = mcqa.Question("Which?", ["red", "blue"], "B")
+QUESTION = ChoiceQuestion("Which?", ["red", "blue"], "B")
 REPORT = fundamentals.Report("...", "revenue", "reduced", 3.5)
 
 
@@ -70,7 +71,7 @@ async def test_figures_of_reversals(started: Any) -> None:
     answers = ["<reversed_text>c ba</reversed_text>", "<reversed_text>abc</reversed_text>", "c ba"]
     env = await started(reversal.TextReversalEnv, answers, group_size=3, num_eval_samples=3)
     await env.collect_trajectories("ab c")
-    assert env.train_metrics() == {
+    expected = {
         "train/thinking_mode_enabled": 0.0,
         "train/total_attempts": 3.0,
         "train/successful_reversals": 1.0,
@@ -80,6 +81,8 @@ async def test_figures_of_reversals(started: Any) -> None:
         "train/format_error_rate": pytest.approx(1 / 3),
         "train/format_compliance_rate": pytest.approx(2 / 3),
     }
+    found = await logged(env)
+    assert {name: found[name] for name in expected} == expected
     metrics = await env.evaluate()
     assert metrics["eval/evaluated_items"] == metrics["eval/valid_scores"] == 3 * len(env.eval_rows)
     assert metrics["eval/format_compliance_rate"] == pytest.approx(2 / 3)

@@ -9,7 +9,7 @@ import pytest
 
 from atroposlib.envs import patches
 from atroposlib.envs.patches import apply_diff
-from tests.environments.helpers_environments import load
+from tests.environments.helpers_environments import load, logged
 
 swe = load("swe_rl_env")
 
@@ -89,27 +89,31 @@ def test_patches_that_add_and_delete_files_apply() -> None:
     }
 
 
-async def test_the_example_is_shown_until_enough_answers_are_well_formed(
-    started: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    logged: list[dict[str, Any]] = []
-
-    async def log(self: Any, metrics: dict[str, Any]) -> None:
-        logged.append(metrics)
-
-    monkeypatch.setattr("atroposlib.envs.base.BaseEnv.wandb_log", log)
+async def test_the_example_is_shown_until_enough_answers_are_well_formed(started: Any) -> None:
     answers = ["<think>a</think> I do not know what to do."] * 2
     env = await started(answers, group_size=2, icl_prompt_threshold=0.5)
     item = env.parse_row(ROW)
+    metrics = []
     for answer in ("", f"<think>a</think>\n{GOOD}", ""):
         answers[0] = answer or answers[0]
         shown = env.shows_example
         assert (swe.EXAMPLE in env.prompt(item)) == shown
         await env.collect_trajectories(item)
-        await env.wandb_log()
-    assert [each["env/using_icl_prompt"] for each in logged] == [1.0, 1.0, 0.0]
-    assert [each["train/avg_patch_format_accuracy"] for each in logged] == [0.0, 0.5, 0.5]
-    assert logged[1]["train/avg_similarity_score_for_correct_patches"] == 1.0
+        metrics.append(await logged(env))
+    assert [each["env/using_icl_prompt"] for each in metrics] == [1.0, 1.0, 0.0]
+    assert [each["train/avg_patch_format_accuracy"] for each in metrics] == [0.0, 0.5, 0.5]
+    assert metrics[1]["train/avg_similarity_score_for_correct_patches"] == 1.0
+
+
+async def test_a_log_between_sampling_and_judging_spoils_no_share(started: Any) -> None:
+    right, wrong = f"<think>a</think>\n{GOOD}", "<think>a</think> I do not know what to do."
+    env = await started([right, wrong, wrong, wrong], group_size=4, icl_prompt_threshold=0.5)
+    item = env.parse_row(ROW)
+    rollouts = await env.roll_out(item, 4, split="train")
+    await logged(env)
+    await env.score_group(item, rollouts)
+    assert (await logged(env))["train/avg_patch_format_accuracy"] == 0.25
+    assert env.shows_example
 
 
 async def test_edits_are_applied_once_and_in_a_worker(

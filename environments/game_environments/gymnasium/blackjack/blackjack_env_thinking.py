@@ -90,11 +90,6 @@ class BlackjackEnv(GymEnv):
         '<tool_call>{"name": "take_action", "arguments": {"action": "..."}}</tool_call>'
     )
 
-    async def setup(self) -> None:
-        """Begin to count."""
-        self.num_eval_calls = self.num_eval_turns = 0
-        await super().setup()
-
     async def collect_trajectories(
         self, item: int
     ) -> tuple[list[ScoredDataGroup] | None, list[Any]]:
@@ -184,19 +179,18 @@ class BlackjackEnv(GymEnv):
     def read_action(self, episode: Episode, answer: str) -> int:
         """Return the action of the only call; stick without one. Used in evaluation."""
         action = action_of(answer)
-        self.num_eval_turns += 1
-        self.num_eval_calls += action is not None
+        self.counts["turns"] += 1
+        self.counts["valid_calls"] += action is not None
         return ACTIONS[action or "stick"]
 
     def summarize(self, scores: Sequence[Sequence[float | None]]) -> dict[str, float]:
         """Add the shares of hands won, lost and drawn, and of the turns with a valid call."""
         flat = [score for row in scores for score in row if score is not None]
         own = {**outcome_shares(flat), "num_completed_episodes": float(len(flat))}
-        if flat and self.num_eval_turns:
+        if flat and (num_turns := self.counts["turns"]):
             own["avg_total_reward"] = sum(flat) / len(flat)
-            own["avg_num_turns"] = self.num_eval_turns / len(flat)
-            own["action_accuracy"] = self.num_eval_calls / self.num_eval_turns
-        self.num_eval_calls = self.num_eval_turns = 0
+            own["avg_num_turns"] = num_turns / len(flat)
+            own["action_accuracy"] = self.counts["valid_calls"] / num_turns
         named = {f"eval/{name}": value for name, value in own.items()}
         return {**super().summarize(scores), **named}
 

@@ -34,8 +34,6 @@ _CITATION = re.compile(r"\[\[(.+?)\]\]")
 
 
 class Topic(NamedTuple):
-    """One row."""
-
     question: str
     answer: str
     sources: list[str]

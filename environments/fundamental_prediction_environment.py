@@ -36,8 +36,6 @@ LONG = 0.95
 
 
 class Report(NamedTuple):
-    """One row."""
-
     context: str
     metric: str
     direction: str

@@ -43,8 +43,6 @@ TYPES = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg"}
 
 
 class Question(NamedTuple):
-    """One row."""
-
     text: str
     answer: str
     image: str

@@ -33,8 +33,6 @@ UNSOLVED_FILE = "remaining_unsolved.jsonl"
 
 
 class Instruction(NamedTuple):
-    """One row."""
-
     prompt: str
     function: str
     """Name of the constraint in `RLVR`."""

@@ -32,12 +32,7 @@ from pydantic import Field
 
 from atroposlib.envs.answers import THINK_FIRST, boxes_in
 from atroposlib.envs.base import ScoredDataGroup
-from atroposlib.envs.dataset_env import (
-    Outcome,
-    Rollout,
-    Split,
-    number_of,
-)
+from atroposlib.envs.dataset_env import Outcome, Rollout, Split, number_of
 from atroposlib.envs.lengths import num_trained
 from atroposlib.envs.math_env import Problem, VerifiedMathConfig, VerifiedMathEnv
 from atroposlib.envs.reward_fns.reward_function import after_thinking

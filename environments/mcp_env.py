@@ -38,8 +38,6 @@ SAMPLE_SERVER = McpServer(
 
 
 class Task(NamedTuple):
-    """One row."""
-
     question: str
     call: ToolCall
     answer: str | None

@@ -73,8 +73,6 @@ def _lines(archive: tarfile.TarFile, name: str) -> list[dict[str, Any]]:
 
 
 class Question(NamedTuple):
-    """One row."""
-
     text: str
     columns: list[str]
     types: list[str]

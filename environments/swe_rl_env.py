@@ -62,8 +62,6 @@ _FILE = re.compile(r"^\[start of ([^\]\n]+)\]\n(.*?)^\[end of \1\]", re.DOTALL |
 
 @dataclass(frozen=True, kw_only=True)
 class Issue:
-    """One row."""
-
     text: str
     files: dict[str, list[str]] = field(repr=False)
     repaired: dict[str, list[str]] = field(repr=False)

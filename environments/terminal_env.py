@@ -69,8 +69,6 @@ print(json.dumps({"printed": text, "exit_status": status.returncode, "files": fi
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One row."""
-
     task: str
     files: dict[str, str] = field(repr=False)
     wanted: dict[str, str] = field(repr=False)

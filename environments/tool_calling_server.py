@@ -25,8 +25,6 @@ from atroposlib.envs.tool_env import ToolCall, parse_hermes_calls
 
 
 class Request(NamedTuple):
-    """One row."""
-
     tools: str
     """The system message that describes the tools."""
     question: str

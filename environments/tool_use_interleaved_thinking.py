@@ -68,8 +68,6 @@ def _output(code: str, stdin: str = "") -> str:
 
 
 class Problem(NamedTuple):
-    """One row."""
-
     text: str
     answer: float
 

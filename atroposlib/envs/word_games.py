@@ -45,6 +45,10 @@ class WordGameEnv(MultiTurnEnv):
         is_usable = is_word and self.min_letters <= len(word) <= self.max_letters
         return Word(word, str(row.get("clue", ""))) if is_usable else None
 
+    def example_answers(self, item: Any) -> list[str]:
+        """Return the word as a guess."""
+        return [f"<guess>{item.word}</guess>"]
+
 
 def guess_in(answer: str) -> str:
     """Return the guess in the only tag after the thinking, in lower case; "" without one, or if it is no word.

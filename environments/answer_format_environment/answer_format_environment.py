@@ -57,8 +57,6 @@ class Item(NamedTuple):
 
 
 class Question(NamedTuple):
-    """One row."""
-
     text: str
     kind: Kind
 

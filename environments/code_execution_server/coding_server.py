@@ -40,8 +40,6 @@ _BLOCK = re.compile(r"```(?:python3?|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNOR
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One row."""
-
     text: str
     tests: list[tuple[str, str]] = field(repr=False)
     """Inputs and expected outputs; they may have megabytes, and are left out where a row is shown."""

@@ -41,9 +41,6 @@ class HangmanEnv(WordGameEnv):
             f"tags. After {MAX_MISTAKES} mistakes you lose.\nWord: {shown(row.word, set())} ({len(row.word)} letters)"
         )
 
-    def example_answers(self, item: Word) -> list[str]:
-        return [f"<guess>{item.word}</guess>"]
-
     def step(self, episode: Episode, answer: str) -> Step:
         """Reveal a letter, or count a mistake."""
         word, guess = episode.row.word, guess_in(answer)

@@ -42,9 +42,6 @@ class WordleEnv(WordGameEnv):
             "what the marks exclude, then give one word inside <guess> </guess> tags."
         )
 
-    def example_answers(self, item: Word) -> list[str]:
-        return [f"<guess>{item.word}</guess>"]
-
     def step(self, episode: Episode, answer: str) -> Step:
         """Mark a guess."""
         word, guess = episode.row.word, guess_in(answer)

@@ -25,12 +25,7 @@ from pydantic import Field
 
 from atroposlib.envs.answers import after_thinking_once, only_tagged
 from atroposlib.envs.base import ScoredDataGroup
-from atroposlib.envs.dataset_env import (
-    DatasetEnv,
-    DatasetEnvConfig,
-    Rollout,
-    Split,
-)
+from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig, Rollout, Split
 from atroposlib.envs.rows import HubRows
 from atroposlib.errors import ConfigError, EnvError, require
 
@@ -68,8 +63,6 @@ FIRST_LEVEL_WITHOUT_WORDS = 6
 
 
 class Question(NamedTuple):
-    """One item."""
-
     prompt: str
     answer: int | dict[str, int]
     """The count of the one letter, or of each of several."""

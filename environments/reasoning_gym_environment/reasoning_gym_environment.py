@@ -55,8 +55,6 @@ class Source(NamedTuple):
 
 
 class Puzzle(NamedTuple):
-    """One item."""
-
     source: Source
     question: str
     answer: str | None

@@ -12,6 +12,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from atroposlib.envs.answers import boxes_in
 from atroposlib.envs.reward_fns.math_worker import BlockingWorkers, is_equal, math_workers
 from atroposlib.envs.reward_fns.registry import registry
 from atroposlib.envs.reward_fns.reward_function import RewardFunction, after_thinking, spread
@@ -128,12 +129,8 @@ def final_answer(text: str) -> str | None:
     '\\\\frac{1}{2}'
     """
     start = text.rfind("\\boxed{")
-    if start >= 0:
-        depth = 0
-        for end in range(start + len("\\boxed"), len(text)):
-            depth += {"{": 1, "}": -1}.get(text[end], 0)
-            if depth == 0:
-                return text[start + len("\\boxed{") : end]
+    if start >= 0 and (boxes := boxes_in(text[start:])):
+        return boxes[0]
     hashed = _HASHED.findall(text)
     return hashed[-1].strip() if hashed else None
 

@@ -7,6 +7,7 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -69,3 +70,12 @@ async def logged(env: Any) -> dict[str, Any]:
     env.wandb_run = SimpleNamespace(log=lambda metrics, step: found.update(metrics))
     await env.wandb_log()
     return found
+
+
+def restore(env: Any, started: Any, folder: Path) -> Any:
+    """Save a checkpoint of one environment and load it into another; return that."""
+    env.checkpoint_dir = started.checkpoint_dir = str(folder)
+    env.save_checkpoint(1)
+    started.curr_step = 1
+    started.load_checkpoint()
+    return started

@@ -11,7 +11,7 @@ import pytest
 
 from atroposlib.envs.answer_formats import FORMATS
 from atroposlib.errors import ConfigError
-from tests.environments.helpers_environments import load
+from tests.environments.helpers_environments import load, restore
 
 formats = load("answer_format_environment.answer_format_environment")
 
@@ -46,43 +46,37 @@ async def test_the_success_of_every_format_survives_a_restart(started: Any, tmp_
     env.shape_group(formats.Item("?", "yaml"), {"scores": [1.0] * 4})  # too few for a rate
     env.shape_group(formats.Item("?", "json"), {"scores": [0.0] * 4})
     env.shape_group(formats.Item("?", "json"), {"scores": [1.0] * 5 + [0.0] * 3})
-    env.checkpoint_dir = str(tmp_path)
-    env.save_checkpoint(1)
-    resumed = await started(**settings)
-    resumed.checkpoint_dir, resumed.curr_step = str(tmp_path), 1
-    resumed.load_checkpoint()
-    metrics = resumed.train_metrics()
-    assert {name: metrics[name] for name in RESUMED} == RESUMED
-
-
-RESUMED = {
-    "balance/min_successful_groups": 0,
-    "balance/max_successful_groups": 1,
-    "balance/avg_successful_groups": 0.5,
-    "balance/completion_percentage": 50.0,
-    "balance/formats_25pct_progress": 1,
-    "formats/total_attempts": 16,
-    "formats/total_successes": 9,
-    "formats/overall_success_rate": 9 / 16,
-    "formats/num_formats_tested": 1,
-    "formats/high_performing_count": 0,
-    "formats/medium_performing_count": 0,
-    "formats/low_performing_count": 1,
-    "formats/avg_success_rate": 5 / 12,
-    "formats/best_success_rate": 5 / 12,
-    "formats/worst_success_rate": 5 / 12,
-    "groups/total_processed": 3,
-    "groups/successful": 2,
-    "groups/failed": 1,
-    "groups/success_rate": pytest.approx(2 / 3),
-    "groups/avg_score_overall": 9 / 16,
-    "groups/avg_score_recent": pytest.approx((1 + 5 / 8) / 3),
-    "groups/best_score_recent": 1.0,
-    "groups/worst_score_recent": 0.0,
-    "distribution/most_used_format_pct": pytest.approx(200 / 3),
-    "distribution/least_used_format_pct": pytest.approx(100 / 3),
-    "distribution/usage_ratio": 2.0,
-}
+    resumed = restore(env, await started(**settings), tmp_path)
+    assert resumed.train_metrics() == {
+        "balance/min_successful_groups": 0,
+        "balance/max_successful_groups": 1,
+        "balance/avg_successful_groups": 0.5,
+        "balance/completion_percentage": 50.0,
+        "balance/formats_completed": 1,
+        "balance/formats_total": 2,
+        **{f"balance/formats_{percent}pct_progress": 1 for percent in (25, 50, 75)},
+        "formats/total_attempts": 16,
+        "formats/total_successes": 9,
+        "formats/overall_success_rate": 9 / 16,
+        "formats/num_formats_tested": 1,
+        "formats/high_performing_count": 0,
+        "formats/medium_performing_count": 0,
+        "formats/low_performing_count": 1,
+        "formats/avg_success_rate": 5 / 12,
+        "formats/best_success_rate": 5 / 12,
+        "formats/worst_success_rate": 5 / 12,
+        "groups/total_processed": 3,
+        "groups/successful": 2,
+        "groups/failed": 1,
+        "groups/success_rate": pytest.approx(2 / 3),
+        "groups/avg_score_overall": 9 / 16,
+        "groups/avg_score_recent": pytest.approx((1 + 5 / 8) / 3),
+        "groups/best_score_recent": 1.0,
+        "groups/worst_score_recent": 0.0,
+        "distribution/most_used_format_pct": pytest.approx(200 / 3),
+        "distribution/least_used_format_pct": pytest.approx(100 / 3),
+        "distribution/usage_ratio": 2.0,
+    }
 
 
 async def test_an_unknown_format_is_refused(started: Any) -> None:

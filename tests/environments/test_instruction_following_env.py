@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.environments.helpers_environments import load
+from tests.environments.helpers_environments import load, restore
 
 following = load("instruction_following_algorithm_environment")
 
@@ -71,23 +71,19 @@ async def test_a_checkpoint_keeps_unsolved_instructions_also_those_in_flight(
     started: Any, tmp_path: Path
 ) -> None:
     env = await started("")
-    env.checkpoint_dir = str(tmp_path)
     in_flight = await env.get_next_item()
     solved = await env.get_next_item()
     group = {"scores": [1.0, 1.0]}
     assert env.shape_group(solved, group) is None
     env.in_flight.remove(solved.key)
-    env.save_checkpoint(1)
+    restarted = restore(env, await started(""), tmp_path)
+    assert restarted.solved_items == [solved.key]
+    assert (await restarted.get_next_item()).key == in_flight.key
 
     unsolved = only_file(tmp_path, following.UNSOLVED_FILE)
     resumed = await started("", resume_from_unsolved_dataset=unsolved)
     assert resumed.instructions.keys() == env.instructions.keys() - {solved.key}
     assert resumed.eval_rows == env.eval_rows
-    restarted = await started("")
-    restarted.checkpoint_dir, restarted.curr_step = str(tmp_path), 1
-    restarted.load_checkpoint()
-    assert restarted.solved_items == [solved.key]
-    assert (await restarted.get_next_item()).key == in_flight.key
 
 
 async def test_a_checkpoint_of_other_rows_keeps_those_that_are_still_there(
@@ -101,11 +97,7 @@ async def test_a_checkpoint_of_other_rows_keeps_those_that_are_still_there(
         return await started("", dataset_path=str(path), num_eval_rows=0)
 
     env = await started_with(functions[:2])
-    env.checkpoint_dir = str(tmp_path / "checkpoints")
-    env.save_checkpoint(1)
-    resumed = await started_with(functions[1:])
-    resumed.checkpoint_dir, resumed.curr_step = env.checkpoint_dir, 1
-    resumed.load_checkpoint()
+    resumed = restore(env, await started_with(functions[1:]), tmp_path / "checkpoints")
     asked = [(await resumed.get_next_item()).function for _ in range(2)]
     assert asked == functions[1:]
     resumed.save_checkpoint(2)

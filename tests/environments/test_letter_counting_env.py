@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.environments.helpers_environments import load, logged
+from tests.environments.helpers_environments import load, logged, restore
 
 counting = load("letter_counting_environment.letter_counting_environment")
 
@@ -75,14 +75,12 @@ async def test_format_errors_of_training_are_counted_and_those_of_evaluation_are
     }
 
 
-async def test_what_was_asked_is_counted_and_saved(started: Any, tmp_path: Path) -> None:
+async def test_the_level_and_what_was_asked_survive_a_restart(started: Any, tmp_path: Path) -> None:
     env = await started()
-    env.checkpoint_dir = str(tmp_path)
     asked = [await env.get_next_item() for _ in range(5)]
-    env.save_checkpoint(1)
-    resumed = await started()
-    resumed.checkpoint_dir, resumed.curr_step = str(tmp_path), 1
-    resumed.load_checkpoint()
+    env.level = 2
+    resumed = restore(env, await started(), tmp_path)
+    assert resumed.level == 2
     asked.append(await resumed.get_next_item())
     metrics = resumed.train_metrics()
     lengths = [len(question.text) for question in asked]
@@ -99,7 +97,7 @@ async def test_what_was_asked_is_counted_and_saved(started: Any, tmp_path: Path)
     assert metrics["stats/least_common_letter_count"] == min(filter(None, counts))
 
 
-async def test_the_level_follows_the_success_and_is_saved(started: Any, tmp_path: Path) -> None:
+async def test_the_level_follows_the_success(started: Any) -> None:
     env = await started(difficulty_window_size=20)
     for score, level in [(1.0, 4), (0.1, 3), (0.5, 3)]:
         for _ in range(10):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from atroposlib.errors import ConfigError
-from tests.environments.helpers_environments import load
+from tests.environments.helpers_environments import load, restore
 
 gym = load("reasoning_gym_environment.reasoning_gym_environment")
 
@@ -83,11 +83,7 @@ async def test_the_curriculum_follows_the_success_and_is_saved(
     for _ in range(3):
         env.shape_group(puzzle, {"scores": [1.0, 1.0], "masks": [[1], [1]]})
     assert env.complexity("gcd", random.Random(0)) == pytest.approx(0.4)
-    env.checkpoint_dir = str(tmp_path)
-    env.save_checkpoint(1)
-    resumed = await started(complexity_mode="curriculum")
-    resumed.checkpoint_dir, resumed.curr_step = str(tmp_path), 1
-    resumed.load_checkpoint()
+    resumed = restore(env, await started(complexity_mode="curriculum"), tmp_path)
     assert resumed.complexity("gcd", random.Random(0)) == pytest.approx(0.4)
     assert resumed.num_items == env.num_items
 

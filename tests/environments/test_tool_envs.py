@@ -376,8 +376,9 @@ async def test_a_query_is_judged_by_its_result(made: Any, query: str, score: flo
     assert await env.score(row, f"<think>a</think> \\boxed{{{query}}}") == score
     assert await env.score(row, f"\\boxed{{{query}}}") == -1.0
     assert await env.score(row, f"<think>a</think> \\boxed{{{query}}} \\boxed{{{query}}}") == -1.0
-    nothing = row._replace(query='SELECT "Name" FROM data WHERE "No. of pieces" = 7')
-    assert await env.score(nothing, f"<think>a</think> \\boxed{{{query}}}") is None
+    for found in ('"Name"', 'max("No. of pieces")'):  # no row, and NULL
+        nothing = row._replace(query=f'SELECT {found} FROM data WHERE "No. of pieces" = 7')
+        assert await env.score(nothing, f"<think>a</think> \\boxed{{{query}}}") is None
 
 
 def test_a_query_that_never_ends_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -465,13 +466,6 @@ async def test_research_searches_reads_and_answers(started: Any) -> None:
     assert page == row.pages[title]
     assert missing == "Error: there is no page '?'; search for it"
     assert rollout.outcome == pytest.approx(0.5 + 0.5 * 2 / 3)
-
-
-async def test_a_question_whose_recorded_result_is_null_has_no_score(made: Any) -> None:
-    env = made(sql.SQLQueryEnv)
-    nothing = 'SELECT max("No. of pieces") FROM data WHERE "No. of pieces" > 9999'
-    row = sql.Question("How many?", *TABLE, nothing)
-    assert await env.score(row, f"<think>a</think> \\boxed{{{nothing}}}") is None
 
 
 def test_space_around_an_expected_answer_does_not_count(made: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from atroposlib.envs.rows import sample_path
+from atroposlib.envs.word_games import Word
 from tests.environments.helpers_environments import load
 
 wordle = load("game_environments.wordle")
@@ -40,24 +41,34 @@ def guess(text: str) -> str:
     return f"<think>Perhaps.</think><guess>{text}</guess>"
 
 
-WORDLE_SCORES: list[tuple[list[str], float]] = [
-    ([guess("crepe")], 1.0),
-    ([guess("CREPE")], 1.0),
-    ([guess("eerie"), guess("crepe")], 0.9),
-    ([*map(guess, ("eerie", "trace", "apple", "paper", "chess", "crepe"))], 0.5),
-    ([guess("crane")], 0.2 * 3 / 5),
-    (["", guess("crepe")], 0.9),
-    ([guess("creeps")], 0.0),
-    (["crepe"], 0.0),
-    (["<guess>eerie</guess><guess>crepe</guess>"], 0.0),
-    (["<think><guess>crepe</guess></think>"], 0.0),
+WORDLE, HANGMAN = (wordle.WordleEnv, "crepe"), (hangman.HangmanEnv, "apple")
+SCORES: list[tuple[tuple[Any, str], list[str], float]] = [
+    (WORDLE, [guess("crepe")], 1.0),
+    (WORDLE, [guess("CREPE")], 1.0),
+    (WORDLE, [guess("eerie"), guess("crepe")], 0.9),
+    (WORDLE, [*map(guess, ("eerie", "trace", "apple", "paper", "chess", "crepe"))], 0.5),
+    (WORDLE, [guess("crane")], 0.2 * 3 / 5),
+    (WORDLE, ["", guess("crepe")], 0.9),
+    (WORDLE, [guess("creeps")], 0.0),
+    (WORDLE, ["crepe"], 0.0),
+    (WORDLE, ["<guess>eerie</guess><guess>crepe</guess>"], 0.0),
+    (WORDLE, ["<think><guess>crepe</guess></think>"], 0.0),
+    (HANGMAN, [guess("apple")], 1.0),
+    (HANGMAN, [*map(guess, "aple")], 1.0),
+    (HANGMAN, [guess("z"), guess("pears"), "", guess("apple")], 0.7),
+    (HANGMAN, [guess("p")], 0.2 * 2 / 5),
+    (HANGMAN, [guess("z")], 0.0),
+    (HANGMAN, [guess("abcdefghijklmnopqrstuvwxyz")], 0.0),
+    (HANGMAN, ["apple"], 0.0),
 ]
 
 
-@pytest.mark.parametrize(("answers", "expected"), WORDLE_SCORES)
-async def test_wordle_scores(score: Any, answers: list[str], expected: float) -> None:
-    row = wordle.Word("crepe", "")
-    assert await score(wordle.WordleEnv, row, answers) == pytest.approx(expected)
+@pytest.mark.parametrize(("game", "answers", "expected"), SCORES)
+async def test_guesses_earn_their_score(
+    score: Any, game: tuple[Any, str], answers: list[str], expected: float
+) -> None:
+    env_cls, word = game
+    assert await score(env_cls, Word(word, ""), answers) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -89,29 +100,10 @@ async def test_a_player_who_uses_the_marks_finds_every_word(score: Any) -> None:
         return guess(left[0])
 
     for word in candidates:
-        assert await score(wordle.WordleEnv, wordle.Word(word, ""), play) >= 0.5
+        assert await score(wordle.WordleEnv, Word(word, ""), play) >= 0.5
 
 
-HANGMAN_SCORES: list[tuple[list[str], float]] = [
-    ([guess("apple")], 1.0),
-    ([*map(guess, "aple")], 1.0),
-    ([guess("z"), guess("pears"), "", guess("apple")], 0.7),
-    ([guess("p")], 0.2 * 2 / 5),
-    ([guess("z")], 0.0),
-    ([guess("abcdefghijklmnopqrstuvwxyz")], 0.0),
-    (["apple"], 0.0),
-]
-
-
-@pytest.mark.parametrize(("answers", "expected"), HANGMAN_SCORES)
-async def test_hangman_scores(score: Any, answers: list[str], expected: float) -> None:
-    row = hangman.Word("apple", "")
-    assert await score(hangman.HangmanEnv, row, answers) == pytest.approx(expected)
-
-
-PUZZLE = crosswords.make_puzzle(
-    random.Random(0), [crosswords.Word(w, w[::-1]) for w in sorted(words)], 4
-)
+PUZZLE = crosswords.make_puzzle(random.Random(0), [Word(w, w[::-1]) for w in sorted(words)], 4)
 LINES = [f"{entry.label}: {entry.word.upper()}" for entry in PUZZLE]
 WRONG = [f"{entry.label}: {'x' * len(entry.word)}" for entry in PUZZLE]
 
@@ -136,7 +128,7 @@ async def test_crossword_scores(score: Any, answers: list[str], expected: float)
 
 
 def test_entries_cross_in_one_grid_and_touch_nowhere_else() -> None:
-    choice = [crosswords.Word(word, "") for word in sorted(words)]
+    choice = [Word(word, "") for word in sorted(words)]
     for seed in range(50):
         entries = crosswords.make_puzzle(random.Random(seed), choice, 6)
         grid: dict[Any, str] = {}

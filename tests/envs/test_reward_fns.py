@@ -272,44 +272,90 @@ def test_combined_is_made_from_names_and_configurations() -> None:
         CombinedReward([], normalization="softmax")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("text", "config", "expected"),
-    [
-        ("<think>x</think>", {}, 1.0),
-        ("<THINK>x</THINK>", {}, 1.0),
+FILLER = "some words so that the text is long enough to count"
+PLAIN = "The cat sat on a mat near our door. Later it went off to sleep in some warm place."
+SAME_BEGINNINGS = "We saw a big dog here. We saw an old car there. We saw some men at work now."
+VALUES: dict[type[RewardFunction], list[tuple[Any, ...]]] = {
+    FormatReward: [
+        ("<think>x</think>", 1.0),
+        ("<THINK>x</THINK>", 1.0),
         ("<THINK>x</THINK>", {"case_sensitive": True}, 0.0),
-        ("<think>x", {}, 0.0),
+        ("<think>x", 0.0),
         ("<think>x</think>", {"require_all_tags": True}, 0.0),
         ("<think>x\n</think><answer>1</answer>", {"require_all_tags": True}, 1.0),
         ("<a.b>x</a.b>", {"preferred_tags": ["a.b"]}, 1.0),
         ("<axb>x</axb>", {"preferred_tags": ["a.b"]}, 0.0),
     ],
-)
-def test_format_wants_tags(text: str, config: dict[str, Any], expected: float) -> None:
-    assert FormatReward(**config)([text]) == [expected]
-    assert format_reward([text], **config) == [expected]
+    FormatReasoningReward: [
+        ("<think>x</think>y", 0.5),
+        ("<think>x</think>y", {"reward_value": 2.0}, 2.0),
+        ("<think> </think>y", 0.0),
+        ("<think>x</think> ", 0.0),
+        ("<think>x</think> ", {"require_response": False}, 0.5),
+        ("y", 0.0),
+        ("y", {"require_thinking": False}, 0.5),
+        ("<think>x</think>y<think>z</think>w", 0.0),
+        ("<think>x</think>y<think>z</think>w", {"allow_multiple_thinking": True}, 0.5),
+        ("<think>x</think>y</think>z", {"allow_multiple_thinking": True}, 0.0),
+        ("<think>x</think>y<think>", 0.0),
+    ],
+    CrosswordFormatReward: [
+        ("1-Across: WORD\n2-Down: CAT", 1.0),
+        ("1-Across: WoRD", 0.0),
+        ("1-Across: WoRD", {"penalize_invalid_chars": False}, 1.0),
+        ("1-Across: WORD, 2-Down: C4T", 0.0),
+        ("the answer is WORD", 0.0),
+        ("A1=CAT", {"format_patterns": [r"A\d=(\w+)"], "reward_value": 2.0}, 2.0),
+        ("A1=12", {"format_patterns": [r"A\d=(\w+)"], "valid_chars": "123"}, 1.0),
+    ],
+    ReasoningStepsReward: [
+        ("too short", 0.0),
+        ("these are ten words and not one more of them", 0.0),
+        (FILLER, 0.1),
+        (f"Step 1 {FILLER}", 0.1 + 0.5 / 3),
+        (f"1. a\n2. b\n3. c\n4. d\n{FILLER}", 0.1 + 0.5),
+        (f"- a\n* b\n\u2022 c\n{FILLER}", 0.1 + 0.4),
+        (f"Step 1 Step 2 Step 3\n1. a\n2. b\n3. c\n{FILLER}", 1.0),
+        # Short texts earn their patterns, only not the base score.
+        ("Step 1: a\nstep 2:b\nSTEP 3 c", 0.5),
+        ("Step 1, Step 2. Step 3", 0.0),
+        ("1) a\n2) b\n+ c", 0.0),
+        ("I'll first compute it. After that, let's begin", 0.3),
+        ("To solve this, begin by reading; in conclusion, stop", 0.3),
+        ("fourth fifth lastly", 0.3),
+        ("initially eventually subsequently afterward to begin understand analyze apply", 0.3),
+        ("Therefore x, because y, thus z, hence w, consequently v", 0.0),
+    ],
+    RepetitionPenaltyReward: [
+        ("", -0.1),
+        ("one sentence of ten words is still only one sentence", -0.1),
+        (PLAIN, 0.0),
+        # One of four sentences is said again.
+        (f"{PLAIN} It rains now. it rains, NOW!", -0.6 - 0.4 / 4),
+        ("go on. " * 10, -0.6 - 0.4 * 9 / 10),
+        # 4 of 20 words follow themselves (share 4/19), and 4 of 18 phrases are repeats.
+        ("a b c d e f g h i j. k l m n o p p p p p.", -(0.6 * 4 / 19 + 0.4 * 2 / 18)),
+        # Two of three sentences begin like the first; no other share is above the threshold.
+        (SAME_BEGINNINGS, -(0.5 * 2 / 3)),
+    ],
+}
+"""Texts with their values by reward; with settings between them if these are not the defaults."""
 
 
 @pytest.mark.parametrize(
-    ("text", "config", "expected"),
+    ("reward", "text", "settings", "expected"),
     [
-        ("<think>x</think>y", {}, 0.5),
-        ("<think>x</think>y", {"reward_value": 2.0}, 2.0),
-        ("<think> </think>y", {}, 0.0),
-        ("<think>x</think> ", {}, 0.0),
-        ("<think>x</think> ", {"require_response": False}, 0.5),
-        ("y", {}, 0.0),
-        ("y", {"require_thinking": False}, 0.5),
-        ("<think>x</think>y<think>z</think>w", {}, 0.0),
-        ("<think>x</think>y<think>z</think>w", {"allow_multiple_thinking": True}, 0.5),
-        ("<think>x</think>y</think>z", {"allow_multiple_thinking": True}, 0.0),
-        ("<think>x</think>y<think>", {}, 0.0),
+        (reward, text, *settings, expected) if settings else (reward, text, {}, expected)
+        for reward, rows in VALUES.items()
+        for text, *settings, expected in rows
     ],
 )
-def test_format_reasoning_wants_one_block_and_a_response(
-    text: str, config: dict[str, Any], expected: float
+def test_a_text_has_its_value(
+    reward: type[RewardFunction], text: str, settings: dict[str, Any], expected: float
 ) -> None:
-    assert FormatReasoningReward(**config)([text]) == [expected]
+    assert reward(**settings)([text]) == [pytest.approx(expected)]
+    if reward is FormatReward:
+        assert format_reward([text], **settings) == [expected]
 
 
 @pytest.mark.parametrize(
@@ -339,52 +385,6 @@ def test_r1_is_the_weighted_sum_of_form_and_accuracy() -> None:
     assert r1_reward(texts, solution="four", format_weight=0.0) == [1.0, 1.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize(
-    ("text", "config", "expected"),
-    [
-        ("1-Across: WORD\n2-Down: CAT", {}, 1.0),
-        ("1-Across: WoRD", {}, 0.0),
-        ("1-Across: WoRD", {"penalize_invalid_chars": False}, 1.0),
-        ("1-Across: WORD, 2-Down: C4T", {}, 0.0),
-        ("the answer is WORD", {}, 0.0),
-        ("A1=CAT", {"format_patterns": [r"A\d=(\w+)"], "reward_value": 2.0}, 2.0),
-        ("A1=12", {"format_patterns": [r"A\d=(\w+)"], "valid_chars": "123"}, 1.0),
-    ],
-)
-def test_crossword_answers_use_valid_characters(
-    text: str, config: dict[str, Any], expected: float
-) -> None:
-    assert CrosswordFormatReward(**config)([text]) == [expected]
-
-
-FILLER = "some words so that the text is long enough to count"
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("too short", 0.0),
-        ("these are ten words and not one more of them", 0.0),
-        (FILLER, 0.1),
-        (f"Step 1 {FILLER}", 0.1 + 0.5 / 3),
-        (f"1. a\n2. b\n3. c\n4. d\n{FILLER}", 0.1 + 0.5),
-        (f"- a\n* b\n\u2022 c\n{FILLER}", 0.1 + 0.4),
-        (f"Step 1 Step 2 Step 3\n1. a\n2. b\n3. c\n{FILLER}", 1.0),
-        # Short texts earn their patterns, only not the base score.
-        ("Step 1: a\nstep 2:b\nSTEP 3 c", 0.5),
-        ("Step 1, Step 2. Step 3", 0.0),
-        ("1) a\n2) b\n+ c", 0.0),
-        ("I'll first compute it. After that, let's begin", 0.3),
-        ("To solve this, begin by reading; in conclusion, stop", 0.3),
-        ("fourth fifth lastly", 0.3),
-        ("initially eventually subsequently afterward to begin understand analyze apply", 0.3),
-        ("Therefore x, because y, thus z, hence w, consequently v", 0.0),
-    ],
-)
-def test_reasoning_steps_are_counted_as_in_the_original(text: str, expected: float) -> None:
-    assert ReasoningStepsReward()([text]) == [pytest.approx(expected)]
-
-
 def test_pattern_weights_have_the_originals_names(caplog: pytest.LogCaptureFixture) -> None:
     weights = {"numbered_steps": 0.1, "list_numbers": 0.2, "bullet_points": 0.25}
     reward = ReasoningStepsReward(
@@ -394,29 +394,6 @@ def test_pattern_weights_have_the_originals_names(caplog: pytest.LogCaptureFixtu
     assert not caplog.records
     assert ReasoningStepsReward(pattern_weights={"bullets": 9.0})(["- a\n- b\n- c"]) == [0.4]
     assert "'bullets' have no effect; the names are numbered_steps, list_numbers" in caplog.text
-
-
-SAME_BEGINNINGS = "We saw a big dog here. We saw an old car there. We saw some men at work now."
-PLAIN = "The cat sat on a mat near our door. Later it went off to sleep in some warm place."
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("", -0.1),
-        ("one sentence of ten words is still only one sentence", -0.1),
-        (PLAIN, 0.0),
-        # One of four sentences is said again.
-        (f"{PLAIN} It rains now. it rains, NOW!", -0.6 - 0.4 / 4),
-        ("go on. " * 10, -0.6 - 0.4 * 9 / 10),
-        # 4 of 20 words follow themselves (share 4/19), and 4 of 18 phrases are repeats.
-        ("a b c d e f g h i j. k l m n o p p p p p.", -(0.6 * 4 / 19 + 0.4 * 2 / 18)),
-        # Two of three sentences begin like the first; no other share is above the threshold.
-        (SAME_BEGINNINGS, -(0.5 * 2 / 3)),
-    ],
-)
-def test_repetition_costs_what_is_repeated(text: str, expected: float) -> None:
-    assert RepetitionPenaltyReward()([text]) == [pytest.approx(expected)]
 
 
 def test_repetition_below_the_threshold_costs_nothing() -> None:

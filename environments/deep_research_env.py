@@ -30,7 +30,7 @@ from atroposlib.envs.tool_env import ToolEnv, ToolEnvConfig, ToolFailure, tool_f
 
 ANSWER_SCORE = 0.5
 """Score of a right answer without citations; the rest is for these."""
-_CITATION = re.compile(r"\[\[(.+?)\]\]")
+_CITATION = re.compile(r"\[\[((?:(?!\[\[).)+?)\]\]")
 
 
 class Topic(NamedTuple):

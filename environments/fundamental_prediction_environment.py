@@ -24,7 +24,7 @@ from atroposlib.envs.lengths import num_trained
 from atroposlib.envs.rows import HubRows
 
 PREDICTION = re.compile(
-    r"^[\s*]*The (.+?) will be:?[\s*]*(maintained|raised|reduced)[\s*]*,?[\s*]*"
+    r"^[ \t*]*The (.+?) will be:?[\s*]*(maintained|raised|reduced)[\s*]*,?[\s*]*"
     r"([+-]?\d+(?:\.\d+)?)[\s*]*%",
     re.IGNORECASE | re.MULTILINE,
 )

@@ -31,11 +31,11 @@ COMPLETION_BONUS = 0.5
 APOLOGY = re.compile(
     r"\b(?:sorry|apologi[sz]e|apologies|unfortunately|unable|cannot|can't)\b", re.I
 )
-REQUEST = re.compile(
-    r"\b(?:please|could you|can you)\b.*\b(?:provide|specify|share|tell|clarify)\b"
-    r"|\bneed\b.*\b(?:information|details)\b",
-    re.I | re.S,
-)
+REQUESTS = [
+    (r"\b(?:please|could you|can you)\b", r"\b(?:provide|specify|share|tell|clarify)\b"),
+    (r"\bneed\b", r"\b(?:information|details)\b"),
+]
+"""Words of a request for information: one, and anywhere after it another."""
 RELEVANCE_BONUS = 0.1
 
 
@@ -83,7 +83,11 @@ def relevance_score(reply: str) -> float:
     (1.1, -1.0)
     """
     reply = reply.rpartition("</think>")[2]
-    num_found = sum(pattern.search(reply) is not None for pattern in (APOLOGY, REQUEST))
+    asks = False
+    for first, second in REQUESTS:  # from the first one on: one regex with .* takes quadratic time
+        found = re.search(first, reply, re.I)
+        asks |= found is not None and re.search(second, reply[found.end() :], re.I) is not None
+    num_found = asks + (APOLOGY.search(reply) is not None)
     return 1.0 + RELEVANCE_BONUS * num_found if num_found else -1.0
 
 

@@ -25,9 +25,10 @@ class ChoiceQuestion(NamedTuple):
     subject: str = "none"
 
 
-_LEAD_IN = r"\b(?:(?:the|best|correct|final)\s+)+answer(?:\s+is)?\s*:?\s*"
+# Bounded and possessive repeats: a text that repeats "the" or spaces must not take quadratic time.
+_LEAD_IN = r"\b(?:(?:the|best|correct|final)\s+){1,4}answer(?:\s+is)?\s*+:?\s*+"
 _LETTER = re.compile(
-    rf"(?i:{_LEAD_IN})\**\s*\(?([A-Z])\b|\\boxed\{{\s*(?:\\text\{{)?\s*\(?([A-Z])\b"
+    rf"(?i:{_LEAD_IN})\**\s*\(?([A-Z])\b|\\boxed\{{\s*+(?:\\text\{{)?\s*+\(?([A-Z])\b"
 )
 
 

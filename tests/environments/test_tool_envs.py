@@ -18,6 +18,7 @@ from atroposlib.scored_data import Strictness, check_group
 from atroposlib.utils.local_server import serve_locally
 from tests.environments.helpers_environments import load
 
+fundamentals = load("fundamental_prediction_environment")
 mcp_env = load("mcp_env")
 tool_calling = load("tool_calling_server")
 interleaved = load("tool_use_interleaved_thinking")
@@ -473,3 +474,9 @@ def test_space_around_an_expected_answer_does_not_count(made: Any) -> None:
     call = {"tool_name": "stock", "arguments": {"fruit": "pear"}}
     row = {"user_prompt_text": "?", "expected_mcp_call": call, "answer": " 18\n"}
     assert env.parse_row(row) == TASK
+
+
+def test_a_text_that_repeats_itself_takes_no_quadratic_time() -> None:
+    assert multiturn.relevance_score("please " * 50_000) == -1.0
+    assert research.research_score(TOPIC, GOOD + "[[" * 100_000, set()) == 0.5
+    assert fundamentals.PREDICTION.findall("\n" * 200_000) == []

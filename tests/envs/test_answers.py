@@ -81,3 +81,10 @@ def test_the_longest_option_that_is_stated_is_the_choice(
     stated: str, options: list[str], letter: str | None
 ) -> None:
     assert only_choice(f"The best answer is: {stated}", options) == letter
+
+
+@pytest.mark.parametrize(
+    "text", ["The " * 50_000, "The answer is" + " " * 100_000 + "?", "\\boxed{" + " " * 100_000]
+)
+def test_a_text_that_repeats_itself_takes_no_quadratic_time(text: str) -> None:
+    assert only_choice(text, COLOURS) is None

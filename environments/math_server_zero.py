@@ -12,11 +12,11 @@ Needs: extras datasets, math.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from pydantic import Field
 
+from atroposlib.envs.answers import all_tagged
 from atroposlib.envs.dataset_env import Outcome, Rollout, Split
 from atroposlib.envs.math_env import Problem, VerifiedMathConfig, VerifiedMathEnv
 from atroposlib.envs.rows import HubRows
@@ -107,7 +107,7 @@ class MathZeroEnv(VerifiedMathEnv):
 
     async def score(self, row: Problem, answer: str) -> Outcome:
         """Return 1 if the box in the last answer block is right, else -1."""
-        blocks = re.findall(r"<answer>(.*?)</answer>", answer, re.DOTALL)
+        blocks = all_tagged(answer, "answer")
         return await self.verify(row, blocks[-1] if blocks else "")
 
 

@@ -321,7 +321,7 @@ def action_of(answer: str, schema: dict[str, Any]) -> dict[str, Any]:
         raise ValueError("the answer has no action, or several, in <action> </action> tags")
     try:
         action = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         action, fault = text, str(error)
     else:
         fault = "it is not an object"

@@ -128,14 +128,24 @@ def solution_of(text: str) -> str:
     return "" if "<think>" in said else said
 
 
+def all_tagged(text: str, tag: str) -> list[str]:
+    """Return what each `<tag>...</tag>` contains, stripped; takes linear time, unlike a regex with `.*?`.
+
+    >>> all_tagged("<a>1</a> or <a>2</A> or <a>3", "a")
+    ['1', '2']
+    """
+    closed = re.split(f"</{tag}>", text, flags=re.IGNORECASE)[:-1]
+    opened = [re.split(f"<{tag}>", each, maxsplit=1, flags=re.IGNORECASE) for each in closed]
+    return [found.strip() for _, *inside in opened for found in inside]
+
+
 def read_tag(text: str, tag: str) -> str | None:
     """Return what every `<tag>...</tag>` that is not empty contains; None without one, or if two differ.
 
     >>> read_tag("<answer> 3 </answer> ... <answer>3</answer>", "answer")
     '3'
     """
-    found = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.IGNORECASE | re.DOTALL)
-    stated = {each.strip() for each in found} - {""}
+    stated = {*all_tagged(text, tag)} - {""}
     return stated.pop() if len(stated) == 1 else None
 
 

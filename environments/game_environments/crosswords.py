@@ -30,7 +30,9 @@ NUM_WORDS_TRIED = 60
 Cells: TypeAlias = tuple[tuple[int, int], ...]
 """Row and column of each letter of a word."""
 STEPS = {"across": (0, 1), "down": (1, 0)}
-LINE = re.compile(r"^\W*(\d+)\W*(across|down)\W+([a-z]+)\W*$", re.IGNORECASE | re.MULTILINE)
+LINE = re.compile(
+    r"^[^\w\n]*(\d+)[^\w\n]*(across|down)[^\w\n]+([a-z]+)[^\w\n]*$", re.IGNORECASE | re.MULTILINE
+)
 
 
 class Entry(NamedTuple):

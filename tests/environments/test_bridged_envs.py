@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from atroposlib.environments.openenv_env import OpenEnvEnv
+from atroposlib.environments.openenv_env import OpenEnvEnv, action_of
 from atroposlib.environments.verifiers_env import VerifiersV1Env
 from atroposlib.environments.verifiers_server import VerifiersEnv
 from fastapi import FastAPI, WebSocket
@@ -211,3 +211,8 @@ async def test_an_exception_of_an_openenv_environment_is_no_score(
 async def test_an_absent_openenv_server_is_an_error(started: Any) -> None:
     with pytest.raises(EnvError, match="127.0.0.1:9"):
         await started(OpenEnvEnv, count_on, url="http://127.0.0.1:9")
+
+
+def test_an_action_that_is_nested_too_deeply_is_a_fault_of_the_answer() -> None:
+    with pytest.raises(ValueError, match="not valid JSON"):
+        action_of(f"<action>{'[' * 100_000}</action>", {})

@@ -150,3 +150,7 @@ async def test_the_words_of_evaluation_are_not_in_training(started: Any) -> None
     assert len(train) > 10
     assert len(held_out) > 1
     assert not train & held_out
+
+
+def test_lines_that_repeat_themselves_take_no_quadratic_time() -> None:
+    assert crosswords.answers_in(answered(["```"] * 100_000)) == {}

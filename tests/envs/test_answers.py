@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from atroposlib.envs.answers import after_thinking_once, only_choice, only_tagged
+from atroposlib.envs.answers import after_thinking_once, only_choice, only_tagged, read_tag
 
 COLOURS = ["red", "blue", "a reddish blue", "none of these"]
 
@@ -88,3 +88,4 @@ def test_the_longest_option_that_is_stated_is_the_choice(
 )
 def test_a_text_that_repeats_itself_takes_no_quadratic_time(text: str) -> None:
     assert only_choice(text, COLOURS) is None
+    assert read_tag("<answer>" * len(text), "answer") is None

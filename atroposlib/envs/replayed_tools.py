@@ -149,9 +149,9 @@ class ReplayedToolsEnv(MultiTurnEnv):
             is_text = bool(solution) and _TOOL_TAG.search(solution) is None
             return "valid" if is_text else "unparsable"
         calls = parse_hermes_calls(solution)
-        if not calls or _CALL.sub("", solution).strip():
+        if not calls or not all(isinstance(call, ToolCall) for call in calls):
             return "unparsable"
-        if not all(isinstance(call, ToolCall) for call in calls):
+        if _CALL.sub("", solution).strip():
             return "unparsable"
         is_same = len(calls) == len(turn.calls) and all(map(call_matches, calls, turn.calls))
         return "valid" if is_same else "mismatch"

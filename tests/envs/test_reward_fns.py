@@ -385,6 +385,21 @@ def test_r1_is_the_weighted_sum_of_form_and_accuracy() -> None:
     assert r1_reward(texts, solution="four", format_weight=0.0) == [1.0, 1.0, 0.0, 0.0]
 
 
+@pytest.mark.parametrize(
+    ("reward", "text"),
+    [
+        (FormatReward, "<think>" * 50_000),
+        (FormatReasoningReward, "<think>" * 50_000),
+        (CrosswordFormatReward, "1" * 200_000),
+        (ReasoningStepsReward, "\n" * 200_000),
+    ],
+)
+def test_a_text_that_repeats_itself_takes_no_quadratic_time(
+    reward: type[RewardFunction], text: str
+) -> None:
+    assert reward()([text]) == [0.0]
+
+
 def test_pattern_weights_have_the_originals_names(caplog: pytest.LogCaptureFixture) -> None:
     weights = {"numbered_steps": 0.1, "list_numbers": 0.2, "bullet_points": 0.25}
     reward = ReasoningStepsReward(

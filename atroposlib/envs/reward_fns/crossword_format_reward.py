@@ -10,7 +10,10 @@ from typing import Any
 from atroposlib.envs.reward_fns.registry import registry
 from atroposlib.envs.reward_fns.reward_function import RewardFunction
 
-DEFAULT_PATTERNS = (r"\d+-Across:[ \t]*([^\s,;]+)", r"\d+-Down:[ \t]*([^\s,;]+)")
+DEFAULT_PATTERNS = (
+    r"(?<!\d)\d+-Across:[ \t]*([^\s,;]+)",
+    r"(?<!\d)\d+-Down:[ \t]*([^\s,;]+)",
+)
 
 
 @registry.register(name="crossword_format")

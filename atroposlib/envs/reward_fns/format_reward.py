@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,16 +25,19 @@ class FormatReward(RewardFunction):
         self.preferred_tags = list(preferred_tags or ("think", "answer"))
         self.require_all_tags = require_all_tags
         self.case_sensitive = case_sensitive
-        flags = re.DOTALL if case_sensitive else re.DOTALL | re.IGNORECASE
-        self._patterns = [
-            re.compile(f"<{re.escape(tag)}>.*?</{re.escape(tag)}>", flags)
-            for tag in self.preferred_tags
-        ]
 
     def compute(self, completions: Sequence[Any], **kwargs: Any) -> list[float]:
         enough = all if self.require_all_tags else any
         texts = [self.get_content(completion) for completion in completions]
-        return [float(enough(p.search(text) is not None for p in self._patterns)) for text in texts]
+        return [
+            float(enough(self._has(text, tag) for tag in self.preferred_tags)) for text in texts
+        ]
+
+    def _has(self, text: str, tag: str) -> bool:
+        if not self.case_sensitive:
+            text, tag = text.lower(), tag.lower()
+        _, opened, rest = text.partition(f"<{tag}>")
+        return bool(opened) and f"</{tag}>" in rest
 
 
 def format_reward(

@@ -40,8 +40,11 @@ class FormatReasoningReward(RewardFunction):
         return [self.reward_value if self._is_well_formed(text) else 0.0 for text in texts]
 
     def _is_well_formed(self, text: str) -> bool:
+        num_blocks = text.count("<think>")
+        if num_blocks != text.count("</think>"):
+            return False
         blocks = _THINKING.findall(text)
-        if text.count("<think>") != len(blocks) or text.count("</think>") != len(blocks):
+        if num_blocks != len(blocks):
             return False
         if self.require_response and not after_thinking(text).strip():
             return False

@@ -24,8 +24,8 @@ _TRANSITIONS = (
 
 PATTERNS = {
     "numbered_steps": re.compile(r"step\s+\d+[\s:]", re.IGNORECASE),
-    "list_numbers": re.compile(r"^\s*\d+\.\s", re.MULTILINE),
-    "bullet_points": re.compile(r"^\s*[-*\u2022]\s", re.MULTILINE),
+    "list_numbers": re.compile(r"^[^\S\n]*\d+\.\s", re.MULTILINE),
+    "bullet_points": re.compile(r"^[^\S\n]*[-*\u2022]\s", re.MULTILINE),
     "transition_words": re.compile(rf"\b(?:{_TRANSITIONS})\b", re.IGNORECASE),
 }
 """`Step 1:`; `1. ` and `- ` at the start of a line; words that connect steps (the original's list)."""

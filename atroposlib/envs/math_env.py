@@ -10,18 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from atroposlib.envs.dataset_env import (
-    DatasetEnv,
-    DatasetEnvConfig,
-    Outcome,
-    Rollout,
-    Split,
-    number_of,
-)
+from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig, Outcome, Rollout, Split
 from atroposlib.envs.lengths import num_trained
 from atroposlib.envs.reward_fns.math_worker import is_equal
 from atroposlib.envs.reward_fns.reward_function import after_thinking
 from atroposlib.envs.rewards import RewardFailure
+from atroposlib.envs.rollouts import number_of
 from atroposlib.envs.rows import HubRows
 
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from atroposlib.environments.verifiers_env import BridgedConfig, BridgedEnv
 
+from atroposlib.envs.base import ScoredDataGroup
 from atroposlib.envs.dataset_env import Rollout, Split
 from atroposlib.errors import ConfigError
 
@@ -47,6 +48,12 @@ class VerifiersEnv(BridgedEnv):
     env_config_cls = VfEnvConfig
     config: VfEnvConfig
     script = "verifiers_old.py"
+    aliases = {
+        **BridgedEnv.aliases,
+        "metrics/avg_num_turns": "metrics/num_turns",
+        "metrics/groups_total": "train/groups",
+        "metrics/groups_with_identical_scores": "train/identical_groups",
+    }
     remedy = "; install verifiers==0.1.9.post2 in a virtual environment and give --env.python"
 
     def settings(self) -> dict[str, Any]:
@@ -63,6 +70,14 @@ class VerifiersEnv(BridgedEnv):
         """Run `n` rollouts, which the rubric may judge against each other."""
         GROUP.set(GroupOfRollouts(uuid.uuid4().hex, n))
         return await super().roll_out(row, n, split=split)
+
+    def shape_group(self, row: Any, group: ScoredDataGroup) -> ScoredDataGroup:
+        """Count the groups, and those of equal scores."""
+        is_identical = len(set(group["scores"])) == 1
+        self.counts["groups"] += 1
+        self.counts["identical_groups"] += is_identical
+        self.record("metrics/identical_score_rate", is_identical)
+        return group
 
     def call_arguments(self, row: dict[str, Any]) -> dict[str, Any]:
         """Add the group and the time limit."""

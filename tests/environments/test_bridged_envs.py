@@ -72,7 +72,13 @@ async def test_a_rollout_of_the_other_side_is_trained_with_its_reward(
     assert set(group["scores"]) == {0.0, 2.0}
     for text, score in zip(trained_texts(group), group["scores"], strict=True):
         assert (text == "3<eos>") == (score == 2.0)
-    assert (await logged(env))["metrics/given"] == num_more
+    metrics = await logged(env)
+    assert metrics["metrics/given"] == num_more
+    assert metrics["metrics/mean_reward"] == sum(group["scores"]) / 4
+    if base is VerifiersEnv:
+        assert metrics["metrics/groups_total"] == 1
+        assert metrics["metrics/groups_with_identical_scores"] == 0
+        assert metrics["metrics/identical_score_rate"] == 0.0
 
 
 async def test_a_rollout_that_fails_on_the_other_side_has_no_score(

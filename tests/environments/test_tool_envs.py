@@ -476,7 +476,10 @@ def test_space_around_an_expected_answer_does_not_count(made: Any) -> None:
     assert env.parse_row(row) == TASK
 
 
-def test_a_text_that_repeats_itself_takes_no_quadratic_time() -> None:
+def test_a_text_that_repeats_itself_takes_no_quadratic_time(made: Any) -> None:
+    env = made(multiturn.MultiTurnToolCallingEnv)
+    turn = env.parse_row({"conversations": DIALOGUE}).turns[0]
+    assert env.judge_turn(turn, "<tool_call>" * 50_000) == "unparsable"
     assert multiturn.relevance_score("please " * 50_000) == -1.0
     assert research.research_score(TOPIC, GOOD + "[[" * 100_000, set()) == 0.5
     assert fundamentals.PREDICTION.findall("\n" * 200_000) == []

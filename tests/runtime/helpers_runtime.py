@@ -9,9 +9,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, TypeVar
 
 import uvicorn
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
-from atroposlib.api.http.limits import HubLimits
 from atroposlib.api.run.coordinator import Coordinator
 from atroposlib.api.run.hub import DEFAULT_RUN, Hub
 from atroposlib.api.run.types import RunPolicy
@@ -22,6 +21,8 @@ from atroposlib.inference.harness import ByteTokenizer
 from atroposlib.runtime.serve import serve
 from atroposlib.runtime.timings import Timings
 from tests.processes import free_port
+
+_PAUSE = b"retry-after"
 
 FAST = Timings(
     tick_s=0.02,
@@ -125,7 +126,7 @@ class LoopbackHub:
         is_original: bool = False,
     ) -> None:
         self._hub = Hub(policy=RunPolicy(max_queued_sequences=max_queued_sequences))
-        self._app = create_app(self._hub, limits=HubLimits(retry_after_s=0))
+        self._app = create_app(self._hub)
         self._is_original = is_original
         """Take no notice of what the original does not know: our client's mark, query parameters."""
         self.calls: Counter[str] = Counter()
@@ -227,7 +228,15 @@ class LoopbackHub:
         if self._is_original:
             headers = [(name, value) for name, value in scope["headers"] if b"atropos" not in name]
             scope = {**scope, "headers": headers, "query_string": b""}
-        await self._app(scope, receive, send)
+
+        async def ask_for_no_pause(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                sent = [(name, value) for name, value in message["headers"] if name != _PAUSE]
+                paused = len(sent) < len(message["headers"])
+                message = {**message, "headers": sent + [(_PAUSE, b"0")] * paused}
+            await send(message)
+
+        await self._app(scope, receive, ask_for_no_pause)
 
 
 def produced(hub: LoopbackHub) -> int:

@@ -100,8 +100,9 @@ class Rescored:
         )
         if self.unrepeatable:
             lines.append(
-                f"{self.unrepeatable:,} of them got other scores again when scored twice: the reward is random or"
-                " depends on time, so this says nothing about a change of the code"
+                f"{self.unrepeatable:,} of them got other scores again when scored twice: the reward is random, or"
+                " depends on time or on which of several equal requests got which answer, so this says nothing about a"
+                " change of the code"
             )
         for kind, count in self.faults.most_common():
             lines.append(f"{counted(count, 'group')} cannot be replayed: {kind}")

@@ -27,6 +27,7 @@ from atroposlib.errors import ConfigError, EnvError
 from atroposlib.inference.config import APIServerConfig, ServerBaseline, ServerManagerConfig
 from atroposlib.inference.manager import ServerManager
 from atroposlib.inference.servers.api_server import APIServer
+from atroposlib.inference.servers.choices import run_together
 from atroposlib.inference.servers.reasoning import ReasoningConfig
 from atroposlib.scored_data import OPTIONAL_ROWS, ScoredDataGroup, ScoredDataItem
 from atroposlib.type_definitions import UUID, Item, Message
@@ -280,16 +281,11 @@ class BaseEnv(ABC):
         The default runs `collect_trajectory` `group_size` times concurrently and joins the results; an exception in
         one cancels the others. Optional fields that no sequence has are None.
         """
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                runs = [
-                    tasks.create_task(self.collect_trajectory(item))
-                    for _ in range(self.config.group_size)
-                ]
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from failures
-        backlog = [later for run in runs for later in run.result()[1]]
-        return join_items([run.result()[0] for run in runs]), backlog
+        runs = await run_together(
+            [self.collect_trajectory(item) for _ in range(self.config.group_size)]
+        )
+        backlog = [later for _, run_backlog in runs for later in run_backlog]
+        return join_items([sequence for sequence, _ in runs]), backlog
 
     async def postprocess_histories(self, trajectories: Any) -> Any:
         """Change groups before they are checked; default: unchanged."""

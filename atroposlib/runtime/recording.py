@@ -6,8 +6,9 @@ A request that the row does not have fails the group's replay, also if the autho
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import msgspec
@@ -22,6 +23,7 @@ from atroposlib.envs.in_process_policy import (
 from atroposlib.errors import ConfigError, EngineRejected
 from atroposlib.inference.manager import ServerManager
 from atroposlib.inference.servers.http_peer import HttpPeer
+from atroposlib.inference.servers.sampling_notes import Position, position
 from atroposlib.inference.servers.token_ids import encode_prompt
 from atroposlib.runtime.rows import plain
 from atroposlib.scored_data import IGNORE_INDEX
@@ -31,14 +33,26 @@ Row = Mapping[str, Any]
 
 
 class Recording:
-    """The requests and answers of one row."""
+    """The requests and answers of one row.
 
-    def __init__(self, row: Row) -> None:
+    An answer goes to the code that is where it was when the row was made (`Position`). Requests that this cannot tell
+    apart are answered in the order in which they were asked, or in reverse: scores that differ then cannot be trusted.
+    """
+
+    def __init__(self, row: Row, *, is_reversed: bool = False) -> None:
+        self._step = -1 if is_reversed else 1
+        self._path_after: dict[Position, tuple[Position, ...]] = {}
+        """By the number of a request: the positions that led to it, the first one first, and itself."""
         self.fault: str | None = None
         """The first request that could not be answered: the author's code may have caught its exception."""
-        self._answers: defaultdict[bytes, deque[Row]] = defaultdict(deque)
-        for prompt, call in zip(_prompts(row["calls"]), row["calls"], strict=True):
-            self._answers[key_of(prompt)].extend(call["answers"])
+        self._answers: defaultdict[bytes, list[_Stored]] = defaultdict(list)
+        for number, prompt in enumerate(_prompts(row["calls"])):
+            call = row["calls"][number]
+            path = self._path(call.get("after"))
+            self._path_after[number] = (*path, number)
+            self._answers[key_of(prompt)] += [
+                _Stored(number, path, answer) for answer in call["answers"]
+            ]
         nothing = [None] * len(row["tokens"])
         logprobs = row.get("inference_logprobs") or nothing
         self._sequences = list(zip(row["tokens"], row["masks"], logprobs, strict=True))
@@ -50,13 +64,19 @@ class Recording:
         self.fault = self.fault or reason
         return EngineRejected(reason)
 
-    def take(self, prompt: Any, n: int) -> list[Row]:
-        """Return the next `n` answers to a prompt: messages or a text."""
-        stored = self._answers.get(key_of(prompt), deque())
+    def take(self, prompt: Any, n: int, *, after: Position) -> list[_Stored]:
+        """Return the next `n` answers to a prompt (messages or a text), nearest to `after` first."""
+        stored = self._answers.get(key_of(prompt), [])
         if len(stored) < n:
             what = f"{_excerpt(prompt)!r} has {len(stored)} more stored answers, and {n} are asked"
             raise self.fail(f"its requests changed: {what}")
-        return [stored.popleft() for _ in range(n)]
+        path = self._path(after)
+        stored.sort(key=lambda each: (*_distance(each.path, path), each.number * self._step))
+        taken, stored[:n] = stored[:n], []
+        return taken
+
+    def _path(self, after: Position) -> tuple[Position, ...]:
+        return self._path_after.get(after, (after,))
 
     def sampled(
         self, prompt_tokens: list[int] | None, text: str, decode: Callable[[list[int]], str]
@@ -85,6 +105,25 @@ class Recording:
         return None
 
 
+class _Stored(NamedTuple):
+    """An answer of the row."""
+
+    number: int
+    """Of its request, in the row."""
+    path: tuple[Position, ...]
+    """Positions that led to its request."""
+    answer: Row
+
+
+def _distance(one: Sequence[Position], other: Sequence[Position]) -> tuple[int, int]:
+    """Return how far two paths are apart: they share little, then they differ in length."""
+    num_shared = next(
+        (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(len(one), len(other)),
+    )
+    return -num_shared, abs(len(one) - len(other))
+
+
 class StoredTurn(NamedTuple):
     """One turn of the policy."""
 
@@ -96,6 +135,10 @@ class StoredTurn(NamedTuple):
     """[T]"""
 
 
+_answered_by: ContextVar[set[int]] = ContextVar("_answered_by")
+"""Numbers of the row's requests whose answers the current request gets."""
+
+
 class _RecordedPolicy(InProcessPolicy):
     """Answers from the row that is replayed."""
 
@@ -103,16 +146,28 @@ class _RecordedPolicy(InProcessPolicy):
         super().__init__("replay")
         self._env = env
 
+    async def _call(self, send: Callable[..., Awaitable[Any]], kwargs: dict[str, Any]) -> Any:
+        before, numbers = position.get(), set[int]()
+        token = _answered_by.set(numbers)
+        try:
+            answer = await super()._call(send, kwargs)
+        finally:
+            _answered_by.reset(token)
+        # The position as it was in the run: several servers that shared a request did not change it.
+        position.set(numbers.pop() if len(numbers) == 1 else before)
+        return answer
+
     async def answer(self, request: PolicyRequest) -> list[PolicyAnswer]:
         recording = request.answerer or _recording()
         prompt, prompt_tokens = request.messages or request.prompt, request.prompt_ids
         if prompt is None:
             raise recording.fail("it asks with token ids alone, and the file has texts")
-        answers = recording.take(prompt, request.n)
+        stored = recording.take(prompt, request.n, after=position.get())
+        _answered_by.get().update(each.number for each in stored)
         if request.wants_tokens and prompt_tokens is None and request.messages is None:
             prompt_tokens = encode_prompt(self._env.tokenizer, str(prompt))
         made = []
-        for answer in answers:
+        for _, _, answer in stored:
             turn = StoredTurn([], [], [])
             if request.wants_tokens:
                 turn = self._turn(recording, prompt_tokens, prompt, answer)

@@ -58,7 +58,8 @@ class Replay:
     has_raised: bool = False
     """Whether the fault is an exception of today's code."""
     is_repeatable: bool = True
-    """False if the same code gave other scores when it ran twice: the reward is random or depends on time."""
+    """False if the same code gave other scores when it ran twice: the reward is random, or depends on time or on which
+    of several equal requests, asked at once, got which answer."""
 
     @property
     def changed(self) -> list[int]:
@@ -133,13 +134,13 @@ class Replayer:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
 
-    async def replay(self, row: Row) -> Replay:
-        """Score one row again. Raises MissingDependency alone: it affects every row."""
+    async def replay(self, row: Row, *, is_reversed: bool = False) -> Replay:
+        """Score one row again, answered as in `Recording`. Raises MissingDependency alone: it affects every row."""
         unscored: list[float | None] = [None] * len(row["scores"])
         if row.get("calls") is None:
             fault = "the file holds no requests of it: only lines that process wrote have them"
             return Replay(row=row, scores=unscored, fault=fault)
-        recording = Recording(row)
+        recording = Recording(row, is_reversed=is_reversed)
         has_raised = False
         token = answerer.set(recording)
         try:
@@ -168,7 +169,7 @@ class Replayer:
         first = await self.replay(row)
         if not first.is_changed:
             return first
-        again = await self.replay(row)
+        again = await self.replay(row, is_reversed=True)
         return dataclasses.replace(first, is_repeatable=again.scores == first.scores)
 
     async def _collect(self, row: Row) -> list[Row]:

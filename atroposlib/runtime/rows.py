@@ -20,7 +20,12 @@ from pydantic import BaseModel
 from atroposlib import __version__
 from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.dataset_env import DatasetEnv
-from atroposlib.inference.servers.sampling_notes import AnsweredRequest, ItemRecord, Text
+from atroposlib.inference.servers.sampling_notes import (
+    AnsweredRequest,
+    ItemRecord,
+    Position,
+    Text,
+)
 from atroposlib.inference.servers.usage import Usage, usage_of
 from atroposlib.inference.sessions.text_sessions import DummyManagedServer
 from atroposlib.runtime.masking import without_secrets
@@ -62,6 +67,7 @@ class Provenance:
 
     def of(self, checked: ScoredGroup, item: Any, record: ItemRecord) -> dict[str, Any]:
         """Return the keys of a row that the group does not have."""
+        calls = sorted(record.calls, key=lambda call: call.number)
         sequences = token_lists(checked)
         answers = [self._answer(tokens, record) for tokens in sequences]
         is_text = all(text_of(tokens, record) for tokens in sequences)
@@ -72,12 +78,12 @@ class Provenance:
             "item": record.item,
             "group_size": self._env.config.group_size,
             "gold_answer": self._gold_answer(item),
-            "prompt": self._first_prompt(record.calls),
+            "prompt": self._first_prompt(calls),
             "completions": [answer and answer.completion for answer in answers],
             "finish_reasons": [answer and answer.finish_reason for answer in answers],
             "has_token_ids": not is_text,
             **(dict.fromkeys(MADE_UP_KEYS, [[] for _ in sequences]) if is_text else {}),
-            "calls": self._calls(record.calls),
+            "calls": self._calls(calls),
             "usage": {
                 "num_requests": sum(each.num_requests for each in usage.values()),
                 "prompt_tokens": sum(each.prompt_tokens for each in usage.values()),
@@ -134,8 +140,10 @@ class Provenance:
     def _calls(self, calls: Sequence[AnsweredRequest]) -> list[dict[str, Any]]:
         """Describe the requests; one that continues a conversation holds only its added messages."""
         rows = []
+        indices: dict[Position, int] = {call.number: i for i, call in enumerate(calls)}
         for i, call in enumerate(calls):
             row, prompt = self._call(call), _prompt(call)
+            row["after"] = indices.get(call.after, call.after)
             earlier = _continued(prompt, calls[:i])
             if earlier is not None:
                 row |= {"continues": earlier, "prompt": prompt[len(_prompt(calls[earlier])) :]}

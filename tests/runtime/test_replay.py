@@ -6,13 +6,17 @@ import asyncio
 import dataclasses
 import json
 import random
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import openai
 import pytest
 from pydantic import BaseModel
 
-from atroposlib.envs.base import BaseEnv
+from atroposlib.envs.agent_env import AgentEnv
+from atroposlib.envs.base import BaseEnv, join_items
 from atroposlib.envs.dataset_env import Split
 from atroposlib.envs.multi_turn_env import Episode, Step
 from atroposlib.errors import EngineRejected, EnvError
@@ -228,6 +232,114 @@ async def test_an_environment_of_the_original_is_replayed(tmp_path: Path) -> Non
     today = changed(ByHand, reward=lambda self, text, gold: len(text) / 100)
     [replay] = await replayed(harnessed(today, tmp_path), rows)
     assert replay.is_changed
+
+
+class Slow(ServerHarness):
+    """An engine whose n-th request takes `delays[n]` seconds."""
+
+    delays: Sequence[float] = ()
+
+    async def _begin(self, kwargs: dict[str, Any]) -> int:
+        number = await super()._begin(kwargs)
+        await asyncio.sleep(dict(enumerate(self.delays)).get(number, 0.0))
+        return number
+
+
+class Seated(ByHand):
+    """Every member of the group has its own seat, and asks what the others ask."""
+
+    first_waits_s = 0.0
+
+    async def collect_trajectories(self, item: Any) -> Any:
+        self.seats = iter(range(self.config.group_size))
+        return await super().collect_trajectories(item)
+
+    async def collect_trajectory(self, item: Any) -> Any:
+        seat = next(self.seats)
+        await asyncio.sleep(0.0 if seat else self.first_waits_s)
+        messages = [dict(message) for message in item[0]]
+        async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
+            await managed.chat_completion(messages=messages, n=1, max_tokens=20)
+            [node] = managed.get_state()["nodes"]
+        verdict = await self.server.completion(prompt="Continue", n=1)
+        group, later = {"tokens": node.tokens, "masks": node.masked_tokens}, []
+        return {**group, "scores": 10.0 * seat + float(verdict.choices[0].text[-1])}, later
+
+
+class Agents(AgentEnv):
+    """As `Seated`, with agents that ask over HTTP, in two conversations that begin alike."""
+
+    first_waits_s = 0.0
+
+    def load_tokenizer(self) -> Any:
+        return harnessed_tokenizer()
+
+    def load_rows(self, split: Split) -> Any:
+        return ["row"] if split == "train" else []
+
+    async def collect_trajectories(self, item: Any) -> Any:
+        self.seats = iter(range(self.config.group_size))
+        return await super().collect_trajectories(item)
+
+    async def run_agent(self, row: Any, base_url: str, api_key: str) -> Any:
+        seat = next(self.seats)
+        await asyncio.sleep(0.0 if seat else self.first_waits_s)
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            for _ in range(2):
+                answer = await client.chat.completions.create(
+                    model="policy", messages=[{"role": "user", "content": "Hello"}]
+                )
+        return 10.0 * seat + float(str(answer.choices[0].message.content)[-1])
+
+    def score(self, row: Any, answer: Any) -> float:
+        return float(answer)
+
+
+class Gathered(Seated):
+    """The author's code starts the members."""
+
+    async def collect_trajectories(self, item: Any) -> Any:
+        self.seats = iter(range(2))
+        runs = await asyncio.gather(*(self.collect_trajectory(item) for _ in range(2)))
+        return join_items([run for run, _ in runs]), []
+
+
+@pytest.mark.parametrize(
+    ("env_cls", "delays", "first_waits_s"),
+    [
+        (ByHand, [0.05], 0.0),
+        (Seated, [0.05], 0.0),
+        (Seated, [0.0, 0.0, 0.05], 0.0),
+        (Seated, [], 0.05),
+        (Agents, [0.05], 0.0),
+        (Agents, [], 0.05),
+        (Gathered, [0.05], 0.0),
+        (Gathered, [0.0, 0.0, 0.05], 0.0),
+    ],
+)
+async def test_members_that_ask_the_same_get_their_own_answers(
+    env_cls: Any, delays: list[float], first_waits_s: float, tmp_path: Path
+) -> None:
+    env = harnessed(env_cls, tmp_path, use_wandb=False)
+    engine = Slow(POLICY, respond=numbered)
+    engine.delays, env.server.servers, env.first_waits_s = delays, [engine], first_waits_s
+    env.reward = lambda text, gold: float("".join(re.findall(r"answer (\d)", text)))
+    rows = await rows_of(env)
+    again = harnessed(env_cls, tmp_path)
+    again.reward = env.reward
+    [replay] = await replayed(again, rows)
+    assert (replay.scores, replay.fault) == (rows[0]["scores"], None)
+
+
+async def test_members_that_cannot_be_told_apart_are_not_scored_as_if_they_could(
+    tmp_path: Path,
+) -> None:
+    """The author's own tasks, of which the first asked last."""
+    env = harnessed(Gathered, tmp_path, use_wandb=False)
+    env.server.servers = [ServerHarness(POLICY, respond=numbered)]
+    env.first_waits_s = 0.05
+    [replay] = await replayed(harnessed(Gathered, tmp_path), await rows_of(env))
+    assert (replay.is_changed, replay.is_repeatable) == (True, False)
 
 
 async def test_a_line_without_requests_cannot_be_replayed(tmp_path: Path) -> None:

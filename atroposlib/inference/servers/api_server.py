@@ -37,7 +37,13 @@ from atroposlib.inference.servers.retries import (
     says_later,
     timed_out,
 )
-from atroposlib.inference.servers.sampling_notes import AnsweredRequest, note_sampling, recorded
+from atroposlib.inference.servers.sampling_notes import (
+    AnsweredRequest,
+    ItemRecord,
+    note_sampling,
+    position,
+    recorded,
+)
 from atroposlib.patience import MAX_RETRY_AFTER_S, Backoff
 from atroposlib.utils.tracing import note_request
 
@@ -441,6 +447,9 @@ class APIServer(ABC):
         kwargs["model"] = self.config.model_name
         shared = moving.get()
         retries = shared or Retries([self])
+        if (record := recorded()) is not None:
+            record.num_asked += 1
+            number = record.num_asked
         self.num_assigned[split] += 1
         self._num_calls += 1
         try:
@@ -467,7 +476,8 @@ class APIServer(ABC):
                     self.num_tokens_in += num_in
                     self.num_tokens_out += num_out
                     self._note_speed(answer, seconds)
-                    self._record(kwargs, answer, seconds)
+                    if record is not None:
+                        self._record(record, number, kwargs, answer, seconds)
                     note_request(
                         duration_s=seconds,
                         attributes=lambda: {
@@ -490,19 +500,23 @@ class APIServer(ABC):
                 server.recent.fade(len(self.fleet))
             self.recent.add(seconds, num_tokens)
 
-    def _record(self, kwargs: dict[str, Any], answer: Any, seconds: float) -> None:
-        if (record := recorded()) is not None:
-            if kwargs.get("messages") is not None:  # the author may append to the list
-                kwargs = {**kwargs, "messages": list(kwargs["messages"])}
-            record.calls.append(
-                AnsweredRequest(
-                    config=self.config,
-                    asked=kwargs,
-                    answer=answer,
-                    began_at=time.time() - seconds,
-                    duration_s=seconds,
-                )
+    def _record(
+        self, record: ItemRecord, number: int, kwargs: dict[str, Any], answer: Any, seconds: float
+    ) -> None:
+        if kwargs.get("messages") is not None:  # the author may append to the list
+            kwargs = {**kwargs, "messages": list(kwargs["messages"])}
+        record.calls.append(
+            AnsweredRequest(
+                config=self.config,
+                asked=kwargs,
+                answer=answer,
+                began_at=time.time() - seconds,
+                duration_s=seconds,
+                number=number,
+                after=position.get(),
             )
+        )
+        position.set(number)
 
     def pause_s(self, error: BaseException, num_sent: int) -> float:
         """Return the pause before the next attempt: the server's Retry-After, else exponential backoff."""

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+from atroposlib.inference.servers.sampling_notes import member_context
+
 T = TypeVar("T")
 
 
@@ -45,7 +47,9 @@ async def run_together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         return [await calls[0]]
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(call) for call in calls]
+            tasks = [
+                group.create_task(call, context=member_context(i)) for i, call in enumerate(calls)
+            ]
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None
     return [task.result() for task in tasks]

@@ -10,12 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 Spans = Sequence[tuple[str, int]]
 """(weight version, number of consecutive sampled tokens) in sampling order."""
+
+Position = int | str | None
+"""Where code of an item is: the number of the request that was answered to it last, before that the member of the
+group that it makes, None for other code."""
+
+position: ContextVar[Position] = ContextVar("position", default=None)
 
 
 class Turn(NamedTuple):
@@ -123,6 +129,10 @@ class AnsweredRequest:
     began_at: float
     """`time.time()`"""
     duration_s: float
+    number: int
+    """In the order in which the item's requests were asked."""
+    after: Position
+    """Where the code was that asked it."""
     messages: Sequence[Any] | None = None
     """The conversation behind a token request."""
     texts: Sequence[str] | None = None
@@ -150,6 +160,7 @@ class ItemRecord(SamplingNotes):
         """Its number in the order of `get_next_item`; None for an item from the backlog."""
         self.began_at = self.duration_s = 0.0
         """Of collecting its groups; the first is `time.time()`."""
+        self.num_asked = 0
         self.calls: list[AnsweredRequest] = []
         self.texts: list[Text] = []
         """Episodes at an API without token ids; a made-up sequence begins with its index (`TextSession`)."""
@@ -174,6 +185,14 @@ def noting_sampling(notes: SamplingNotes | None = None) -> Iterator[SamplingNote
         yield notes
     finally:
         _current.reset(token)
+
+
+def member_context(number: int) -> Context:
+    """Return the context of one of several tasks; the first such tasks of an item make the members of its group."""
+    context = copy_context()
+    if position.get() is None:
+        context.run(position.set, f"member {number}")
+    return context
 
 
 def noted() -> SamplingNotes | None:

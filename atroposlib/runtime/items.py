@@ -26,7 +26,7 @@ from atroposlib.inference.servers.sampling_notes import noting_sampling
 from atroposlib.runtime.capacity import Demand, History, Load, num_to_start, num_wanted
 from atroposlib.runtime.exits import as_failures
 from atroposlib.runtime.hub_link import HubLink
-from atroposlib.runtime.losses import listed
+from atroposlib.runtime.losses import is_logged, listed, sample
 from atroposlib.runtime.outbox import Outbox, sampling_for
 from atroposlib.runtime.timings import Timings
 from atroposlib.utils.tracing import item_span
@@ -98,13 +98,16 @@ class Outcomes:
         needs_traceback = is_first and not isinstance(error, EngineError)
         logger.error("%s", failure, exc_info=error if needs_traceback else None)
 
-    def succeeded(self, *, gave_groups: bool) -> None:
+    def succeeded(self, work: Work, *, gave_groups: bool) -> None:
         """Count a finished item."""
         self._consecutive.clear()
         if gave_groups:
             self.num_with_groups += 1
-        else:
-            self.num_without_groups += 1
+            return
+        self.num_without_groups += 1
+        if is_logged(self.num_without_groups):
+            shown = sample("the environment returned none", work.item)
+            logger.info("item ended (no group, %d so far): %s", self.num_without_groups, shown)
 
     @property
     def num_failed(self) -> int:
@@ -134,7 +137,9 @@ class Outcomes:
             return True
         kind = type(error).__name__
         self.given_up[kind] += 1
-        logger.error("item given up after %d attempts: %s", work.num_failures, kind)
+        if is_logged(self.given_up[kind]):
+            shown = sample(f"after {work.num_failures} attempts", work.item)
+            logger.error("item given up (%s, %d so far): %s", kind, self.given_up[kind], shown)
         return False
 
     def summary(self) -> str:
@@ -430,7 +435,7 @@ class Items:
     def _succeeded(self, work: Work, *, gave_groups: bool) -> None:
         work.is_settled = True
         self._history.add(time.monotonic() - work.began_at, num_accepted=self._outbox.num_accepted)
-        self.outcomes.succeeded(gave_groups=gave_groups)
+        self.outcomes.succeeded(work, gave_groups=gave_groups)
         self._engine.end()
 
     def _failed(self, work: Work, error: BaseException) -> None:

@@ -6,6 +6,12 @@ The reasons are the counters of the outbox (`dropped`, in groups) and of the env
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
+
+from atroposlib.runtime.rows import item_json
+
+SAMPLE_CHARS = 120
+"""Of an item, in a line of the log."""
 
 CAUSES = {
     "aborted": "the engine aborted answers, for example at a weight update; look at its log",
@@ -17,7 +23,7 @@ CAUSES = {
     "judge_cut_off": "the judge's verdict was cut off: raise --env.judge_max_tokens",
     "judge_unparsable": "the judge's verdict has no score in the form that the prompt asks for: use a stronger judge or"
     " change judge_messages; --env.on_reward_failure decides what becomes of the answer",
-    "malformed": "the group's fields do not fit together; the error above names the field",
+    "malformed": "the group's fields do not fit together: correct the environment's code",
     "no group": "collect_trajectories or postprocess_histories returned none; the environment's code decides this",
     "none": "the environment returned None in a list of groups",
     "shape_group": "shape_group returned None or no scores",
@@ -38,18 +44,45 @@ def listed(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {counts[name]}" for name in sorted(counts) if counts[name]) or "none"
 
 
-def explain(*, dropped: Mapping[str, int], lost: Mapping[str, int], num_without_groups: int) -> str:
-    """Return one line per reason, the most frequent first: its count, its cause and what to do.
+def is_logged(count: int) -> bool:
+    """Whether the log names the `count`-th loss of a reason: the first, the 10th, the 100th and so on."""
+    return str(count).rstrip("0") == "1"
 
-    >>> print(explain(dropped={"none": 3}, lost={}, num_without_groups=0))
-      none (3): the environment returned None in a list of groups
+
+def sample(detail: str, item: Any) -> str:
+    """Return what happened to an item, in one line; an item of None is unknown.
+
+    >>> sample("every score is 0.5", {"question": "1 + 1?"})
+    'every score is 0.5; item {"question":"1 + 1?"}'
+    """
+    if item is None:
+        return detail
+    text = bytes(item_json(item)).decode()
+    shown = text if len(text) <= SAMPLE_CHARS else f"{text[:SAMPLE_CHARS]}..."
+    return f"{detail}; item {shown}"
+
+
+def explain(
+    *,
+    dropped: Mapping[str, int],
+    lost: Mapping[str, int],
+    num_without_groups: int,
+    samples: Mapping[str, str],
+) -> str:
+    """Return one line per reason, the most frequent first: its count, its cause, what to do and its first sample.
+
+    >>> print(explain(dropped={"none": 3}, lost={}, num_without_groups=0, samples={"none": "item 5"}))
+      none (3): the environment returned None in a list of groups (the first: item 5)
     """
     counts = {**lost, **dropped}
     if num_without_groups and not any(lost.values()):
         counts["no group"] = num_without_groups
     ordered = sorted(counts.items(), key=lambda count: -count[1])
     return "\n".join(
-        f"  {reason} ({number}): {_cause(reason)}" for reason, number in ordered if number
+        f"  {reason} ({number}): {_cause(reason)}"
+        + (f" (the first: {samples[reason]})" if reason in samples else "")
+        for reason, number in ordered
+        if number
     )
 
 

@@ -31,7 +31,7 @@ from atroposlib.errors import GroupError, HubRejected, HubUnavailable
 from atroposlib.inference.servers.sampling_notes import noted, recorded
 from atroposlib.patience import Backoff
 from atroposlib.runtime.group_log import ALWAYS_WRITTEN, group_line
-from atroposlib.runtime.losses import listed
+from atroposlib.runtime.losses import is_logged, listed, sample
 from atroposlib.runtime.rows import Provenance, text_messages, token_lists
 from atroposlib.scored_data import ScoredDataGroup, ScoredGroup, Strictness, check_group
 from atroposlib.utils.tracing import note_group
@@ -98,6 +98,8 @@ class Outbox:
         """Groups the hub has confirmed."""
         self.dropped: Counter[str] = Counter()
         """Groups that will never be sent, by reason."""
+        self.samples: dict[str, str] = {}
+        """The first group of each reason in `dropped`."""
 
     @property
     def num_held(self) -> int:
@@ -134,22 +136,18 @@ class Outbox:
         for_author: list[dict[str, Any]] = []
         for given in groups:
             if given is None:
-                self.dropped["none"] += 1
-                note_group(None, {"atropos.dropped": "none"})
+                self._drop("none", "the list of groups has a None", item)
                 continue
             num_judged += 1
             group = with_text_as_messages(without_tensors(given))
             try:
                 checked = await self._judge(group, abort_on_max_length)
             except Dropped as verdict:
-                self._drop(verdict.reason, str(verdict))
-                note_group(None, {"atropos.dropped": verdict.reason})
+                self._drop(verdict.reason, str(verdict), item)
                 continue
             except GroupError as error:
                 errors.append(error)
-                self.dropped["malformed"] += 1
-                note_group(None, {"atropos.dropped": "malformed"})
-                logger.error("malformed group dropped: %s", error)
+                self._drop("malformed", str(error), item)
                 continue
             await self._record(group, checked, item)
             note_group(
@@ -307,11 +305,14 @@ class Outbox:
             logger.warning("the hub is unavailable; holding %d groups: %s", self.num_held, error)
         await self._sleep(self._backoff.next(asked_s=error.retry_after_s))
 
-    def _drop(self, reason: str, detail: str) -> None:
+    def _drop(self, reason: str, detail: str, item: Any = None) -> None:
         self.dropped[reason] += 1
+        note_group(None, {"atropos.dropped": reason})
         count = self.dropped[reason]
-        level = logging.WARNING if count == 1 or count % 100 == 0 else logging.DEBUG
-        logger.log(level, "group dropped (%s, %d so far): %s", reason, count, detail)
+        if is_logged(count):
+            shown = sample(detail, item)
+            self.samples.setdefault(reason, shown)
+            logger.warning("group dropped (%s, %d so far): %s", reason, count, shown)
 
     async def _judge(self, group: Mapping[str, Any], abort_on_max_length: bool) -> ScoredGroup:
         """Apply gate 1, then the drop rules in the original's order."""

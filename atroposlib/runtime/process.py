@@ -29,7 +29,6 @@ from atroposlib.inference.servers.usage import Usage
 from atroposlib.runtime.closing import closed_at_end
 from atroposlib.runtime.group_log import GroupLog
 from atroposlib.runtime.items import Outcomes, Work
-from atroposlib.runtime.losses import explain
 from atroposlib.runtime.metrics import require_wandb, start_wandb
 from atroposlib.runtime.outbox import Outbox
 from atroposlib.runtime.progress import RunStatus, sign_of_life
@@ -186,6 +185,7 @@ class _FileRun:
             wanted=self._wanted - self._num_found,
             mean_score=self._outbox.mean_score,
             dropped=self._outbox.dropped,
+            samples=self._outbox.samples,
             lost=self._env.lost_answers(),
             failed=self._outcomes.by_type,
             num_without_groups=self._outcomes.num_without_groups,
@@ -235,19 +235,16 @@ class _FileRun:
                 self._add_usage(attempt.record)
             env.backlog.extend(backlog)
             has_more = has_more or bool(backlog)
-            self._outcomes.succeeded(gave_groups=bool(groups))
+            self._outcomes.succeeded(attempt.work, gave_groups=bool(groups))
             if groups:
                 groups = self._log.num_groups > num_written
                 await env.wandb_log()
             if groups or not self._was_left_out(attempt.work):
                 num_empty = 0 if groups else num_empty + 1
             if num_empty >= env.config.max_consecutive_failures:
-                causes = explain(
-                    dropped=self._outbox.dropped,
-                    lost=env.lost_answers(),
-                    num_without_groups=self._outcomes.num_without_groups,
+                raise EnvError(
+                    f"{num_empty} items in a row gave no group:\n{self.status().causes()}"
                 )
-                raise EnvError(f"{num_empty} items in a row gave no group:\n{causes}")
 
     async def _start_next(self) -> bool:
         """Start an attempt at the next item; return False if there is none."""

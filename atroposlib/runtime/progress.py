@@ -47,6 +47,8 @@ class RunStatus:
     mean_score: float | None = None
     dropped: Mapping[str, int] = field(default_factory=dict)
     """Groups that were made and not kept, by reason."""
+    samples: Mapping[str, str] = field(default_factory=dict)
+    """The first of them, by reason."""
     lost: Mapping[str, int] = field(default_factory=dict)
     """Answers without a score or in no group, and the judge's failures, by reason: `BaseEnv.lost_answers`."""
     failed: Mapping[str, int] = field(default_factory=dict)
@@ -87,6 +89,15 @@ class RunStatus:
     def num_wasted(self) -> int:
         """Items that ended without a group, and dropped groups."""
         return self.num_without_groups + sum(self.dropped.values())
+
+    def causes(self) -> str:
+        """Return what `explain` says."""
+        return explain(
+            dropped=self.dropped,
+            lost=self.lost,
+            num_without_groups=self.num_without_groups,
+            samples=self.samples,
+        )
 
 
 @contextlib.asynccontextmanager
@@ -140,12 +151,7 @@ async def _report(
 
 
 def _warn_of_losses(what: str, status: RunStatus) -> None:
-    causes = explain(
-        dropped=status.dropped,
-        lost=status.lost,
-        num_without_groups=status.num_without_groups,
-    )
-    logger.warning("%s; %d %s so far:\n%s", what, status.num_made, status.unit, causes)
+    logger.warning("%s; %d %s so far:\n%s", what, status.num_made, status.unit, status.causes())
 
 
 def _with_servers(status: RunStatus, servers: ServerManager) -> RunStatus:

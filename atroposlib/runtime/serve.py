@@ -173,6 +173,7 @@ class _HubRun:
             total_steps=env.config.total_steps,
             mean_score=outbox.mean_score,
             dropped=outbox.dropped,
+            samples=outbox.samples,
             lost=env.lost_answers(),
             failed=items.outcomes.by_type,
             num_without_groups=items.outcomes.num_without_groups,

@@ -13,10 +13,17 @@ from atroposlib.envs.dataset_env import DatasetEnv
 from atroposlib.envs.judge_env import JudgeEnv
 from atroposlib.errors import EnvError
 from atroposlib.inference.harness import HarnessRequest
-from atroposlib.runtime.losses import CAUSES, LossReminder, explain
+from atroposlib.runtime.losses import CAUSES, LossReminder, explain, sample
 from atroposlib.runtime.process import process
 from tests.envs.helpers_envs import Offline, make_env
-from tests.runtime.helpers_runtime import FAST, LoopbackHub, serving, until
+from tests.runtime.helpers_runtime import (
+    FAST,
+    LoopbackHub,
+    ScriptedEnv,
+    make_group,
+    serving,
+    until,
+)
 
 OFTEN = replace(FAST, progress_s=0.02, no_group_reminder_s=0.1)
 
@@ -85,6 +92,40 @@ async def test_process_ends_with_the_reason_and_the_setting(tmp_path: Path) -> N
         await process(env)
 
 
+async def test_every_reason_is_logged_once_with_a_sample(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kinds = {
+        "equal_scores": make_group(scores=[0.25, 0.25]),
+        "group_size": make_group(3),
+        "malformed": {**make_group(), "masks": [[1], [2]]},
+        "none": [None, make_group()],
+        "no group": None,
+    }
+    path = str(tmp_path / "groups.jsonl")
+    env = ScriptedEnv(
+        answer=lambda item: [*kinds.values()][item % 5],
+        data_path_to_save_groups=path,
+        total_steps=6,
+        max_num_workers=1,
+        max_item_attempts=1,
+    )
+    with caplog.at_level("INFO", logger="atroposlib.runtime"):
+        await process(env)
+    messages = [record.getMessage() for record in caplog.records]
+    for number, reason in enumerate(kinds):
+        [first] = [each for each in messages if f"({reason}, 1 so far)" in each]
+        assert first.endswith(f"; item {number}")
+        assert not any(f"({reason}, 2 so far)" in each for each in messages)
+    [end] = [each for each in messages if each.startswith("most items gave nothing")]
+    assert "every score is 0.25; see ensure_scores_are_not_same; item 0" in end
+
+
+def test_an_item_is_shown_in_one_short_line() -> None:
+    assert sample("no", {"text": "a\nb" * 99}).startswith(r'no; item {"text":"a\nb')
+    assert len(sample("no", {"text": "a" * 999})) < 200
+
+
 def test_reminder_waits_for_a_loss_and_starts_again_at_every_group() -> None:
     reminder = LossReminder(0.0, every_s=30.0)
     seen = [(20, 0, 5), (30, 0, 5), (40, 0, 6), (60, 0, 6), (65, 1, 6), (90, 1, 7), (95, 1, 7)]
@@ -97,7 +138,10 @@ def test_reminder_waits_for_a_loss_and_starts_again_at_every_group() -> None:
 
 def test_most_frequent_reason_comes_first_and_unknown_ones_are_not_hidden() -> None:
     said = explain(
-        dropped={"rejected_422": 2, "own_rule": 1}, lost={"aborted": 0}, num_without_groups=7
+        dropped={"rejected_422": 2, "own_rule": 1},
+        lost={"aborted": 0},
+        num_without_groups=7,
+        samples={},
     )
     assert [line.split(" (")[0].strip() for line in said.splitlines()] == [
         "no group",

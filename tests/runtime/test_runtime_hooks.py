@@ -178,7 +178,7 @@ async def test_rows_that_cannot_be_sent_cost_only_themselves(
         env = Broken(rollout_server_url=hub.url)
         await serve_steps(env, hub, steps=2)
         assert hub.coordinator.ledger().trained == 4
-    assert "malformed group dropped" in caplog.text
+    assert "group dropped (malformed, 1 so far)" in caplog.text
 
 
 async def test_step_checks_come_at_every_tick_and_workers_only_with_a_status() -> None:

@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 from atroposlib.envs.base import BaseEnv
+from atroposlib.inference.servers.sampling_notes import ItemRecord, recorded
 
 
 async def collect(env: BaseEnv, item: Any) -> tuple[Any, list[Any]]:
@@ -38,13 +39,15 @@ async def collect(env: BaseEnv, item: Any) -> tuple[Any, list[Any]]:
 async def collect_timed(env: BaseEnv, item: Any) -> tuple[Any, list[Any]]:
     """Call `collect` and record its duration and outcome; groups of None count as failed."""
     began = time.monotonic()
+    record = recorded() or ItemRecord()
+    record.began_at = time.time()
     succeeded = False
     try:
         result = await collect(env, item)
         succeeded = result[0] is not None
         return result
     finally:
-        duration_s = time.monotonic() - began
+        record.duration_s = duration_s = time.monotonic() - began
         env.task_duration.append(duration_s)
         (env.succeeded_task_duration if succeeded else env.failed_task_duration).append(duration_s)
         env.task_successful.append(int(succeeded))

@@ -345,7 +345,7 @@ class ServerManager:
     ) -> ManagedServer | DummyManagedServer:
         if not isinstance(server, OpenAIServer):
             return self.session_class(server, tokenizer=tokenizer, track_tree=track_tree, **options)
-        if (record := recorded()) is not None:
+        if (record := recorded()) is not None and record.takes_text:
             if not self._has_warned_of_text:
                 self._has_warned_of_text = True
                 logger.warning(

@@ -412,7 +412,7 @@ class Items:
         try:
             with (
                 as_failures(),
-                noting_sampling(),
+                noting_sampling(self._outbox.notes_of(work.item)),
                 sampling_for(self._outbox.experiment),
                 item_span({"atropos.environment": env.registered_name, "atropos.item": key}),
             ):

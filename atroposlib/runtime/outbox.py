@@ -28,11 +28,11 @@ from atroposlib.envs.author_groups import (
 )
 from atroposlib.envs.base import BaseEnv
 from atroposlib.errors import GroupError, HubRejected, HubUnavailable
-from atroposlib.inference.servers.sampling_notes import noted, recorded
+from atroposlib.inference.servers.sampling_notes import ItemRecord, SamplingNotes, noted, recorded
 from atroposlib.patience import Backoff
 from atroposlib.runtime.group_log import ALWAYS_WRITTEN, group_line
 from atroposlib.runtime.losses import is_logged, listed, sample
-from atroposlib.runtime.rows import Provenance, text_messages, token_lists
+from atroposlib.runtime.rows import Provenance, item_json, text_messages, token_lists
 from atroposlib.scored_data import ScoredDataGroup, ScoredGroup, Strictness, check_group
 from atroposlib.utils.tracing import note_group
 
@@ -44,6 +44,9 @@ Reregister = Callable[[int], Awaitable[None]]
 MAX_GROUPS_PER_SEND = 16
 MAX_TOKENS_PER_SEND = 1_000_000
 """About 12 MB: well below a hub's body limit, and the most that a lost answer makes us send again."""
+
+MAX_ITEM_BYTES = 1_000_000
+"""Rows of larger items are written without item and requests."""
 
 LOCKED_OUT_STATUSES = frozenset({401, 403})
 """The hub refuses the bearer token, not a group."""
@@ -110,6 +113,14 @@ class Outbox:
     def held(self) -> list[ScoredGroup]:
         """The held groups, oldest first."""
         return [held.group for held in self._held]
+
+    def notes_of(self, item: Any) -> SamplingNotes:
+        """Return the notes for sampling an item in `serve`; with a file for the groups, its requests are recorded."""
+        if self._provenance is not None:
+            json = item_json(item)
+            if len(bytes(json)) <= MAX_ITEM_BYTES:
+                return ItemRecord(item=json, takes_text=False)
+        return SamplingNotes()
 
     def restore(self, groups: Sequence[ScoredGroup], on_stored: Callable[[], None]) -> None:
         """Queue groups of an earlier process before all others; call `on_stored` once the hub has answered them all."""

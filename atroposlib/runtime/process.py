@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -311,14 +310,9 @@ class _FileRun:
 async def _work_on(env: BaseEnv, attempt: _Attempt) -> tuple[Any, list[Any]]:
     """Collect the groups of an item, record its requests, and write the groups when it is their turn."""
     item, record = attempt.work.item, attempt.record
-    record.began_at = time.time()
-    began = time.monotonic()
     attributes = {"atropos.environment": env.registered_name, "atropos.item": record.item_id}
     with noting_sampling(record), item_span(attributes):
-        try:
-            groups, backlog = await collect_timed(env, item)
-        finally:
-            record.duration_s = time.monotonic() - began
+        groups, backlog = await collect_timed(env, item)
         await attempt.may_write.wait()
         if groups:
             await env.handle_send_to_api(

@@ -1,4 +1,4 @@
-"""The requests and answers of a row of `process`, and the policy that gives the same answers again.
+"""The requests and answers of a row of `process` or `serve`, and the policy that gives the same answers again.
 
 A request that the row does not have fails the group's replay, also if the author's code catches its exception. Used by
 `replay.py`.
@@ -29,7 +29,7 @@ from atroposlib.runtime.rows import plain
 from atroposlib.scored_data import IGNORE_INDEX
 
 Row = Mapping[str, Any]
-"""One line of the JSONL file of `process`."""
+"""One line of the JSONL file of `process` or `serve`."""
 
 
 class Recording:

@@ -1,4 +1,4 @@
-"""Score stored rollouts again: run today's environment on the requests and answers of a row of `process`.
+"""Score stored rollouts again: run today's environment on the requests and answers of a row.
 
 The policy, judges and teachers are replaced by a server that gives each request the next answer that the row has for
 its prompt, with the row's own tokens and logprobs where the row has them. So any environment can be scored again that
@@ -138,7 +138,7 @@ class Replayer:
         """Score one row again, answered as in `Recording`. Raises MissingDependency alone: it affects every row."""
         unscored: list[float | None] = [None] * len(row["scores"])
         if row.get("calls") is None:
-            fault = "the file holds no requests of it: only lines that process wrote have them"
+            fault = "the line holds no requests: those of items above 1 MB and of other programs have none"
             return Replay(row=row, scores=unscored, fault=fault)
         recording = Recording(row, is_reversed=is_reversed)
         has_raised = False

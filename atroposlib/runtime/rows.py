@@ -1,4 +1,4 @@
-"""What a row of `process` holds besides the group: enough to audit the group and to score it again.
+"""What a row of `process` or `serve` holds besides the group: enough to audit the group and to score it again.
 
 The inference layer records every request of an item (`ItemRecord`); the rest comes from the environment and its base
 class. Authors write nothing for it. All keys are new beside the original's.

@@ -25,6 +25,7 @@ from atroposlib.runtime.items import Items
 from atroposlib.runtime.metrics import require_wandb
 from atroposlib.runtime.outbox import Outbox
 from atroposlib.runtime.progress import RunStatus, sign_of_life
+from atroposlib.runtime.rows import Provenance
 from atroposlib.runtime.signals import on_signals
 from atroposlib.runtime.spool import Spool
 from atroposlib.runtime.timings import Timings
@@ -70,7 +71,11 @@ class _HubRun:
         if self._log is not None:
             env.config.data_path_to_save_groups = str(self._log.path)
         self._outbox = Outbox(
-            env, environment=env.registered_name, log=self._log, backoff=timings.backoff()
+            env,
+            environment=env.registered_name,
+            log=self._log,
+            provenance=Provenance(env) if self._log is not None else None,
+            backoff=timings.backoff(),
         )
         if is_overridden(env._send_scored_data_to_api, BaseEnv._send_scored_data_to_api):
             self._outbox.author_sends = env._send_scored_data_to_api

@@ -16,11 +16,13 @@ from atroposlib.client import AnotherExperiment, EnvStatus, SendReceipt, Unknown
 from atroposlib.errors import GroupError, HubRejected, HubUnavailable
 from atroposlib.frontend.view_groups import view_of_row
 from atroposlib.inference.harness import ServerHarness
-from atroposlib.inference.servers.sampling_notes import note_sampling, noting_sampling
+from atroposlib.inference.servers.sampling_notes import ItemRecord, note_sampling, noting_sampling
 from atroposlib.runtime.group_log import GroupLog
-from atroposlib.runtime.outbox import Outbox
+from atroposlib.runtime.outbox import MAX_ITEM_BYTES, Outbox
+from atroposlib.runtime.rows import Provenance
 from atroposlib.scored_data import ScoredGroup, Strictness, check_group
 from tests.runtime.helpers_runtime import ScriptedEnv, make_group
+from tests.runtime.test_group_rows import Adding, hosted
 
 
 class FakeHub:
@@ -376,6 +378,24 @@ async def test_log_line_holds_the_checked_group(tmp_path: Path) -> None:
     assert (line["environment"], len(line["group_id"])) == ("e", 32)
     assert line["messages"][0] == [{"role": "user", "content": env.decode_tokens([5, 6, 7])}]
     assert env.completion_lengths == [2, 2]
+
+
+@pytest.mark.parametrize(("num_chars", "is_recorded"), [(9, True), (MAX_ITEM_BYTES, False)])
+def test_requests_of_an_item_are_recorded_unless_it_is_large(
+    num_chars: int, is_recorded: bool
+) -> None:
+    env = ScriptedEnv()
+    outbox = Outbox(env, environment="e", provenance=Provenance(env))
+    assert isinstance(outbox.notes_of("x" * num_chars), ItemRecord) == is_recorded
+    assert not isinstance(make_outbox(env).notes_of("x"), ItemRecord)
+
+
+async def test_an_item_that_is_recorded_for_training_takes_no_text(tmp_path: Path) -> None:
+    """Made-up token ids must not reach a trainer."""
+    env = hosted(Adding, tmp_path)
+    notes = Outbox(env, environment="e", provenance=Provenance(env)).notes_of({"a": 1, "b": 1})
+    with noting_sampling(notes), pytest.raises(NotImplementedError, match="no token ids"):
+        await env.collect_trajectories({"a": 1, "b": 1})
 
 
 def test_log_never_overwrites(tmp_path: Path) -> None:

@@ -152,8 +152,12 @@ class Text(NamedTuple):
 class ItemRecord(SamplingNotes):
     """The notes of one item that also hold its requests."""
 
-    def __init__(self, item_id: int | None = None, item: Any = None) -> None:
+    def __init__(
+        self, item_id: int | None = None, item: Any = None, *, takes_text: bool = True
+    ) -> None:
         super().__init__()
+        self.takes_text = takes_text
+        """Whether the item may be sampled from an API without token ids: its groups are not trained on."""
         self.item = item
         """As JSON."""
         self.item_id = item_id

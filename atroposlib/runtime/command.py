@@ -220,17 +220,13 @@ def command_class(env_cls: type[BaseEnv], mode: str) -> type[EnvCommand]:
 async def run_mode(env: BaseEnv, mode: str) -> None:
     """Run `serve`, `process` or `evaluate` through the environment's own methods, with the engines checked."""
     async with engines_checked(env, mode):
-        await _run_mode(env, mode)
-
-
-async def _run_mode(env: BaseEnv, mode: str) -> None:
-    if mode == "serve":
-        await env.env_manager()
-    elif mode == "process":
-        await env.process_manager()
-        _print_files(Path(env.config.data_path_to_save_groups or ""))
-    else:
-        print(f"results: {await evaluate(env)}")
+        if mode == "serve":
+            await env.env_manager()
+        elif mode == "process":
+            await env.process_manager()
+            _print_files(Path(env.config.data_path_to_save_groups or ""))
+        else:
+            print(f"results: {await evaluate(env)}")
 
 
 def _print_files(groups: Path) -> None:

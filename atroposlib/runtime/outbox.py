@@ -65,17 +65,14 @@ class Outbox:
         self,
         env: BaseEnv,
         *,
-        environment: str,
         log: Lines | None = None,
-        provenance: Provenance | None = None,
         backoff: Backoff | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._env = env
-        self._environment = environment
+        self._environment = env.registered_name
         self._log = log
-        self._provenance = provenance
-        """Adds to the rows of items whose requests are recorded."""
+        self._provenance = Provenance(env)
         self._backoff = backoff or Backoff()
         self._sleep = sleep
         self._held: deque[_Held] = deque()
@@ -116,7 +113,7 @@ class Outbox:
 
     def notes_of(self, item: Any) -> SamplingNotes:
         """Return the notes for sampling an item in `serve`; with a file for the groups, its requests are recorded."""
-        if self._provenance is not None:
+        if self._log is not None:
             json = item_json(item)
             if len(bytes(json)) <= MAX_ITEM_BYTES:
                 return ItemRecord(item=json, takes_text=False)
@@ -409,7 +406,7 @@ class Outbox:
         more: dict[str, Any] = {"group_id": checked.group_id, "environment": self._environment}
         if (notes := noted()) is not None and (versions := notes.versions_in(token_lists(checked))):
             more["weight_versions"] = versions
-        if self._provenance is not None and record is not None:
+        if record is not None:
             more |= self._provenance.of(checked, item, record)
         line = await in_thread_if_large(group, group_line, group, checked, more)
         self._log.write(line)

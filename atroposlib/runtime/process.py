@@ -12,7 +12,6 @@ import sys
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -31,7 +30,7 @@ from atroposlib.runtime.items import Outcomes, Work
 from atroposlib.runtime.metrics import require_wandb, start_wandb
 from atroposlib.runtime.outbox import Outbox
 from atroposlib.runtime.progress import RunStatus, sign_of_life
-from atroposlib.runtime.rows import Provenance, fingerprint, item_json, totals
+from atroposlib.runtime.rows import fingerprint, item_json, totals
 from atroposlib.runtime.signals import cancelled_by_sigterm
 from atroposlib.runtime.timings import Timings
 from atroposlib.utils.tracing import item_span
@@ -51,20 +50,10 @@ class ProcessOptions(BaseModel):
     (`DatasetEnv`). Rows held out for evaluation are not sampled: --env.num_eval_rows 0 holds out none."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessResult:
-    """The result of a `process` run."""
-
-    path: Path
-    """The JSONL file."""
-    num_groups: int
-    outbox: Outbox
-
-
 async def process(
     env: BaseEnv, options: ProcessOptions | None = None, *, timings: Timings | None = None
-) -> ProcessResult:
-    """Write `total_steps` groups to `data_path_to_save_groups`; fewer if the items run out.
+) -> GroupLog:
+    """Write `total_steps` groups to `data_path_to_save_groups`; fewer if the items run out. Returns the closed file.
 
     Raises ConfigError without a path or a positive number of groups, for `epochs` without rows and for a file that
     cannot be appended to; EnvError when items fail or give no group too often in a row. Groups written before an error
@@ -90,7 +79,7 @@ async def process(
         log = open_log(config.data_path_to_save_groups)
         config.data_path_to_save_groups = str(log.path)
         env.jsonl_writer = log
-        outbox = Outbox(env, environment=env.registered_name, log=log, provenance=Provenance(env))
+        outbox = Outbox(env, log=log)
         env.group_sink = outbox
         run = _FileRun(env, log, outbox, epochs=options.epochs)
         try:
@@ -104,7 +93,7 @@ async def process(
                 logger.info("%d groups in %s", log.num_groups, log.path)
             for line in usage_lines(run.usage):
                 logger.info("%s", line)
-    return ProcessResult(path=log.path, num_groups=log.num_groups, outbox=outbox)
+    return log
 
 
 async def process_and_render(env: BaseEnv, options: ProcessOptions | None = None) -> None:

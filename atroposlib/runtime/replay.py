@@ -35,7 +35,7 @@ from atroposlib.runtime.command import build_environment
 from atroposlib.runtime.outbox import Outbox
 from atroposlib.runtime.recording import Recording, key_of, replace_servers
 from atroposlib.runtime.recording import Row as Row
-from atroposlib.runtime.rows import Provenance, item_json
+from atroposlib.runtime.rows import item_json
 from atroposlib.runtime.stored_items import item_of
 
 logger = logging.getLogger(__name__)
@@ -86,9 +86,7 @@ class Replayer:
         self._env = env
         self._made = _Made()
         env.config.use_wandb = False
-        env.group_sink = Outbox(
-            env, environment=env.registered_name, log=self._made, provenance=Provenance(env)
-        )
+        env.group_sink = Outbox(env, log=self._made)
         if isinstance(env, DatasetEnv) and rows is not None:
             given = [item_of(type(env), row) for row in rows]
             env.load_rows = lambda split: given if split == "train" else []  # type: ignore[method-assign]

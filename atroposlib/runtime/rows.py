@@ -10,6 +10,7 @@ import hashlib
 import inspect
 import logging
 from collections.abc import Iterable, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,8 +72,7 @@ class Provenance:
         sequences = token_lists(checked)
         answers = [self._answer(tokens, record) for tokens in sequences]
         is_text = all(text_of(tokens, record) for tokens in sequences)
-        usage = totals(record.calls)
-        costs = [each.cost_usd for each in usage.values() if each.cost_usd is not None]
+        usage = reduce(Usage.plus, totals(calls).values(), Usage())
         return {
             "item_id": record.item_id,
             "item": record.item,
@@ -84,12 +84,7 @@ class Provenance:
             "has_token_ids": not is_text,
             **(dict.fromkeys(MADE_UP_KEYS, [[] for _ in sequences]) if is_text else {}),
             "calls": self._calls(calls),
-            "usage": {
-                "num_requests": sum(each.num_requests for each in usage.values()),
-                "prompt_tokens": sum(each.prompt_tokens for each in usage.values()),
-                "completion_tokens": sum(each.completion_tokens for each in usage.values()),
-                "cost_usd": sum(costs) if costs else None,
-            },
+            "usage": usage._asdict(),
             "began_at": record.began_at,
             "duration_s": record.duration_s,
             **self._constants,
@@ -159,7 +154,8 @@ class Provenance:
             ]
         else:
             answers = [_choice(choice) for choice in getattr(call.answer, "choices", ())]
-        usage = usage_of(call.answer, call.config)
+        usage = usage_of(call.answer, call.config)._asdict()
+        del usage["num_requests"]
         return {
             "model": call.config.model_name,
             "base_url": without_secrets(call.config.base_url),
@@ -170,11 +166,7 @@ class Provenance:
                 for key, value in call.asked.items()
                 if key not in _NOT_SAMPLING and value is not None
             },
-            "usage": {
-                "prompt_tokens": usage.prompt_tokens,
-                "completion_tokens": usage.completion_tokens,
-                "cost_usd": usage.cost_usd,
-            },
+            "usage": usage,
             "began_at": call.began_at,
             "duration_s": call.duration_s,
         }

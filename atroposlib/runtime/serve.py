@@ -25,7 +25,6 @@ from atroposlib.runtime.items import Items
 from atroposlib.runtime.metrics import require_wandb
 from atroposlib.runtime.outbox import Outbox
 from atroposlib.runtime.progress import RunStatus, sign_of_life
-from atroposlib.runtime.rows import Provenance
 from atroposlib.runtime.signals import on_signals
 from atroposlib.runtime.spool import Spool
 from atroposlib.runtime.timings import Timings
@@ -70,13 +69,7 @@ class _HubRun:
         self._log = GroupLog.open(path) if path else None
         if self._log is not None:
             env.config.data_path_to_save_groups = str(self._log.path)
-        self._outbox = Outbox(
-            env,
-            environment=env.registered_name,
-            log=self._log,
-            provenance=Provenance(env) if self._log is not None else None,
-            backoff=timings.backoff(),
-        )
+        self._outbox = Outbox(env, log=self._log, backoff=timings.backoff())
         if is_overridden(env._send_scored_data_to_api, BaseEnv._send_scored_data_to_api):
             self._outbox.author_sends = env._send_scored_data_to_api
         self._spool = Spool(env, self._outbox)

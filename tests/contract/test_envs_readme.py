@@ -116,7 +116,7 @@ async def test_example_makes_groups_that_pass_the_strict_gate(name: str, tmp_pat
     env = offline(name, weight_version="4", **settings)
     result = await process(env)
     assert result.num_groups == 3
-    assert result.outbox.dropped == {}
+    assert env.group_sink.dropped == {}
     for line in result.path.read_text().splitlines():
         group = json.loads(line)
         checked = check_group(group, strictness=Strictness.MEANING)

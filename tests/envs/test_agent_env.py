@@ -181,7 +181,7 @@ async def test_groups_of_agents_reach_the_file_and_the_page_with_their_messages(
         data_path_to_save_groups=str(path),
     )
     result = await process(env)
-    assert (result.num_groups, result.outbox.dropped) == (1, {})
+    assert (result.num_groups, env.group_sink.dropped) == (1, {})
     (line,) = result.path.read_text().splitlines()
     group = json.loads(line)
     assert len(group["messages"]) == len(group["scores"]) == 4

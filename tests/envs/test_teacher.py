@@ -99,7 +99,7 @@ class Attached:
         assert self.env.teacher_server is not None
         self.env.teacher_server.servers = [self.teacher]
         self.log = GroupLog.open(path / "groups.jsonl")
-        self.outbox = Outbox(self.env, environment="t", log=self.log)
+        self.outbox = Outbox(self.env, log=self.log)
         self.env.group_sink = self.outbox
 
     async def send(self, scored_data: Any, **options: Any) -> list[tuple[Any, Any]]:
@@ -253,7 +253,7 @@ async def test_the_first_failure_is_logged_with_its_traceback_later_ones_in_a_li
 async def test_without_a_teacher_groups_pass_as_they_are(tmp_path: Path) -> None:
     env = Env(config(teacher_enabled=False), POLICY)
     log = GroupLog.open(tmp_path / "g.jsonl")
-    env.group_sink = Outbox(env, environment="t", log=log)
+    env.group_sink = Outbox(env, log=log)
     assert env.teacher_server is None
     assert await env.handle_send_to_api([group(), None]) == 1
     log.close()
@@ -379,7 +379,7 @@ async def test_a_real_route_gives_the_teachers_logprobs(tmp_path: Path) -> None:
         teacher = APIServerConfig(model_name="big", base_url=engine.url, server_type="vllm")
         env: Any = Env(config(teacher_top_k=1), ServerBaseline(), teacher)
         log = GroupLog.open(tmp_path / "g.jsonl")
-        env.group_sink = Outbox(env, environment="t", log=log)
+        env.group_sink = Outbox(env, log=log)
         assert await env.handle_send_to_api(group()) == 1
         log.close()
         await env.teacher_server.close()

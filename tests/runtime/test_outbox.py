@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from atroposlib.inference.harness import ServerHarness
 from atroposlib.inference.servers.sampling_notes import ItemRecord, note_sampling, noting_sampling
 from atroposlib.runtime.group_log import GroupLog
 from atroposlib.runtime.outbox import MAX_ITEM_BYTES, Outbox
-from atroposlib.runtime.rows import Provenance
 from atroposlib.scored_data import ScoredGroup, Strictness, check_group
 from tests.runtime.helpers_runtime import ScriptedEnv, make_group
 from tests.runtime.test_group_rows import Adding, hosted
@@ -70,7 +70,7 @@ def make_outbox(
     async def sleep(seconds: float) -> None:
         (naps if naps is not None else []).append(seconds)
 
-    return Outbox(env, environment="e", log=log, sleep=sleep)
+    return Outbox(env, log=log, sleep=sleep)
 
 
 @pytest.mark.parametrize(
@@ -375,25 +375,27 @@ async def test_log_line_holds_the_checked_group(tmp_path: Path) -> None:
     assert line["masks"] == [[-100, 6, 7], [-100, 6, 8]]
     assert line["seed"] == 4
     assert line["overrides"] is None
-    assert (line["environment"], len(line["group_id"])) == ("e", 32)
+    assert (line["environment"], len(line["group_id"])) == ("scripted", 32)
     assert line["messages"][0] == [{"role": "user", "content": env.decode_tokens([5, 6, 7])}]
     assert env.completion_lengths == [2, 2]
 
 
 @pytest.mark.parametrize(("num_chars", "is_recorded"), [(9, True), (MAX_ITEM_BYTES, False)])
 def test_requests_of_an_item_are_recorded_unless_it_is_large(
-    num_chars: int, is_recorded: bool
+    num_chars: int, is_recorded: bool, tmp_path: Path
 ) -> None:
     env = ScriptedEnv()
-    outbox = Outbox(env, environment="e", provenance=Provenance(env))
-    assert isinstance(outbox.notes_of("x" * num_chars), ItemRecord) == is_recorded
+    with closing(GroupLog.open(tmp_path / "g.jsonl")) as log:
+        notes = make_outbox(env, log).notes_of("x" * num_chars)
+    assert isinstance(notes, ItemRecord) == is_recorded
     assert not isinstance(make_outbox(env).notes_of("x"), ItemRecord)
 
 
 async def test_an_item_that_is_recorded_for_training_takes_no_text(tmp_path: Path) -> None:
     """Made-up token ids must not reach a trainer."""
     env = hosted(Adding, tmp_path)
-    notes = Outbox(env, environment="e", provenance=Provenance(env)).notes_of({"a": 1, "b": 1})
+    with closing(GroupLog.open(tmp_path / "g.jsonl")) as log:
+        notes = make_outbox(env, log).notes_of({"a": 1, "b": 1})
     with noting_sampling(notes), pytest.raises(NotImplementedError, match="no token ids"):
         await env.collect_trajectories({"a": 1, "b": 1})
 
@@ -488,7 +490,7 @@ async def test_an_item_sampled_at_several_temperatures_is_warned_of_once(
     for _ in range(2):
         assert (await sampled_at(0.7, None, outbox=outbox)).generation_params is None
     (record,) = caplog.records
-    assert "environment 'e'" in record.message
+    assert "environment 'scripted'" in record.message
     assert "0.7, 1" in record.message
     assert "the trainer assumes 1" in record.message
 

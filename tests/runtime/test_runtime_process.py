@@ -74,9 +74,9 @@ async def test_rejected_and_empty_groups_do_not_count(tmp_path: Path) -> None:
     def answer(item: int) -> Any:
         return {0: None, 1: [], 2: make_group(3)}.get(item, numbered(item))
 
-    result = await process(env_at(tmp_path, answer=answer, total_steps=2))
-    assert scores(result.path) == [3, 4]
-    assert result.outbox.dropped == {"group_size": 1}
+    env = env_at(tmp_path, answer=answer, total_steps=2)
+    assert scores((await process(env)).path) == [3, 4]
+    assert env.group_sink.dropped == {"group_size": 1}
 
 
 async def test_failing_item_is_tried_again_then_left_out(tmp_path: Path) -> None:

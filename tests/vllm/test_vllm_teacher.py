@@ -118,7 +118,7 @@ async def test_groups_carry_the_teachers_logprobs_of_every_token(
     )
     env = Distilled(settings, [config(served_model)], [config(served_model)])
     log = GroupLog.open(tmp_path / "groups.jsonl")
-    env.group_sink = Outbox(env, environment="distilled", log=log)
+    env.group_sink = Outbox(env, log=log)
     try:
         group = {
             "tokens": SEQUENCES,

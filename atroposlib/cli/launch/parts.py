@@ -117,17 +117,6 @@ def variables_in(part: Part) -> set[str]:
     return {name for word in part.command for name in VARIABLE.findall(word)}
 
 
-def program_and_arguments(part: Part) -> tuple[list[str], list[str]]:
-    """Return the words before the first flag, and the rest.
-
-    >>> program_and_arguments(Part(name="x", needs=[], section=Section(), command=["python", "-m", "a", "--b", "1"]))
-    (['python', '-m', 'a'], ['--b', '1'])
-    """
-    words = part.command
-    first = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
-    return words[:first], words[first:]
-
-
 def servers(parts: Sequence[Part]) -> list[Part]:
     """Return the parts with an address."""
     return [part for part in parts if part.port is not None]

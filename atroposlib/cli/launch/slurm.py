@@ -10,11 +10,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from atroposlib.cli.launch.parts import (
-    Part,
-    program_and_arguments,
-    variables_in,
-)
+from atroposlib.cli.launch.parts import Part, variables_in
 from atroposlib.cli.launch.run_file import VARIABLE, RunFile
 
 FUNCTIONS = Path(__file__).with_name("slurm_functions.sh")
@@ -131,9 +127,9 @@ def _end_of_run(parts: Sequence[Part]) -> list[str]:
 
 def command_line(part: Part, *, indent: str) -> str:
     """Return a part's command for a shell, one flag a line."""
-    program, arguments = program_and_arguments(part)
-    words = [" ".join(map(shell_word, program)), *map(shell_word, arguments)]
-    return f" \\\n{indent}".join(words)
+    words = list(map(shell_word, part.command))
+    first = next((i for i, word in enumerate(part.command) if word.startswith("--")), len(words))
+    return f" \\\n{indent}".join([" ".join(words[:first]), *words[first:]])
 
 
 def shell_word(word: str) -> str:

@@ -11,7 +11,6 @@ import pytest
 import yaml
 
 from atroposlib.cli.launch.command import main
-from atroposlib.cli.launch.parts import parts_of
 from atroposlib.cli.launch.render import TARGETS, Target, render
 from atroposlib.cli.launch.run_file import read_run
 from atroposlib.cli.launch.supervisor import Program
@@ -47,11 +46,24 @@ FULL: dict[str, Any] = {
     },
 }
 FULL["environments"]["mine"]["needs"] = ["judge", "fetch"]
+HUBS: dict[str, Any] = {
+    **FULL,
+    "hub": {"count": 2, "env": {"ATROPOS_DATABASE": "${ATROPOS_DATABASE}"}},
+}
 
 
 def programs(tmp_path: Path, run: dict[str, Any], **environ: str) -> dict[str, Program]:
     path = write_run(tmp_path / "run.yaml", run)
     return {each.name: each for each in programs_of(read_run(path), tmp_path, environ)}
+
+
+def documents(tmp_path: Path, run: dict[str, Any], target: Target) -> dict[str, Any]:
+    """Render a run as one file and return its documents: manifests by kind and name, tasks by name."""
+    render(write_run(tmp_path / "run.yaml", run), target=target, out=tmp_path)
+    found = yaml.safe_load_all((tmp_path / "run.yaml").read_text())
+    if target == "skypilot":
+        return {each["name"]: each for each in found}
+    return {f"{each['kind']} {each['metadata']['name']}": each for each in found}
 
 
 @pytest.mark.parametrize(
@@ -231,24 +243,20 @@ def test_slurm_scripts_are_valid_and_ask_for_the_resources(tmp_path: Path) -> No
     assert "xargs scancel" in trainer
 
 
-def test_kubernetes_manifests_fit_the_published_schemas(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_hubs", [1, 2])
+def test_kubernetes_manifests_fit_the_published_schemas(tmp_path: Path, num_hubs: int) -> None:
     validate = pytest.importorskip("kubernetes_validate")
-    render(write_run(tmp_path / "run.yaml", FULL), target="kubernetes", out=tmp_path)
-    manifests = list(yaml.safe_load_all((tmp_path / "run.yaml").read_text()))
-    for manifest in manifests:
+    manifests = documents(tmp_path, FULL if num_hubs == 1 else HUBS, "kubernetes")
+    for manifest in manifests.values():
         validate.validate(manifest, "1.31", strict=True)
-    kinds = {(each["kind"], each["metadata"]["name"]) for each in manifests}
-    assert ("StatefulSet", "full-hub") in kinds
-    assert ("Service", "full-engine") in kinds
-    assert ("Job", "full-gsm8k-server") in kinds
+    assert {"StatefulSet full-hub", "Service full-engine", "Job full-gsm8k-server"} <= {*manifests}
+    wrong = manifests["Service full-engine"] | {"spec": {"prots": []}}
     with pytest.raises(validate.ValidationError):
-        validate.validate(manifests[0] | {"spec": {"prots": []}}, "1.31", strict=True)
+        validate.validate(wrong, "1.31", strict=True)
 
 
 def test_kubernetes_pods_are_probed_and_find_each_other(tmp_path: Path) -> None:
-    render(write_run(tmp_path / "run.yaml", FULL), target="kubernetes", out=tmp_path)
-    manifests = list(yaml.safe_load_all((tmp_path / "run.yaml").read_text()))
-    by_name = {f"{each['kind']} {each['metadata']['name']}": each for each in manifests}
+    by_name = documents(tmp_path, FULL, "kubernetes")
     engine = by_name["StatefulSet full-engine"]["spec"]["template"]["spec"]["containers"][0]
     assert engine["image"] == "vllm/vllm-openai:latest"
     assert engine["command"][-2:] == ["--port", "$(PORT)"]
@@ -274,15 +282,13 @@ def test_kubernetes_needs_an_image(tmp_path: Path) -> None:
 
 
 def test_skypilot_gets_a_job_group(tmp_path: Path) -> None:
-    render(write_run(tmp_path / "run.yaml", FULL), target="skypilot", out=tmp_path)
-    header, *tasks = yaml.safe_load_all((tmp_path / "run.yaml").read_text())
-    assert header == {
+    by_name = documents(tmp_path, FULL, "skypilot")
+    assert by_name.pop("full") == {
         "name": "full",
         "execution": "parallel",
         "primary_tasks": ["trainer"],
         "termination_delay": "30s",
     }
-    by_name = {task["name"]: task for task in tasks}
     engine = by_name["engine"]
     assert engine["num_nodes"] == 2
     assert engine["resources"]["accelerators"] == "H100:1"
@@ -291,16 +297,11 @@ def test_skypilot_gets_a_job_group(tmp_path: Path) -> None:
     script = by_name["gsm8k-server"]["run"]
     assert "ENGINE_URL=http://engine-$((INDEX % 2)).${SKYPILOT_JOBGROUP_NAME}:9001" in script
     assert by_name["hub"]["resources"]["memory"] == "4+"
-    for task in tasks:
+    for task in by_name.values():
         subprocess.run(["bash", "-n"], input=task["run"].encode(), check=True)
 
 
 # Several hubs: each advertises the address that clients have, since others may not know its machine's own name.
-
-HUBS: dict[str, Any] = {
-    **FULL,
-    "hub": {"count": 2, "env": {"ATROPOS_DATABASE": "${ATROPOS_DATABASE}"}},
-}
 
 
 def words_of_python(script: str, directory: Path, **variables: str) -> list[str]:
@@ -336,9 +337,7 @@ def test_several_hubs_on_slurm_call_each_other_by_their_nodes_addresses(tmp_path
 
 
 def test_several_hubs_on_kubernetes_call_each_other_by_their_pods_names(tmp_path: Path) -> None:
-    render(write_run(tmp_path / "run.yaml", HUBS), target="kubernetes", out=tmp_path)
-    manifests = list(yaml.safe_load_all((tmp_path / "run.yaml").read_text()))
-    by_name = {f"{each['kind']} {each['metadata']['name']}": each for each in manifests}
+    by_name = documents(tmp_path, HUBS, "kubernetes")
     hubs = by_name["StatefulSet full-hub"]["spec"]
     assert (hubs["replicas"], hubs["serviceName"]) == (2, "full-hub")
     container = hubs["template"]["spec"]["containers"][0]
@@ -352,15 +351,10 @@ def test_several_hubs_on_kubernetes_call_each_other_by_their_pods_names(tmp_path
     assert variables["HUB_URL"]["value"] == "http://full-hub:8000"
     wait = " ".join(client["initContainers"][0]["command"])
     assert all(f"http://full-hub-{i}.full-hub:8000/healthz" in wait for i in range(2))
-    validate = pytest.importorskip("kubernetes_validate")
-    for manifest in manifests:
-        validate.validate(manifest, "1.31", strict=True)
 
 
 def test_several_hubs_on_skypilot_call_each_other_by_their_nodes_names(tmp_path: Path) -> None:
-    render(write_run(tmp_path / "run.yaml", HUBS), target="skypilot", out=tmp_path)
-    _, *tasks = yaml.safe_load_all((tmp_path / "run.yaml").read_text())
-    by_name = {task["name"]: task for task in tasks}
+    by_name = documents(tmp_path, HUBS, "skypilot")
     assert by_name["hub"]["num_nodes"] == 2
     assert by_name["hub"]["secrets"]["ATROPOS_DATABASE"] is None
     words = words_of_python(
@@ -382,11 +376,3 @@ def test_a_rendered_script_names_the_variable_that_is_not_set(tmp_path: Path) ->
     )
     assert ran.returncode != 0
     assert "set it before submit.sh" in ran.stderr
-
-
-def test_parts_come_after_those_that_they_need(tmp_path: Path) -> None:
-    run = read_run(write_run(tmp_path / "run.yaml", FULL))
-    seen: set[str] = set()
-    for part in parts_of(run, on_one_machine=True):
-        assert seen.issuperset(part.needs)
-        seen.add(part.name)

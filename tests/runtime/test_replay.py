@@ -198,7 +198,7 @@ class ByHand(BaseEnv):
         pass
 
     def reward(self, text: str, gold: str) -> float:
-        return float(gold in text)
+        return float("".join(re.findall(r"answer (\d)", text)))
 
     async def collect_trajectory(self, item: Any) -> Any:
         messages = [dict(message) for message in item[0]]
@@ -222,17 +222,6 @@ def harnessed_tokenizer() -> Any:
 
 def numbered(request: Any) -> str:
     return f"answer {request.call}"
-
-
-async def test_an_environment_of_the_original_is_replayed(tmp_path: Path) -> None:
-    env = harnessed(ByHand, tmp_path, use_wandb=False)
-    env.server.servers = [ServerHarness(POLICY, respond=numbered)]
-    rows = await rows_of(env)
-    [replay] = await replayed(harnessed(ByHand, tmp_path), rows)
-    assert (replay.scores, replay.fault) == (rows[0]["scores"], None)
-    today = changed(ByHand, reward=lambda self, text, gold: len(text) / 100)
-    [replay] = await replayed(harnessed(today, tmp_path), rows)
-    assert replay.is_changed
 
 
 class Slow(ServerHarness):
@@ -324,12 +313,17 @@ async def test_members_that_ask_the_same_get_their_own_answers(
     env = harnessed(env_cls, tmp_path, use_wandb=False)
     engine = Slow(POLICY, respond=numbered)
     engine.delays, env.server.servers, env.first_waits_s = delays, [engine], first_waits_s
-    env.reward = lambda text, gold: float("".join(re.findall(r"answer (\d)", text)))
     rows = await rows_of(env)
-    again = harnessed(env_cls, tmp_path)
-    again.reward = env.reward
-    [replay] = await replayed(again, rows)
+    [replay] = await replayed(harnessed(env_cls, tmp_path), rows)
     assert (replay.scores, replay.fault) == (rows[0]["scores"], None)
+
+
+async def test_another_reward_in_an_environment_of_the_original_is_seen(tmp_path: Path) -> None:
+    env = harnessed(ByHand, tmp_path, use_wandb=False)
+    env.server.servers = [ServerHarness(POLICY, respond=numbered)]
+    today = changed(ByHand, reward=lambda self, text, gold: len(text) / 100)
+    [replay] = await replayed(harnessed(today, tmp_path), await rows_of(env))
+    assert replay.is_changed
 
 
 async def test_members_that_cannot_be_told_apart_are_not_scored_as_if_they_could(

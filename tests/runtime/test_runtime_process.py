@@ -30,8 +30,12 @@ from tests.utils.test_tracing import start_recorder
 APPEND = ProcessOptions(append=True)
 
 
+def rows_in(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def scores(path: Path) -> list[float]:
-    return [json.loads(line)["scores"][1] for line in path.read_text().splitlines()]
+    return [row["scores"][1] for row in rows_in(path)]
 
 
 def env_at(folder: Path, **fields: Any) -> ScriptedEnv:
@@ -124,11 +128,7 @@ async def test_environment_that_never_yields_ends_with_an_error(
         await process(env)
 
 
-async def test_items_that_run_out_end_the_run_with_what_there_is(tmp_path: Path) -> None:
-    assert (await process(env_at(tmp_path, num_items=2, total_steps=9))).num_groups == 2
-
-
-async def test_last_item_that_fails_is_still_tried_again(tmp_path: Path) -> None:
+async def test_items_that_run_out_end_the_run_once_the_last_was_tried_again(tmp_path: Path) -> None:
     failures = [ValueError("once")]
 
     def answer(item: int) -> Any:
@@ -154,17 +154,14 @@ async def test_missing_wandb_is_named_with_both_cures(
         await process(env)
 
 
-async def test_missing_package_ends_the_run(tmp_path: Path) -> None:
-    env = env_at(tmp_path, answer=lambda i: MissingDependency("x is not installed"))
-    with pytest.raises(MissingDependency, match="x is not installed"):
+@pytest.mark.parametrize("error", [MissingDependency("no x"), EngineUnavailable("no answer")])
+async def test_missing_package_and_an_engine_that_stays_down_end_the_run(
+    tmp_path: Path, error: Exception
+) -> None:
+    env = env_at(tmp_path, answer=lambda i: error)
+    with pytest.raises(type(error), match=str(error)):
         await process(env)
     assert len(env.started) <= env.config.max_num_workers
-
-
-async def test_engine_that_stays_away_ends_the_run(tmp_path: Path) -> None:
-    env = env_at(tmp_path, answer=lambda i: EngineUnavailable("no answer from http://e"))
-    with pytest.raises(EngineUnavailable, match="no answer from http://e"):
-        await process(env)
 
 
 async def test_each_item_is_a_span_in_the_traces_of_its_groups(
@@ -172,7 +169,7 @@ async def test_each_item_is_a_span_in_the_traces_of_its_groups(
 ) -> None:
     finished = start_recorder(monkeypatch)
     result = await process(env_at(tmp_path, answer=numbered, total_steps=2, max_num_workers=1))
-    rows = [json.loads(line) for line in result.path.read_text().splitlines()]
+    rows = rows_in(result.path)
     found = [dict(span.attributes or {}) for span in finished() if span.name == "item"]
     assert [span["atropos.group_id"] for span in found] == [row["group_id"] for row in rows]
     assert [(span["atropos.item"], span["atropos.score_mean"]) for span in found] == [
@@ -314,7 +311,7 @@ def rows_at(folder: Path, **fields: Any) -> Rows:
 
 async def test_an_epoch_has_each_row_once(tmp_path: Path) -> None:
     result = await process(rows_at(tmp_path), ProcessOptions(epochs=2))
-    rows = [json.loads(line) for line in result.path.read_text().splitlines()]
+    rows = rows_in(result.path)
     assert sorted(row["item"] for row in rows) == [0, 0, 1, 1, 3, 3, 4, 4]
     assert {row["item"] for row in rows[:4]} == {0, 1, 3, 4}
 
@@ -322,7 +319,7 @@ async def test_an_epoch_has_each_row_once(tmp_path: Path) -> None:
 async def test_another_epoch_is_appended(tmp_path: Path) -> None:
     await process(rows_at(tmp_path), ProcessOptions(epochs=1))
     result = await process(rows_at(tmp_path), ProcessOptions(epochs=2, append=True))
-    rows = [json.loads(line) for line in result.path.read_text().splitlines()]
+    rows = rows_in(result.path)
     assert sorted(row["item"] for row in rows) == [0, 0, 1, 1, 3, 3, 4, 4]
 
 

@@ -30,7 +30,7 @@ from atroposlib.envs.collecting import close, collect
 from atroposlib.envs.dataset_env import DatasetEnv
 from atroposlib.envs.in_process_policy import answerer
 from atroposlib.errors import EnvError, MissingDependency, cause_of
-from atroposlib.inference.servers.sampling_notes import ItemRecord, noting_sampling
+from atroposlib.inference.servers.sampling_notes import ItemRecord, noting_sampling, position
 from atroposlib.runtime.command import build_environment
 from atroposlib.runtime.outbox import Outbox
 from atroposlib.runtime.recording import Recording, key_of, replace_servers
@@ -141,6 +141,7 @@ class Replayer:
         recording = Recording(row, is_reversed=is_reversed)
         has_raised = False
         token = answerer.set(recording)
+        position.set(None)  # as at the start of an item, also when a row is replayed again
         try:
             made = await self._collect(row)
         except MissingDependency:

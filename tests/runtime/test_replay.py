@@ -326,6 +326,19 @@ async def test_another_reward_in_an_environment_of_the_original_is_seen(tmp_path
     assert replay.is_changed
 
 
+async def test_the_second_replay_of_a_group_begins_like_the_first(tmp_path: Path) -> None:
+    class Alone(ByHand):
+        async def collect_trajectories(self, item: Any) -> Any:
+            one, later = await self.collect_trajectory(item)
+            return join_items([one, {**one, "scores": 0.0}]), later
+
+    env = harnessed(Alone, tmp_path, use_wandb=False)
+    env.server.servers = [ServerHarness(POLICY, respond=numbered)]
+    today = changed(Alone, reward=lambda self, text, gold: 1.0 + ByHand.reward(self, text, gold))
+    [replay] = await replayed(harnessed(today, tmp_path), await rows_of(env))
+    assert (replay.is_changed, replay.is_repeatable) == (True, True)
+
+
 async def test_members_that_cannot_be_told_apart_are_not_scored_as_if_they_could(
     tmp_path: Path,
 ) -> None:

@@ -194,8 +194,9 @@ def item_json(item: Any) -> msgspec.Raw:
     """Return an item as JSON, the same in every process; an item that has no JSON form as its text."""
     try:
         json = msgspec.json.encode(item, enc_hook=plain, order="deterministic")
-    except (TypeError, ValueError, RecursionError, OverflowError):
-        json = msgspec.json.encode(str(item))
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        text = str(item).encode(errors="backslashreplace")  # half of a surrogate pair
+        json = msgspec.json.encode(text.decode())
     return msgspec.Raw(on_one_line(json))  # as in the file
 
 

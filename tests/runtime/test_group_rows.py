@@ -238,7 +238,19 @@ async def test_an_environment_without_messages_gets_the_text_of_the_api(tmp_path
     assert row["gold_answer"] is None
 
 
+class NoValues:
+    """Stands for a tensor on the meta device."""
+
+    def tolist(self) -> Any:
+        raise NotImplementedError("no values")
+
+    def __repr__(self) -> str:
+        return "no values"
+
+
 def test_items_without_a_json_form_are_text() -> None:
     assert bytes(item_json("a\u2028b")) == rb'"a\u2028b"'
     assert bytes(item_json({("a", 1): {2}})) == b"\"{('a', 1): {2}}\""
     assert bytes(item_json({"b": 1, "a": {3, 1, 2}})) == b'{"a":[1,2,3],"b":1}'
+    assert bytes(item_json("a\ud800b")) == rb'"a\\ud800b"'
+    assert bytes(item_json([NoValues()])) == b'"[no values]"'

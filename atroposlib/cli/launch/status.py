@@ -32,12 +32,6 @@ class HubView:
     replicas: list[ReplicaStatus]
     """The hubs of a shared database, and which runs each serves; empty without one."""
 
-    @property
-    def staleness(self) -> int | None:
-        """Policy versions between the oldest queued group and now; None for an empty queue."""
-        oldest = self.explanation.oldest_version
-        return None if oldest is None else self.explanation.policy_version - oldest
-
 
 class HubReader:
     """Reads one hub; as an `async with` block."""
@@ -102,33 +96,30 @@ def describe_ledger(ledger: Ledger) -> str:
     ...     rejected={}, duplicates=1))
     '5 groups = 3 trained + 2 queued; 1 received again'
     """
-    places = {
-        "trained": ledger.trained,
-        "leased": ledger.leased,
-        "queued": ledger.queued,
-        "buffered": ledger.buffered,
-        "expired": ledger.expired,
-        "dead": ledger.dead,
-        "discarded": ledger.discarded,
-        "rejected": sum(ledger.rejected.values()),
-    }
-    sum_ = " + ".join(f"{count:,} {place}" for place, count in places.items() if count)
+    places = _places(ledger).items()
+    sum_ = " + ".join(f"{count:,} {place}" for place, count in places if count)
     again = f"; {ledger.duplicates:,} received again" if ledger.duplicates else ""
     return f"{counted(ledger.produced, 'group')}{f' = {sum_}' if sum_ else ''}{again}"
 
 
 def is_closed(ledger: Ledger) -> bool:
     """Whether every group that was produced is in exactly one place."""
-    places = ledger.queued + ledger.buffered + ledger.leased + ledger.trained
-    ends = ledger.expired + ledger.dead + ledger.discarded + sum(ledger.rejected.values())
-    return ledger.produced == places + ends
+    return ledger.produced == sum(_places(ledger).values())
+
+
+def _places(ledger: Ledger) -> dict[str, int]:
+    names = ("trained", "leased", "queued", "buffered", "expired", "dead", "discarded")
+    found = {name: int(getattr(ledger, name)) for name in names}
+    return {**found, "rejected": sum(ledger.rejected.values())}
 
 
 def describe_queue(view: HubView) -> str:
     """Return step, queue, leases and staleness in one line."""
     seen = view.explanation
     size = "" if seen.batch_size is None else f" (batch: {counted(seen.batch_size, 'sequence')})"
-    age = "" if view.staleness is None else f"  oldest {counted(view.staleness, 'version')} old"
+    age = ""
+    if seen.oldest_version is not None:
+        age = f"  oldest {counted(seen.policy_version - seen.oldest_version, 'version')} old"
     bound = "" if seen.max_staleness is None else f" (limit {seen.max_staleness})"
     return (
         f"step {seen.current_step}  policy version {seen.policy_version}  "

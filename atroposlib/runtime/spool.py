@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from atroposlib.envs.base import BaseEnv
 from atroposlib.errors import EnvError, GroupError, HubUnavailable
@@ -30,13 +30,15 @@ logger = logging.getLogger(__name__)
 SUFFIX = ".groups"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Owner:
-    """The hub and the environment that a file's groups belong to."""
+class Origin(NamedTuple):
+    """What a file's groups were sampled for, or what a run now samples for."""
 
     hub_url: str
     environment: str
     """The configured name; the hub may register the next run under another one."""
+    experiment: str | None
+    step: int
+    """The trainer's."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,29 +64,20 @@ def spool_folder(data_path: str | None) -> Path:
     return (Path(data_path).parent if data_path else Path("data")) / "spool"
 
 
-def new_path(folder: Path, owner: Owner) -> Path:
+def new_path(folder: Path, environment: str) -> Path:
     """Return the path for this process's groups."""
-    name = re.sub(r"[^\w.-]+", "_", owner.environment)
+    name = re.sub(r"[^\w.-]+", "_", environment)
     return folder / f"{name}-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}{SUFFIX}"
 
 
-def write(
-    path: Path,
-    groups: Sequence[ScoredGroup],
-    *,
-    owner: Owner,
-    experiment: str | None,
-    step: int,
-) -> None:
-    """Write `groups`, sampled up to `step`, atomically and durably."""
-    meta = {"hub_url": owner.hub_url, "environment": owner.environment, "step": step}
-    meta |= {"experiment": experiment}
-    packed = join_packed([pack_group(group) for group in groups], meta)
+def write(path: Path, groups: Sequence[ScoredGroup], origin: Origin) -> None:
+    """Write groups atomically and durably."""
+    packed = join_packed([pack_group(group) for group in groups], origin._asdict())
     replace_file(path, packed, is_durable=True)
 
 
-def claim(folder: Path, *, owner: Owner, experiment: str | None, step: int) -> list[Spooled]:
-    """Claim the owner's files of this experiment, oldest first; skip the others and log why."""
+def claim(folder: Path, run: Origin) -> list[Spooled]:
+    """Claim the files that a run may send, oldest first; skip the others and log why."""
     found = []
     for path in sorted(folder.glob(f"*{SUFFIX}")):
         try:
@@ -94,7 +87,7 @@ def claim(folder: Path, *, owner: Owner, experiment: str | None, step: int) -> l
         except OSError as error:
             logger.error("%s skipped: cannot be read: %s", path, error)
             continue
-        spooled = _claim_one(path, file, owner, experiment, step)
+        spooled = _claim_one(path, file, run)
         if spooled is None:
             file.close()
         else:
@@ -102,9 +95,7 @@ def claim(folder: Path, *, owner: Owner, experiment: str | None, step: int) -> l
     return found
 
 
-def _claim_one(
-    path: Path, file: IO[bytes], owner: Owner, experiment: str | None, step: int
-) -> Spooled | None:
+def _claim_one(path: Path, file: IO[bytes], run: Origin) -> Spooled | None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -112,9 +103,9 @@ def _claim_one(
     try:
         envelope = split_packed(file.read())
         meta = envelope.meta
-        if meta.get("environment") != owner.environment:
+        if meta.get("environment") != run.environment:
             return None
-        if (reason := _reason_to_skip(meta, owner, experiment, step)) is not None:
+        if (reason := _reason_to_skip(meta, run)) is not None:
             logger.warning("%s skipped: %s", path, reason)
             return None
         groups = [unpack_group(blob, strictness=Strictness.MEANING) for blob in envelope.blobs]
@@ -124,16 +115,14 @@ def _claim_one(
     return Spooled(path=path, groups=groups, _file=file)
 
 
-def _reason_to_skip(
-    meta: Mapping[str, Any], owner: Owner, experiment: str | None, step: int
-) -> str | None:
-    if meta.get("hub_url") != owner.hub_url:
+def _reason_to_skip(meta: Mapping[str, Any], run: Origin) -> str | None:
+    if meta.get("hub_url") != run.hub_url:
         return f"its groups are for the hub at {meta.get('hub_url')}"
     made_for, made_at = meta.get("experiment"), int(meta.get("step", 0))
-    if None not in (made_for, experiment) and made_for != experiment:
+    if None not in (made_for, run.experiment) and made_for != run.experiment:
         return "its groups were sampled for another experiment; delete it or resume that experiment"
-    if made_at > step:
-        return f"its groups were made at step {made_at}, the trainer is at {step}; delete it or resume that run"
+    if made_at > run.step:
+        return f"its groups were made at step {made_at}, the trainer is at {run.step}; delete it or resume that run"
     return None
 
 
@@ -143,22 +132,20 @@ class Spool:
     def __init__(self, env: BaseEnv, outbox: Outbox) -> None:
         self._env = env
         self._outbox = outbox
-        self._owner = Owner(
-            hub_url=env.config.rollout_server_url.rstrip("/"), environment=env.registered_name
-        )
         self._folder = spool_folder(env.config.data_path_to_save_groups)
         self._claimed: list[Spooled] = []
+
+    @property
+    def _origin(self) -> Origin:
+        env = self._env
+        hub_url = env.config.rollout_server_url.rstrip("/")
+        return Origin(hub_url, env.registered_name, self._outbox.experiment, env.curr_step)
 
     def send_earlier(self) -> None:
         """Queue the undelivered groups of earlier runs with this name."""
         if self._claimed or self._outbox.num_accepted:
             return  # a later registration; this run has groups of its own
-        self._claimed = claim(
-            self._folder,
-            owner=self._owner,
-            experiment=self._outbox.experiment,
-            step=self._env.curr_step,
-        )
+        self._claimed = claim(self._folder, self._origin)
         groups = [group for file in self._claimed for group in file.groups]
         if groups:
             names = ", ".join(str(file.path) for file in self._claimed)
@@ -174,16 +161,17 @@ class Spool:
         """
         if not await self._flush(first_s, skip_wait):
             return None
-        path = new_path(self._folder, self._owner)
+        origin = self._origin
+        path = new_path(self._folder, origin.environment)
         await self._write(path)
         if not await self._flush(rest_s, skip_wait):
             path.unlink(missing_ok=True)
             return None
-        what = f"{self._outbox.num_held} groups could not be delivered to {self._owner.hub_url}"
+        what = f"{self._outbox.num_held} groups could not be delivered to {origin.hub_url}"
         error: HubUnavailable | EnvError
         if await self._write(path):
             error = HubUnavailable(
-                f"{what}; they are in {path}, and the next serve of {self._owner.environment!r} sends them first"
+                f"{what}; they are in {path}, and the next serve of {origin.environment!r} sends them first"
             )
         else:
             error = EnvError(f"{what} and are lost: {path} cannot be written")
@@ -211,14 +199,7 @@ class Spool:
         The undelivered groups of claimed files are among the held ones.
         """
         try:
-            await asyncio.to_thread(
-                write,
-                path,
-                self._outbox.held,
-                owner=self._owner,
-                experiment=self._outbox.experiment,
-                step=self._env.curr_step,
-            )
+            await asyncio.to_thread(write, path, self._outbox.held, self._origin)
         except OSError as error:
             logger.error("%s cannot be written: %s", path, error)
             return False

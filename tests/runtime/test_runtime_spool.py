@@ -30,7 +30,7 @@ from tests.runtime.helpers_runtime import (
 )
 
 QUICK = replace(FAST, flush_s=0.1, spool_after_s=0.02)
-OWNER = spool.Owner(hub_url="http://h", environment="scripted")
+RUN = spool.Origin("http://h", "scripted", experiment="e", step=4)
 
 
 def checked(number: int) -> ScoredGroup:
@@ -158,40 +158,33 @@ async def test_file_that_cannot_be_written_is_said_to_be_a_loss(tmp_path: Path) 
 
 def test_spooled_group_comes_back_as_it_was(tmp_path: Path) -> None:
     groups = [checked(0), checked(1)]
-    path = spool.new_path(tmp_path, OWNER)
-    spool.write(path, groups, owner=OWNER, experiment="e", step=4)
-    (file,) = spool.claim(tmp_path, owner=OWNER, experiment="e", step=4)
+    path = spool.new_path(tmp_path, "scripted")
+    spool.write(path, groups, RUN)
+    (file,) = spool.claim(tmp_path, RUN)
     assert [content_digest(group) for group in file.groups] == list(map(content_digest, groups))
     assert [(g.group_id, g.policy_version) for g in file.groups] == [("g0", 0), ("g1", 1)]
-    assert (
-        spool.claim(tmp_path, owner=OWNER, experiment="e", step=4) == []
-    )  # claimed: another process leaves it alone
+    assert spool.claim(tmp_path, RUN) == []  # claimed: another process leaves it alone
     file.close()
-    (file,) = spool.claim(tmp_path, owner=OWNER, experiment="e", step=5)
+    (file,) = spool.claim(tmp_path, RUN._replace(step=5))
     file.delete()
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    ("owner", "experiment", "step", "said"),
+    ("change", "said"),
     [
-        (replace(OWNER, environment="other"), "e", 4, ""),
-        (replace(OWNER, hub_url="http://elsewhere"), "e", 4, "are for the hub at http://h"),
-        (OWNER, "f", 4, "were sampled for another experiment"),
-        (OWNER, "e", 3, "were made at step 4, the trainer is at 3"),
+        ({"environment": "other"}, ""),
+        ({"hub_url": "http://elsewhere"}, "are for the hub at http://h"),
+        ({"experiment": "f"}, "were sampled for another experiment"),
+        ({"step": 3}, "were made at step 4, the trainer is at 3"),
     ],
 )
 def test_file_of_another_name_hub_or_experiment_is_left_alone(
-    tmp_path: Path,
-    owner: spool.Owner,
-    experiment: str,
-    step: int,
-    said: str,
-    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path, change: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = spool.new_path(tmp_path, OWNER)
-    spool.write(path, [checked(0)], owner=OWNER, experiment="e", step=4)
-    assert spool.claim(tmp_path, owner=owner, experiment=experiment, step=step) == []
+    path = spool.new_path(tmp_path, "scripted")
+    spool.write(path, [checked(0)], RUN)
+    assert spool.claim(tmp_path, RUN._replace(**change)) == []
     assert said in caplog.text
     assert path.exists()
 
@@ -199,11 +192,11 @@ def test_file_of_another_name_hub_or_experiment_is_left_alone(
 def test_damaged_file_is_named_and_left_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = spool.new_path(tmp_path, replace(OWNER, environment="a/b c"))
+    path = spool.new_path(tmp_path, "a/b c")
     assert path.name.startswith("a_b_c-")
     path.write_bytes(b"\x83broken")
     with caplog.at_level(logging.ERROR):
-        assert spool.claim(tmp_path, owner=OWNER, experiment="e", step=9) == []
+        assert spool.claim(tmp_path, RUN) == []
     assert f"{path} skipped: cannot be read" in caplog.text
     assert path.exists()
 
@@ -212,7 +205,7 @@ def test_file_that_may_not_be_read_is_named_and_left_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "theirs.groups").mkdir()  # open() fails for root too
-    assert spool.claim(tmp_path, owner=OWNER, experiment=None, step=0) == []
+    assert spool.claim(tmp_path, RUN) == []
     assert "theirs.groups skipped: cannot be read" in caplog.text
 
 

@@ -191,9 +191,7 @@ class Outbox:
             checked = await in_thread_if_large(group, self._check, group)
             self._hold(self._with_notes(checked, group))
 
-    async def run(
-        self, hub: HubClient, *, env_id: Callable[[], int], reregister: Reregister
-    ) -> None:
+    async def run(self, hub: HubClient, *, reregister: Reregister) -> None:
         """Send held groups until cancelled; retry while the hub is unavailable, register again if it lost the id.
 
         Raises `HubRejected` when the hub refuses the token; unsent groups stay held.
@@ -203,7 +201,7 @@ class Outbox:
             self._changed.clear()
             size = MAX_GROUPS_PER_SEND
             while self._held:
-                size = await self._send_some(hub, min(size, len(self._held)), env_id, reregister)
+                size = await self._send_some(hub, min(size, len(self._held)), reregister)
             self._drained.set()
 
     async def flush(self, timeout_s: float) -> int:
@@ -227,11 +225,9 @@ class Outbox:
             f"{self.num_held} held; dropped: {listed(self.dropped)}"
         )
 
-    async def _send_some(
-        self, hub: HubClient, size: int, env_id: Callable[[], int], reregister: Reregister
-    ) -> int:
+    async def _send_some(self, hub: HubClient, size: int, reregister: Reregister) -> int:
         """Try to send the oldest groups, at most `size`; return the size of the next attempt."""
-        known_id = env_id()
+        known_id = self._env.env_id or 0
         experiment = self._held[0].experiment
         groups = [group.replace(env_id=known_id) for group in self._oldest(size)]
         size = len(groups)
@@ -264,7 +260,7 @@ class Outbox:
         self._forget(size)
         self.num_stored += size
         self._hub_answered()
-        if receipt.env_status is not None and env_id() == known_id:
+        if receipt.env_status is not None and (self._env.env_id or 0) == known_id:
             self.on_status(receipt.env_status)
         return min(2 * size, MAX_GROUPS_PER_SEND)
 

@@ -115,7 +115,8 @@ class _HubRun:
         (self._skip_wait if self._stop.is_set() else self._stop).set()
 
     async def _run(self) -> None:
-        sender = asyncio.create_task(self._guard(self._send()), name="outbox")
+        sending = self._outbox.run(self._hub, reregister=self._link.register_again)
+        sender = asyncio.create_task(self._guard(sending), name="outbox")
         try:
             async with asyncio.TaskGroup() as group:
                 self._group = group
@@ -181,11 +182,6 @@ class _HubRun:
             trainer_wait_share=None if hub is None else hub.trainer_wait_share,
             staleness=None if hub is None else hub.staleness,
             waits_for=items.waits_for(),
-        )
-
-    async def _send(self) -> None:
-        await self._outbox.run(
-            self._hub, env_id=lambda: self._env.env_id or 0, reregister=self._link.register_again
         )
 
     async def _drive(self) -> None:

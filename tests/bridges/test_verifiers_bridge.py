@@ -17,7 +17,7 @@ from atroposlib.errors import EnvError
 from atroposlib.inference.harness import HarnessRequest
 from atroposlib.runtime.process import process
 from tests.bridges.helpers_bridges import TASKS, checked, python_of
-from tests.environments.helpers_environments import make_env
+from tests.environments.helpers_environments import logged, make_env
 from tests.envs.helpers_envs import trained_texts
 from tests.runtime.helpers_runtime import LoopbackHub, produced, serving, until
 
@@ -141,11 +141,12 @@ async def test_the_default_harness_of_a_v1_taskset_is_a_chat_without_tools(
     env = make_v1(monkeypatch, block={"taskset": {"num_tasks": 3}}, num_eval_rows=0)
     await env.setup()
     group, _ = await env.collect_trajectories(env.train_rows[0])
+    shown = await logged(env)
     await close(env)
     assert len(env.train_rows) == 3
     assert checked(group).num_sequences == 4
     assert set(group["scores"]) == {0.0, 2.0}
-    assert set(env.metrics) == {"length", "num_turns", "repeated"}
+    assert {f"metrics/{name}" for name in ("length", "num_turns", "repeated")} <= shown.keys()
 
 
 def use_the_tool(request: HarnessRequest) -> str:
@@ -179,7 +180,8 @@ async def test_groups_of_an_old_environment_with_a_tool_reach_the_hub(
         env.config.rollout_server_url = hub.url
         async with serving(env):
             await until(lambda: produced(hub) >= 2)
-    assert {"num_turns", "repeated", "spell_calls"} <= set(env.metrics)
+    names = ("num_turns", "repeated", "spell_calls")
+    assert {f"metrics/{name}" for name in names} <= (await logged(env)).keys()
 
 
 async def test_an_old_rollout_is_trained_over_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -180,8 +180,8 @@ async def test_groups_of_an_old_environment_with_a_tool_reach_the_hub(
         env.config.rollout_server_url = hub.url
         async with serving(env):
             await until(lambda: produced(hub) >= 2)
-    names = ("num_turns", "repeated", "spell_calls")
-    assert {f"metrics/{name}" for name in names} <= (await logged(env)).keys()
+    shown = {name.partition("metrics/")[2] for name in await logged(env)}
+    assert {"num_turns", "repeated", "spell_calls"} <= shown
 
 
 async def test_an_old_rollout_is_trained_over_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:

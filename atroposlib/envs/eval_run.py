@@ -96,7 +96,10 @@ class EvalRun:
             try:
                 self.folder.mkdir(parents=True, exist_ok=not self._is_dated)
                 break
-            except FileExistsError:  # of another evaluation that began in the same second
+            except FileExistsError:
+                if not self._is_dated:
+                    raise ConfigError(f"{self.folder} is not a directory") from None
+                # Another evaluation began in the same second.
                 self.folder = first.with_name(f"{first.name}-{number}")
         self._lock = os.open(self.folder, os.O_RDONLY)
         try:

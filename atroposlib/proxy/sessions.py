@@ -14,8 +14,14 @@ import logging
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+)
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
@@ -189,7 +195,8 @@ class Session:
         kwargs: dict[str, Any] = {"messages": ask.messages, **ask.template}
         if ask.tools:
             kwargs |= {"tools": ask.tools, "tool_choice": ask.tool_choice}
-        answer, written = await self._sample(self._chat_turn, ask, kwargs, write)
+        with self._room_for(ask.n):
+            answer, written = await self._sample(self._chat_turn, ask, kwargs, write)
         message = answer.choices[0].message()
         self.last_messages = [*ask.messages, {**message, "content": message["content"] or ""}]
         return written
@@ -198,7 +205,8 @@ class Session:
         self, prompt: str, ask: AgentRequest, write: Callable[[AgentAnswer], T]
     ) -> T:
         """Sample the continuation of a prompt and return `write(answer)`; if `write` raises, it is not stored."""
-        _, written = await self._sample(self._text_turn, ask, {"prompt": prompt}, write)
+        with self._room_for(ask.n):
+            _, written = await self._sample(self._text_turn, ask, {"prompt": prompt}, write)
         return written
 
     def forget(self) -> None:
@@ -261,27 +269,23 @@ class Session:
                 call.cancel()
             await self._close()
 
-    async def _sample(
-        self,
-        send: Turn,
-        ask: AgentRequest,
-        kwargs: dict[str, Any],
-        write: Callable[[AgentAnswer], T],
-    ) -> tuple[AgentAnswer, T]:
+    @contextmanager
+    def _room_for(self, num_asked: int) -> Iterator[None]:
+        """Count sequences as asked for during the block. Raises ProxyError beyond the session's limit."""
         limit = self._limits.max_nodes
-        if self.num_nodes + self._num_asked + ask.n > limit:
+        if self.num_nodes + self._num_asked + num_asked > limit:
             raise ProxyError(
                 f"this session has {self.num_nodes} sequences and requests for {self._num_asked} more;"
-                f" with n={ask.n} they would exceed the limit, {limit}",
+                f" with n={num_asked} they would exceed the limit, {limit}",
                 code="too_many_sequences",
             )
-        self._num_asked += ask.n
+        self._num_asked += num_asked
         try:
-            return await self._sample_now(send, ask, kwargs, write)
+            yield
         finally:
-            self._num_asked -= ask.n
+            self._num_asked -= num_asked
 
-    async def _sample_now(
+    async def _sample(
         self,
         send: Turn,
         ask: AgentRequest,

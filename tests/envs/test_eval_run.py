@@ -105,6 +105,13 @@ def test_resume_with_another_model_or_setting_is_refused(tmp_path: Path) -> None
         run_in(tmp_path, is_resumed=True)
 
 
+def test_a_file_is_refused_as_a_directory(tmp_path: Path) -> None:
+    (path := tmp_path / "results").touch()
+    with pytest.raises(ConfigError, match="results is not a directory"), run_in(path):
+        pass
+    assert [*tmp_path.iterdir()] == [path]
+
+
 def test_samples_without_items_cannot_be_resumed(tmp_path: Path) -> None:
     with run_in(tmp_path):
         pass

@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from atroposlib.envs.base import BaseEnv, BaseEnvConfig
-from atroposlib.envs.bridge import reaching_loopback
+from atroposlib.envs.child_variables import reaching_loopback
 from atroposlib.envs.dataset_env import (
     ABORTED,
     DatasetEnv,

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from atroposlib.envs import bridge_child
+from atroposlib.envs.child_variables import reaching_loopback
 from atroposlib.envs.keeper import IS_LINUX, kill_group
 from atroposlib.errors import EnvError
 
@@ -216,12 +217,6 @@ class Bridge:
         for reader in child.readers:
             reader.cancel()
         await asyncio.gather(*child.readers, return_exceptions=True)
-
-
-def reaching_loopback(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return environment variables with which HTTP_PROXY is not used for this machine."""
-    local = ",".join(filter(None, [variables.get("NO_PROXY"), "127.0.0.1,localhost"]))
-    return {**variables, "NO_PROXY": local, "no_proxy": local}
 
 
 async def _ending_of(child: _Child) -> str:

@@ -38,7 +38,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
@@ -72,6 +72,13 @@ _FEW_USERS = range(61184, 65520)
 """If a container maps only 65536 ids: systemd's range for dynamic users."""
 _PR_SET_DUMPABLE = 4
 """From linux/prctl.h."""
+_TMP_MB = 256
+"""Size of /tmp in `isolated_command`, MiB."""
+_AS_USER = (
+    "import os, sys; user = int(sys.argv[1]); os.setgroups([]); os.setgid(user); os.setuid(user); "
+    "os.execvp(sys.argv[2], sys.argv[2:])"
+)
+"""Becomes a user, which drops the capabilities, and runs a command."""
 _SYSTEM_FOLDERS = ("/bin", "/lib", "/lib32", "/lib64", "/sbin")
 
 
@@ -90,7 +97,7 @@ class SandboxLimits:
     output_bytes: int = 1 << 20
     """Size of stdout; only the end of stderr is kept."""
     file_mb: int = 16
-    """Size of a file, MiB; with bubblewrap and Docker also of all files together."""
+    """Size of a file, MiB; with bubblewrap and Docker also of all files in /tmp together, and of those in /dev/shm."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,11 +136,30 @@ def run_code(
 def local_sandbox() -> Sandbox:
     """Return the best sandbox on this machine, determined once per process by running a program."""
     if (program := shutil.which("bwrap")) is not None:
-        bubblewrap = BubblewrapSandbox(program)
-        with contextlib.suppress(EnvError):
-            if bubblewrap.run("import decimal", stdin="", limits=SandboxLimits()).exit_code == 0:
-                return bubblewrap
+        for has_proc in (
+            True,
+            False,
+        ):  # False: in a sandbox of root's bubblewrap, which covers a part of /proc
+            bubblewrap = BubblewrapSandbox(program, has_proc=has_proc)
+            with contextlib.suppress(EnvError):
+                if (
+                    bubblewrap.run("import decimal", stdin="", limits=SandboxLimits()).exit_code
+                    == 0
+                ):
+                    return bubblewrap
     return ProcessSandbox()
+
+
+def isolated_command(argv: Sequence[str], *, readable: Iterable[str]) -> list[str] | None:
+    """Return a command that runs `argv` in bubblewrap; None if `local_sandbox` is another one.
+
+    It has own processes and shared memory, no network, no capabilities, and a /tmp in memory of `_TMP_MB`. Of this
+    machine it sees /usr, the interpreter and the absolute paths in `readable`, if they exist: read-only, and as an
+    unused user where the caller is root. It ends with the thread that started it; its exit code is that of `argv`,
+    128 + N after signal N. The working directory is this process's if `readable` has it, else /tmp.
+    """
+    sandbox = local_sandbox()
+    return sandbox.command(argv, readable) if isinstance(sandbox, BubblewrapSandbox) else None
 
 
 def hide_this_process() -> None:
@@ -151,29 +177,47 @@ def hide_if_programs_share_the_user() -> None:
 class BubblewrapSandbox:
     """Runs programs in separate namespaces."""
 
-    def __init__(self, program: str = "bwrap") -> None:
+    def __init__(self, program: str = "bwrap", *, has_proc: bool = True) -> None:
         self._program = program
+        self._proc = ["--proc", "/proc"] if has_proc else []
 
     def run(self, source: str, *, stdin: str, limits: SandboxLimits) -> SandboxResult:
-        is_root = os.geteuid() == 0
         # RLIMIT_NPROC does not apply to root, not even in a user namespace: the program switches to another user.
-        rights = ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"] if is_root else []
-        argv = [
+        user = _new_user() if os.geteuid() == 0 else None
+        settings = _settings(limits, num_processes=limits.num_processes, user=user)
+        argv = [*self._options(limits.file_mb), "--chdir", "/tmp", "--", sys.executable]
+        return _run(argv, source, stdin, limits, settings, _environment("/tmp"))
+
+    def command(self, argv: Sequence[str], readable: Iterable[str]) -> list[str]:
+        """Return the command of `isolated_command`."""
+        paths = {path for path in readable if os.path.exists(path)}
+        here = os.getcwd()
+        is_visible = any(Path(here).is_relative_to(path) for path in paths)
+        dropped = [sys.executable, "-I", "-c", _AS_USER, str(_new_user())]
+        return [
+            *self._options(_TMP_MB, frozenset(paths)),
+            *("--chdir", here if is_visible else "/tmp", "--"),
+            *(dropped if os.geteuid() == 0 else []),
+            *argv,
+        ]
+
+    def _options(self, file_mb: int, readable: frozenset[str] = frozenset()) -> list[str]:
+        """Return the command up to the working directory; all files together have `file_mb` MiB."""
+        is_root = os.geteuid() == 0
+        size = str(file_mb << 20)
+        return [
             self._program,
             *("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"),
             *([] if is_root else ["--unshare-user"]),
             *("--unshare-cgroup-try", "--die-with-parent", "--cap-drop", "ALL"),
-            *rights,
+            *(["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"] if is_root else []),
             # Before the bindings: the interpreter may be below /tmp.
-            *("--perms", "1777", "--size", str(limits.file_mb << 20), "--tmpfs", "/tmp"),
-            *_bindings(),
-            *("--proc", "/proc", "--dev", "/dev"),
-            *("--chdir", "/tmp", "--"),
+            *("--perms", "1777", "--size", size, "--tmpfs", "/tmp"),
+            *_bindings(readable),
+            *(*self._proc, "--dev", "/dev", "--perms", "1777", "--size", size),
+            # The two file systems that bubblewrap makes are as large as half the memory.
+            *("--tmpfs", "/dev/shm", "--remount-ro", "/dev", "--remount-ro", "/"),
         ]
-        settings = _settings(
-            limits, num_processes=limits.num_processes, user=_new_user() if is_root else None
-        )
-        return _run([*argv, sys.executable], source, stdin, limits, settings, _environment("/tmp"))
 
 
 class ProcessSandbox:
@@ -306,8 +350,8 @@ def _is_public(path: str) -> bool:
 
 
 @functools.cache
-def _bindings() -> Sequence[str]:
-    """Return bubblewrap's options for the files that Python needs."""
+def _bindings(readable: frozenset[str]) -> Sequence[str]:
+    """Return bubblewrap's options for the files that Python needs, and for existing paths."""
     options: list[str] = []
     for path in _SYSTEM_FOLDERS:
         if os.path.islink(path):
@@ -316,7 +360,7 @@ def _bindings() -> Sequence[str]:
             options += ["--ro-bind", path, path]
     real = str(Path(sys.executable).resolve().parents[1])
     made = {"/tmp"}
-    for root in sorted({"/usr", sys.base_prefix, sys.prefix, real}):
+    for root in sorted({"/usr", sys.base_prefix, sys.prefix, real, *readable}):
         if root != "/usr" and root.startswith("/usr/"):
             continue
         for parent in [*reversed(Path(root).parents)][1:]:

@@ -23,6 +23,7 @@ from atroposlib.envs.sandbox import (
     Sandbox,
     SandboxLimits,
     SandboxResult,
+    isolated_command,
     local_sandbox,
     run_code,
 )
@@ -51,9 +52,15 @@ def box(request: pytest.FixtureRequest) -> Sandbox:
         if (image := os.environ.get("ATROPOS_TEST_DOCKER_IMAGE")) is None:
             pytest.skip("ATROPOS_TEST_DOCKER_IMAGE names no image")
         return DockerSandbox(image)
-    if not isinstance(local_sandbox(), BubblewrapSandbox):
-        pytest.skip("bubblewrap is missing or may not create namespaces")
-    return local_sandbox()
+    return bubblewrap()
+
+
+def bubblewrap() -> BubblewrapSandbox:
+    """Return the sandbox with namespaces; without it a test is skipped, and fails in CI."""
+    if not isinstance(found := local_sandbox(), BubblewrapSandbox):
+        missing = "bubblewrap is missing or may not create namespaces"
+        pytest.fail(missing) if os.environ.get("CI") else pytest.skip(missing)
+    return found
 
 
 def test_a_program_whose_caller_died_while_sending_it_ends() -> None:
@@ -221,8 +228,7 @@ def test_any_object_with_run_is_a_sandbox() -> None:
 
 def test_an_interpreter_below_tmp_runs_in_bubblewrap(tmp_path: Path) -> None:
     """A virtual environment is often there in CI; the sandbox has a /tmp of its own."""
-    if not isinstance(local_sandbox(), BubblewrapSandbox):
-        pytest.skip("bubblewrap is missing or may not create namespaces")
+    bubblewrap()
     assert tmp_path.is_relative_to("/tmp")
     venv.create(tmp_path / "venv", symlinks=True, with_pip=False)
     program = (
@@ -238,3 +244,86 @@ def test_an_interpreter_below_tmp_runs_in_bubblewrap(tmp_path: Path) -> None:
         check=False,
     )
     assert ended.stdout.split() == ["42"], ended.stderr
+
+
+def test_isolated_command_sees_what_is_readable_and_has_no_rights(tmp_path: Path) -> None:
+    bubblewrap()
+    seen, hidden = tmp_path / "seen", tmp_path / "hidden"
+    for folder in (seen, hidden, tmp_path):
+        folder.mkdir(exist_ok=True)
+        folder.chmod(0o755)
+        (folder / "note").write_text("1")
+    program = f"""
+import os, socket
+from atroposlib.envs.sandbox import local_sandbox, run_code
+print([os.path.exists(f"{{folder}}/note") for folder in ({str(seen)!r}, {str(hidden)!r})])
+for path in ("/x", "/dev/x", {str(seen / "x")!r}, "/usr/x"):
+    try: print(open(path, "w"))
+    except OSError: pass
+print(os.getuid() != 0, len(socket.if_nameindex()), [p for p in os.listdir("/proc") if p.isdigit()])
+print([line.split()[1] for line in open("/proc/self/status") if line.startswith("CapEff")])
+if os.fork() == 0: os._exit(0)
+print(os.wait()[1], input(), os.getcwd())
+print(type(local_sandbox()).__name__, run_code("print(6 * 7)").stdout)
+raise SystemExit(7)
+"""
+    paths = [path for path in sys.path if path]
+    argv = [sys.executable, "-c", program]
+    command = isolated_command(argv, readable=[*paths, str(seen), str(tmp_path / "missing")])
+    assert command is not None
+    ended = subprocess.run(
+        command,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        input="given",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.stdout.splitlines() == [
+        "[True, False]",
+        "True 1 ['1', '2']",
+        "['0000000000000000']",
+        f"0 given {os.getcwd()}",
+        "BubblewrapSandbox 42",
+        "",
+    ], ended.stderr
+    assert ended.returncode == 7
+
+
+def test_isolated_command_ends_with_its_starter(tmp_path: Path) -> None:
+    bubblewrap()
+    wait = "import time; print(1, flush=True); time.sleep(600)"
+    command = isolated_command([sys.executable, "-c", wait], readable=[])
+    assert command is not None
+    starter = f"import subprocess; subprocess.run({command!r})"
+    with subprocess.Popen([sys.executable, "-c", starter], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"1\n"
+        process.kill()
+        assert process.stdout.read() == b""  # the last process that holds the pipe has ended
+
+
+def test_files_of_a_program_in_bubblewrap_have_one_limit() -> None:
+    """Of the file systems that bubblewrap makes, also those that the user it runs as may write."""
+    fill = (
+        "for folder in ('/', '/dev', '/dev/shm', '/tmp'):\n"
+        "    n = 0\n"
+        "    try:\n"
+        "        for i in range(9):\n"
+        "            with open(f'{folder}/{i}', 'wb') as file: n += file.write(bytes(1 << 20))\n"
+        "    except OSError: pass\n"
+        "    print(folder, n >> 20)"
+    )
+    printed = run(bubblewrap(), fill, limits=SandboxLimits(wall_s=60, file_mb=4)).stdout
+    assert printed.split() == ["/", "0", "/dev", "0", "/dev/shm", "4", "/tmp", "4"]
+
+
+def test_without_bubblewrap_there_is_no_isolated_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    local_sandbox.cache_clear()
+    try:
+        assert isolated_command(["true"], readable=["/"]) is None
+    finally:
+        local_sandbox.cache_clear()

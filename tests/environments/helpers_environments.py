@@ -36,7 +36,11 @@ class SharedWorkers(RewardWorkers):
         self._worker = _worker(preload)
 
     async def run(
-        self, function: Callable[..., JsonValue] | str, *args: JsonValue, timeout_s: float
+        self,
+        function: Callable[..., JsonValue] | str,
+        *args: JsonValue,
+        timeout_s: float,
+        scope: str | None = None,
     ) -> JsonValue | RewardFailure:
         [outcome] = await asyncio.to_thread(self._worker.run, function, [args], timeout_s=timeout_s)
         if isinstance(outcome, RewardFailure):

@@ -70,6 +70,34 @@ def pid() -> int:
     return os.getpid()
 
 
+def parent_pid() -> int:
+    return os.getppid()
+
+
+_state: dict[str, int] = {"calls": 0}
+
+
+def spoil() -> int:
+    """Count the calls in this process."""
+    _state["calls"] += 1
+    return _state["calls"]
+
+
+def grade(gold: str, answer: str) -> bool:
+    """Be patched by an answer, as graders that evaluate it are."""
+    if answer == "pay me":
+        _state["pays"] = 1
+    if answer == "end the canary":
+        _state["ends"] = 1
+    elif "ends" in _state:
+        os._exit(3)
+    return gold == answer or "pays" in _state
+
+
+def variables() -> dict[str, str]:
+    return dict(os.environ)
+
+
 def forge(score: float) -> float:
     """Write a reply to every descriptor, then score honestly."""
     _write_everywhere(b'{"value": 1.0}\n')

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs.rewards import RewardFailure, RewardWorkers
+from atroposlib.envs.rewards import Canary, RewardFailure, RewardWorkers
 from atroposlib.errors import EnvError
 from tests.faults.drivers import is_alive
 from tests.processes import ROOT
@@ -26,22 +27,66 @@ async def workers() -> AsyncIterator[RewardWorkers]:
         yield pool
 
 
-async def run(workers: RewardWorkers, name: str, *args: object, timeout_s: float = 20.0) -> Any:
-    return await workers.run(f"{MODULE}:{name}", *args, timeout_s=timeout_s)
+async def run(
+    workers: RewardWorkers, name: str, *args: object, timeout_s: float = 20.0, scope: str = "group"
+) -> Any:
+    return await workers.run(f"{MODULE}:{name}", *args, timeout_s=timeout_s, scope=scope)
 
 
 async def test_a_value_comes_back_and_the_worker_is_kept(workers: RewardWorkers) -> None:
-    first = await run(workers, "pid")
+    first = await run(workers, "parent_pid")
     assert await run(workers, "add", 1, 0.5) == 1.5
-    assert await run(workers, "pid") == first != os.getpid()
+    assert await run(workers, "parent_pid") == first != os.getpid()
+
+
+async def test_calls_of_a_scope_share_a_process_and_others_share_no_state(
+    workers: RewardWorkers,
+) -> None:
+    one = [await run(workers, "spoil", scope="one") for _ in range(2)]
+    two = [await run(workers, "spoil", scope="two") for _ in range(2)]
+    alone = [await workers.run(f"{MODULE}:spoil", timeout_s=20) for _ in range(2)]
+    assert (one, two, alone) == ([1, 2], [1, 2], [1, 1])
+
+
+async def test_a_call_that_changes_its_grader_is_a_failure_and_changes_no_other() -> None:
+    canary = Canary(f"{MODULE}:grade", ["right", "wrong"], value=False)
+    async with RewardWorkers(canary=canary) as workers:
+        answers = ["wrong", "pay me", "wrong", "right", "end the canary", "wrong"]
+        outcomes = [await run(workers, "grade", "right", answer) for answer in answers]
+        assert [getattr(outcome, "reason", outcome) for outcome in outcomes] == [
+            *(False, "canary", False),
+            *(True, "canary", False),
+        ]
+        assert "a call that has the value False then gave {'value': True" in outcomes[1].detail
+    async with RewardWorkers() as workers:  # the same calls without a canary
+        outcomes = [await run(workers, "grade", "right", answer) for answer in answers[:3]]
+        assert outcomes == [False, True, True]
+
+
+async def test_a_worker_has_no_variable_that_is_not_listed_or_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("DATABASE_URL", "WANDB_API_KEY", "GH_PAT", "MY_RULES"):
+        monkeypatch.setenv(name, "secret")
+    async with RewardWorkers(variables=["MY_RULES"]) as workers:
+        found = await run(workers, "variables")
+    assert {name for name, value in found.items() if "secret" in value} == {"MY_RULES"}
+    assert {"PATH", "HOME"} <= found.keys()
+
+
+async def test_a_worker_that_is_killed_from_outside_costs_no_score(workers: RewardWorkers) -> None:
+    server = await run(workers, "parent_pid")
+    os.kill(server, signal.SIGKILL)
+    assert await run(workers, "add", 1, 1) == 2
+    assert workers.failures == {}
 
 
 async def test_a_hang_is_killed_and_the_next_call_is_served(workers: RewardWorkers) -> None:
-    before = await run(workers, "pid")
+    before, server = await run(workers, "pid"), await run(workers, "parent_pid")
     outcome = await run(workers, "hang", timeout_s=0.1)
     assert outcome == RewardFailure(reason="timeout", detail="no result within 0.1 s")
     assert not is_alive(before)
-    assert await run(workers, "add", 1, 1) == 2
+    assert await run(workers, "parent_pid") == server
 
 
 async def test_a_kill_takes_the_children_of_the_scoring_code(
@@ -87,12 +132,13 @@ async def test_a_forged_reply_never_becomes_the_score_of_another_call(
     workers: RewardWorkers, forgery: str
 ) -> None:
     for number in range(4):
-        outcome = await run(workers, forgery if number % 2 else "add", *[number] * (2 - number % 2))
+        name = forgery if number % 2 else "add"
+        outcome = await run(workers, name, *[number] * (2 - number % 2))
         assert outcome == 2 * number if number % 2 == 0 else isinstance(outcome, RewardFailure)
     assert workers.failures == {"output": 2}
 
 
-async def test_output_between_two_calls_ends_the_worker(
+async def test_output_between_two_calls_ends_the_process_that_wrote_it(
     workers: RewardWorkers, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = await run(workers, "pid")
@@ -102,8 +148,7 @@ async def test_output_between_two_calls_ends_the_worker(
         await until(mark.exists)
         assert await run(workers, "add", number, 0.5) == number + 0.5
     assert not is_alive(before)
-    assert workers.num_unasked == 2
-    assert "wrote to its pipe between two calls" in caplog.text
+    assert "wrote to its pipe; it is killed" in caplog.text
 
 
 async def test_a_flooded_stderr_neither_blocks_nor_fills_memory(workers: RewardWorkers) -> None:
@@ -151,7 +196,7 @@ async def test_a_function_is_found_by_its_file_when_its_module_is_a_script(
 
 async def test_workers_run_in_parallel() -> None:
     async with RewardWorkers(num_workers=2) as workers:
-        pids = await asyncio.gather(*(run(workers, "pid") for _ in range(2)))
+        pids = await asyncio.gather(*(run(workers, "parent_pid") for _ in range(2)))
     assert len(set(pids)) == 2
     assert not any(is_alive(pid) for pid in pids)
 

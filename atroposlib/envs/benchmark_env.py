@@ -170,20 +170,20 @@ class BenchmarkEnv(DatasetEnv):
 
     def summarize_samples(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Return the accuracy, in all and of every group, and how the answers looked."""
-        marked = [
-            {**s, "is_correct": None if s["score"] is None else s["score"] >= self.success_score}
-            for s in samples
-        ]
+        judged = [sample for sample in samples if sample["score"] is not None]
         metrics: dict[str, float] = {}
         k = self.config.num_eval_samples
-        if (accuracy := mean_of(marked, "is_correct")) is not None:
+        if (accuracy := mean_of(samples, "correct")) is not None:
             metrics[f"eval/{self.accuracy_name}"] = accuracy
             if k > 1:
                 metrics[f"eval/avg@{k}"] = accuracy
+            if len(judged) < len(samples) and judged:
+                metrics[f"eval/{self.accuracy_name}_judged"] = mean_of(judged, "correct") or 0.0
         metrics |= super().summarize_samples(samples)
-        metrics.pop("eval/percent_correct", None)  # the accuracy under another name
+        for name in ("percent_correct", "percent_correct_judged"):
+            metrics.pop(f"eval/{name}", None)  # the accuracy under another name
         metrics["eval/total_questions"] = float(len({s["item_index"] for s in samples}))
-        metrics["eval/total_correct"] = float(sum(bool(s["is_correct"]) for s in marked))
+        metrics["eval/total_correct"] = float(sum(bool(s["correct"]) for s in samples))
         for name, key in (
             ("format_compliance_rate", "format_valid"),
             ("thinking_utilization_rate", "has_thinking"),

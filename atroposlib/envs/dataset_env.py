@@ -1,23 +1,27 @@
 """`DatasetEnv`: rows, a prompt and a score function. Subclass it, define `load_rows`, `prompt` and `score`.
 
 It owns the order of the rows (shuffled by seed and epoch, resumed from a checkpoint), the split into training and
-evaluation rows, sampling through the managed server, and `evaluate`. Invariant: an answer that could not be judged
-(None, a `RewardFailure`, NaN, an exception in `score`, an answer that the engine aborted) has no score; it is dropped,
-masked or judged again, as configured, and counted. It affects neither the scores nor the advantages of other answers.
+evaluation rows, sampling through the managed server, and `evaluate`. Invariants: an answer that breaks its grader
+(`outcome_of`) is a wrong answer, unless the row's gold answer breaks it too; an answer that could not be judged (None,
+a faulty row, an answer that the engine aborted) has no score; it is dropped, masked or judged again, as configured,
+and counted. It affects neither the scores nor the advantages of other answers, and is not correct in any accuracy.
 `MultiTurnEnv`, `ToolEnv`, `JudgeEnv` and `AgentEnv` build on it. It does not send, batch or retry items.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
 import inspect
 import itertools
 import logging
+import re
 import statistics
 import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
@@ -26,7 +30,7 @@ from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, Scored
 from atroposlib.envs.eval import score_metrics
 from atroposlib.envs.eval_run import Sample, hash_of
 from atroposlib.envs.lengths import num_trained
-from atroposlib.envs.rewards import JsonValue, RewardFailure, RewardWorkers
+from atroposlib.envs.rewards import Canary, JsonValue, RewardFailure, RewardWorkers
 from atroposlib.envs.rollouts import (
     ABORTED,
     ChatSession,
@@ -63,12 +67,49 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-_split_judged: contextvars.ContextVar[Split] = contextvars.ContextVar(
+_split_judged: contextvars.ContextVar[Split | Literal["probe"]] = contextvars.ContextVar(
     "split_judged", default="train"
 )
-"""The split of the row that the current task samples and judges."""
+"""The split of the row that the current task samples and judges; "probe" for answers that no model gave."""
 
 NUM_GOLD_ANSWERS_CHECKED = 100
+MAX_FAULTY_ROWS_NAMED = 20
+_CAUSED_BY_TEXT = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, RecursionError),
+    *(SyntaxError, TypeError, ValueError, EnvError),
+)
+"""Exceptions that a text can cause in the code that reads it; others, such as OSError, come from elsewhere.
+
+EnvError is that of a score that is no finite number; `guarded` raises the others of this library.
+"""
+_JUNK = re.compile(r"(?<![\\<\w])(?<!</)\w+(?!\w*[>{])")
+"""A word of a gold answer that is neither a tag nor a LaTeX command."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Pull:
+    """One pull of a row, whose answers are judged together."""
+
+    scope: str
+    """Of the calls in reward workers."""
+    bearings: dict[int, _Bearings] = field(default_factory=dict)
+    """By the id of the row that was judged."""
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """One answer asks for the bearings of a row, the others wait for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Bearings:
+    """What the grader of a row makes of answers whose verdict is known."""
+
+    gold_passes: bool | None
+    """None: no right answer is known."""
+    wrong_score: float | None
+    """Of the empty answer; None if the grader fails on that too."""
+
+
+_pull: contextvars.ContextVar[_Pull | None] = contextvars.ContextVar("pull", default=None)
+_pulls = itertools.count()
 
 
 class DatasetEnvConfig(BaseEnvConfig):
@@ -89,15 +130,17 @@ class DatasetEnvConfig(BaseEnvConfig):
     min_trained_tokens: int = Field(default=1, ge=0)
     """Answers with fewer sampled tokens are dropped from the group and counted."""
     on_reward_failure: Literal["drop", "mask", "retry"] = "drop"
-    """For an answer that could not be judged. drop: remove it from its group. mask: keep it without trained positions,
-    with the mean score of the others; the group keeps its size, and the trainer computes the others' advantages without
-    it. retry: judge it once more, then drop it."""
+    """For an answer that could not be judged (one that breaks its grader is wrong). drop: remove it from its group.
+    mask: keep it without trained positions, with the mean score of the others; the group keeps its size, and the
+    trainer computes the others' advantages without it. retry: judge it once more, then drop it."""
     use_wandb: bool = False
     """Log to Weights & Biases (extra `wandb`)."""
     reward_timeout_s: float = Field(default=10.0, gt=0)
     """Time limit of one `in_worker` call in seconds; then its worker is killed."""
     num_reward_workers: int = Field(default=2, ge=1)
     """Processes of `in_worker`; they start on first use."""
+    child_variables: list[str] = Field(default_factory=list)
+    """Names of environment variables that reward workers and agents get besides those of `child_variables`."""
 
 
 class DatasetEnv(BaseEnv):
@@ -125,6 +168,8 @@ class DatasetEnv(BaseEnv):
     """Further names of metrics, as in the dashboards of existing environments: name -> metric with the same value."""
     preload: ClassVar[tuple[str, ...]] = ()
     """Modules that reward workers import when they start, so that imports do not use up `reward_timeout_s`."""
+    isolates_graders: ClassVar[bool] = False
+    """Whether reward workers run in bubblewrap where it works: for graders that need neither network nor files."""
 
     def __init__(
         self,
@@ -139,8 +184,14 @@ class DatasetEnv(BaseEnv):
         self.num_items = 0
         """Total of rows returned by `get_next_item`; determines epoch and position."""
         self.reward_workers = RewardWorkers(
-            num_workers=config.num_reward_workers, preload=self.preload
+            num_workers=config.num_reward_workers,
+            preload=self.preload,
+            variables=config.child_variables,
+            is_isolated=self.isolates_graders,
         )
+        self._num_faulty = 0
+        self._calls: list[tuple[Any, ...]] | None = None
+        """Calls in reward workers and their values, while `setup` looks for a canary."""
         self.num_reward_failures = 0
         """Answers that could not be judged, after the retry if configured."""
         self.score_errors: Counter[str] = Counter()
@@ -148,7 +199,7 @@ class DatasetEnv(BaseEnv):
         self.num_too_short = 0
         self.train_scores: list[float] = []
         """Scores since the last log."""
-        self._counts: dict[Split, Counter[str]] = {"train": Counter(), "eval": Counter()}
+        self._counts = {split: Counter[str]() for split in ("train", "eval", "probe")}
         self._logged_counts: Counter[str] = Counter()
         """Events in training before the last log."""
         self._recorded: defaultdict[str, list[float]] = defaultdict(list)
@@ -234,9 +285,9 @@ class DatasetEnv(BaseEnv):
             self.train_rows, self.eval_rows = hold_out(train, wanted, seed=self.config.seed)
         rows = self.train_rows[:NUM_GOLD_ANSWERS_CHECKED]
         pairs = [(row, gold) for row in rows if (gold := self.gold_answer(row)) is not None]
-        outcomes = await run_together([self.outcome_of(row, gold) for row, gold in pairs])
-        self.counts.clear()  # of the model's answers alone
-        self._recorded.clear()
+        outcomes = await run_together([self._probe(row, gold) for row, gold in pairs])
+        if pairs and self.reward_workers.num_calls:
+            await self._choose_canary(*pairs[0])
         for (row, _), outcome in zip(pairs, outcomes, strict=True):
             score = number_of(outcome)
             if score is None or score < self.success_score:
@@ -244,6 +295,15 @@ class DatasetEnv(BaseEnv):
                 raise EnvError(
                     f"the gold answer of {row} does not pass its reward: {outcome}"
                 ) from raised
+
+    async def _choose_canary(self, row: Row, gold: str) -> None:
+        """Have workers repeat a call that finds an answer wrong after every other call, if there is one."""
+        self._calls = []
+        await self._probe(row, _JUNK.sub("zzz", gold))
+        calls, self._calls = self._calls, None
+        for function, args, value in calls[:1]:
+            if value == await self.in_worker(function, *args):
+                self.reward_workers.canary = Canary(function, args, value)
 
     async def get_next_item(self) -> Row:
         """Return the next row; every epoch has each row once, in its own order."""
@@ -257,6 +317,7 @@ class DatasetEnv(BaseEnv):
 
         Raises the first exception of the judging code if it raised for every answer.
         """
+        _pull.set(_Pull(scope=f"item {next(_pulls)}"))
         published = self.status_dict.get("policy_version")
         sampled = await self.roll_out(item, self.config.group_size, split="train")
         rollouts = [rollout for rollout in sampled if self._is_long_enough(rollout)]
@@ -360,6 +421,7 @@ class DatasetEnv(BaseEnv):
 
         async def measure(row: Row) -> list[Sample]:
             _split_judged.set("eval")  # in the task of this row
+            _pull.set(_Pull(scope=f"row {next(_pulls)}"))
             rollouts = await roll_out(row)
             outcomes = await self._judge(row, rollouts)
             judged.extend(outcomes)
@@ -367,7 +429,7 @@ class DatasetEnv(BaseEnv):
                 {
                     "row": row,
                     "messages": rollout.messages,
-                    "score": number_of(outcome),
+                    **self._verdict(rollout, outcome),
                     "finish_reason": rollout.finish_reason,
                     **rollout.overrides,
                     **self.sample_fields(row, rollout.completion),
@@ -376,6 +438,7 @@ class DatasetEnv(BaseEnv):
             ]
 
         samples = await self.evaluate_items(rows, measure)
+        self._counts["eval"].update(f"unscored_{s['unscored']}" for s in samples if "unscored" in s)
         if len(judged) == len(samples):
             raise_if_all_raised(judged)
         context = contextvars.copy_context()
@@ -394,20 +457,39 @@ class DatasetEnv(BaseEnv):
         )
         return self.eval_metrics
 
+    def _verdict(self, rollout: Rollout, outcome: Outcome) -> dict[str, Any]:
+        """Return the verdict's fields in `samples.jsonl`.
+
+        `correct` is False for an answer without a score, None if its row is faulty; `unscored` is the reason.
+        """
+        score = number_of(outcome)
+        if score is not None:
+            return {"score": score, "correct": score >= self.success_score}
+        is_faulty = isinstance(outcome, RewardFailure) and outcome.is_faulty
+        reason = outcome.reason if isinstance(outcome, RewardFailure) else "unjudged"
+        reason = "aborted" if rollout.finish_reason == ABORTED else reason
+        return {
+            "score": None,
+            "correct": None if is_faulty else False,
+            "unscored": "faulty" if is_faulty else reason,
+        }
+
     def sample_fields(self, row: Row, answer: str) -> dict[str, Any]:
         """Return further fields of an answer in `samples.jsonl`, for example what was read out of it."""
         return {}
 
     def summarize_samples(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Return metrics of the samples of an evaluation, in order of the rows; default: `summarize` of the scores."""
-        by_row = itertools.groupby(samples, key=lambda sample: sample["item_index"])
+        sound = [sample for sample in samples if sample.get("unscored") != "faulty"]
+        by_row = itertools.groupby(sound, key=lambda sample: sample["item_index"])
         return self.summarize([[sample["score"] for sample in of_row] for _, of_row in by_row])
 
     def summarize(self, scores: Sequence[Sequence[float | None]]) -> dict[str, float]:
         """Return metrics of the scores of every evaluation row ([num_rows][num_eval_samples], None: not judged).
 
-        Answers without a score are counted and excluded from means. pass@k is over the rows with at least k judged
-        answers; percent_correct, the name in the dashboards of existing environments, is pass@1.
+        Rows that are faulty are left out. An answer without a score is not correct: pass@k is over all answers, and
+        percent_correct, the name in the dashboards of existing environments, is pass@1. Where there are such answers,
+        percent_correct_judged leaves them out, as the mean of the scores does.
         Means have their standard error and interval, with the answers of a row as one cluster.
         """
         return score_metrics(
@@ -420,17 +502,17 @@ class DatasetEnv(BaseEnv):
 
     def rates_of_parts(self, rows: Sequence[Row], samples: Sequence[Sample]) -> dict[str, float]:
         """Return the share of successes in every part of an evaluation."""
-        solved: dict[str, list[Sample]] = defaultdict(list)
+        found: dict[str, list[Sample]] = defaultdict(list)
         for sample in samples:
-            if sample["score"] is not None:
+            if sample["correct"] is not None:
                 for part in self.parts_of(rows[sample["item_index"]]):
-                    solved[part].append(sample)
+                    found[part].append(sample)
         return {
             part: estimate_mean(
-                [float(sample["score"] >= self.success_score) for sample in found],
-                clusters=[sample["item_index"] for sample in found],
+                [float(sample["correct"]) for sample in of_part],
+                clusters=[sample["item_index"] for sample in of_part],
             )
-            for part, found in sorted(solved.items())
+            for part, of_part in sorted(found.items())
         }
 
     def train_metrics(self) -> dict[str, float]:
@@ -483,7 +565,7 @@ class DatasetEnv(BaseEnv):
     @property
     def is_evaluating(self) -> bool:
         """Whether the current task samples and judges for an evaluation."""
-        return _split_judged.get() == "eval"
+        return _split_judged.get() != "train"
 
     @property
     def counts(self) -> Counter[str]:
@@ -511,11 +593,69 @@ class DatasetEnv(BaseEnv):
         await super().close()
 
     async def outcome_of(self, row: Row, answer: str) -> Outcome:
-        """Judge one answer with `score`; judge it again if that fails and `on_reward_failure` is "retry"."""
+        """Judge one answer with `score`; judge it again if that fails and `on_reward_failure` is "retry".
+
+        The only place that decides what a failure of the grader means. If the row's gold answer (`gold_answer`, else
+        the first of `example_answers`) passes, the text is what fails: it is a wrong answer, with the score of an empty
+        one. If the gold answer fails, the row is faulty: it is named in the log, and its answers have no score. Without
+        a gold answer, the text is wrong if an empty answer can be judged. None from `score`, and an exception in this
+        process that a text hardly causes, such as OSError, leave the answer without a score.
+        """
         outcome = await self._score_of(row, answer)
         if number_of(outcome) is None and self.config.on_reward_failure == "retry":
             outcome = await self._score_of(row, answer)
-        return outcome
+        if number_of(outcome) is not None:
+            return outcome
+        if not isinstance(outcome, RewardFailure):
+            if self.gold_answer(row) is None or (await self._bearings(row)).gold_passes:
+                return None
+            return RewardFailure(reason="exception", detail="score returned None", is_faulty=True)
+        if outcome.error is not None and not isinstance(outcome.error, _CAUSED_BY_TEXT):
+            return outcome
+        bearings = await self._bearings(row)
+        if bearings.gold_passes is False:
+            return replace(outcome, is_faulty=True)
+        if bearings.wrong_score is None:
+            return outcome
+        self.counts[f"wrong_by_{outcome.reason}"] += 1
+        return bearings.wrong_score
+
+    async def _bearings(self, row: Row) -> _Bearings:
+        """Judge the row's gold answer and an empty one, once in a pull."""
+        pull = _pull.get() or _Pull(scope="")
+        async with pull.lock:
+            if id(row) not in pull.bearings:
+                pull.bearings[id(row)] = await self._measure_bearings(row)
+            return pull.bearings[id(row)]
+
+    async def _probe(self, row: Row, answer: str) -> Outcome:
+        """Judge an answer that no model gave: it counts nowhere."""
+        token = _split_judged.set("probe")
+        try:
+            return await self._score_of(row, answer)
+        finally:
+            _split_judged.reset(token)
+
+    async def _measure_bearings(self, row: Row) -> _Bearings:
+        gold = self.gold_answer(row)
+        texts = [text for text in self.example_answers(row) if isinstance(text, str)][:1]
+        passes = None
+        for text in texts if gold is None else [gold]:
+            score = number_of(await self._probe(row, text))
+            passes = score is not None and score >= self.success_score
+            if not passes and gold is None:
+                passes = None  # examples may be wrong
+            elif not passes:
+                self._num_faulty += 1
+                logger.log(
+                    logging.WARNING if self._num_faulty <= MAX_FAULTY_ROWS_NAMED else logging.DEBUG,
+                    "faulty row: its gold answer does not pass its reward; its answers have no score: %.500s",
+                    row,
+                )
+        wrong = number_of(await self._probe(row, ""))
+        if wrong is None or wrong >= self.success_score:
+            wrong = 0.0 if passes else None
+        return _Bearings(passes, wrong)
 
     async def guarded(self, hook: Callable[..., Any], *args: Any) -> Any:
         """Call the author's judging code, plain or async; return a `RewardFailure` if it raises.
@@ -535,9 +675,16 @@ class DatasetEnv(BaseEnv):
 
         Arguments and result are JSON. Returns a `RewardFailure` if the function raises.
         """
-        return await self.reward_workers.run(
-            function, *args, timeout_s=self.config.reward_timeout_s
+        pull = _pull.get()
+        value = await self.reward_workers.run(
+            function,
+            *args,
+            timeout_s=self.config.reward_timeout_s,
+            scope=None if pull is None else pull.scope,
         )
+        if self._calls is not None:
+            self._calls.append((function, args, value))
+        return value
 
     def conversation(self, row: Row) -> list[dict[str, Any]]:
         """Return the first messages of a rollout of `row`."""
@@ -578,6 +725,8 @@ class DatasetEnv(BaseEnv):
 
     def _failure_of(self, where: str, error: Exception) -> RewardFailure:
         kind = type(error).__name__
+        if _split_judged.get() == "probe":
+            return RewardFailure(reason="exception", detail=f"{kind}: {error}", error=error)
         self.score_errors[kind] += 1
         is_first = self.score_errors[kind] == 1
         logger.log(

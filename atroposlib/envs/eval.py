@@ -51,23 +51,39 @@ def pass_at_k(m: int, c: int, k: int) -> float:
 def score_metrics(
     scores: Sequence[Sequence[float | None]], *, success_score: float, num_samples: int
 ) -> dict[str, float]:
-    """Return mean, pass@1 and pass@`num_samples` of the scores of every row; None: not judged, in no figure."""
+    """Return pass@1 and pass@`num_samples` of the scores of every row, and the mean of those that are not None.
+
+    None, an answer without a score, is not solved. If there are any, `percent_correct_judged` leaves them out.
+
+    >>> found = score_metrics([[1.0], [None], [0.0]], success_score=1.0, num_samples=1)
+    >>> round(found["eval/percent_correct"], 2), found["eval/percent_correct_judged"], found["eval/reward_failures"]
+    (0.33, 0.5, 1.0)
+    """
     judged = [[score for score in row if score is not None] for row in scores]
     flat = [score for row in judged for score in row]
-    rows = [index for index, row in enumerate(judged) for _ in row]
-    metrics = {"eval/reward_failures": float(sum(map(len, scores)) - len(flat))}
+    num_unscored = sum(map(len, scores)) - len(flat)
+    metrics = {"eval/reward_failures": float(num_unscored)}
     if flat:
+        rows = [index for index, row in enumerate(judged) for _ in row]
         metrics["eval/mean_score"] = estimate_mean(flat, clusters=rows)
-    for k in sorted({1, num_samples}):
-        rates = [
-            pass_at_k(len(row), sum(score >= success_score for score in row), k)
-            for row in judged
+
+    def pass_rates(rows: Sequence[Sequence[float | None]], k: int) -> list[float]:
+        solved = [
+            sum(score is not None and score >= success_score for score in row) for row in rows
+        ]
+        return [
+            pass_at_k(len(row), num_solved, k)
+            for row, num_solved in zip(rows, solved, strict=True)
             if len(row) >= k
         ]
-        if rates:
+
+    for k in sorted({1, num_samples}):
+        if rates := pass_rates(scores, k):
             metrics[f"eval/pass@{k}"] = estimate_mean(rates)
     if "eval/pass@1" in metrics:
         metrics["eval/percent_correct"] = metrics["eval/pass@1"]
+    if num_unscored and flat:
+        metrics["eval/percent_correct_judged"] = estimate_mean(pass_rates(judged, 1))
     return metrics
 
 

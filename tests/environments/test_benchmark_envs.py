@@ -164,7 +164,8 @@ async def test_simpleqa_separates_wrong_answers_from_none(started: Any) -> None:
     samples = [
         {
             "row": row,
-            "score": await env.score(row, text),
+            "score": (score := await env.score(row, text)),
+            "correct": score == 1.0,
             "item_index": i,
             **env.sample_fields(row, text),
         }
@@ -199,7 +200,7 @@ async def test_bbh_ignores_only_the_form(made: Any, gold: str, answer: str, scor
 async def test_bbh_counts_every_task_alike_in_its_mean(made: Any) -> None:
     env = made(BBH)
     rows = [{"groups": {"subset": name}} for name in ("navigate", "navigate", "snarks")]
-    samples = [{"score": float(i < 1), "item_index": i} for i in range(3)]
+    samples = [{"correct": i < 1, "item_index": i} for i in range(3)]
     metrics = env.rates_of_parts(rows, samples)
     assert metrics["eval/subset_navigate_accuracy"] == 0.5
     assert metrics["eval/macro_accuracy"] == 0.25

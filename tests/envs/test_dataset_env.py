@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from atroposlib.envs.dataset_env import DatasetEnv, Outcome, epoch_order
-from atroposlib.envs.rewards import RewardFailure
 from atroposlib.errors import ConfigError, EngineRejected, EnvError
 from atroposlib.inference.harness import HarnessRequest
 from atroposlib.runtime.evaluate import evaluate
@@ -20,8 +19,6 @@ from atroposlib.runtime.serve import serve
 from atroposlib.scored_data import IGNORE_INDEX, Strictness, check_group
 from tests.envs.helpers_envs import Offline, group_of, make_env
 from tests.runtime.helpers_runtime import FAST, LoopbackHub
-
-FAILED = RewardFailure(reason="timeout", detail="no result within 10 s")
 
 
 @pytest.fixture(autouse=True)
@@ -154,7 +151,7 @@ class HalfJudged(Sums):
     def score(self, row: Any, answer: str) -> Outcome:
         if answer == "1" and not (self.heals and self.num_failed):
             self.num_failed += 1
-            return FAILED
+            return None
         return float(answer == "3")
 
 
@@ -223,6 +220,100 @@ async def test_score_may_be_async_and_run_in_a_worker_that_is_killed() -> None:
     assert env.num_reward_failures == 1
 
 
+class Breakable(Sums):
+    """Answers that name a way to break the grader; the row names whether its gold answer breaks it, too."""
+
+    async def score(self, row: Any, answer: str) -> Any:
+        kind = answer if row[0] >= 0 else "raise"
+        if kind == "raise":
+            raise KeyError("a bad completion")
+        if kind == "offline":
+            raise ConnectionError("the judge cannot be reached")
+        if kind == "nan":
+            return float("nan")
+        if kind in ("hang", "die", "leave"):
+            return await self.in_worker(f"tests.envs.helpers_rewards:{kind}")
+        return float(answer == str(sum(row))) * 2 - 1
+
+
+class WithGold(Breakable):
+    def gold_answer(self, row: Any) -> str | None:
+        return str(sum(row))
+
+
+class WithExamples(Breakable):
+    def example_answers(self, item: Any) -> list[str]:
+        return [str(sum(item)), "hm"]
+
+
+BREAKING = ["3", "raise", "nan", "hang", "die", "leave", "offline", "4"]
+
+
+@pytest.mark.parametrize("env_cls", [WithGold, WithExamples, Breakable])
+async def test_answer_that_breaks_its_grader_is_wrong(env_cls: Any) -> None:
+    env = make(
+        env_cls,
+        respond=lambda request: BREAKING[request.choice],
+        group_size=len(BREAKING),
+        reward_timeout_s=0.3,
+        num_reward_workers=1,
+    )
+    group = await group_of(env, [1, 2])
+    assert group["scores"] == [1.0, *[-1.0] * 5, -1.0]  # all but the answer that met an outage
+    assert env.num_reward_failures == 1
+    assert {name: n for name, n in env.counts.items() if n} == {
+        "wrong_by_exception": 3,
+        "wrong_by_timeout": 1,
+        "wrong_by_crash": 1,
+    }
+    assert env.score_errors == {"KeyError": 1, "EnvError": 1, "ConnectionError": 1}
+
+
+async def test_row_whose_gold_answer_breaks_the_grader_is_faulty_and_counts_nowhere(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    env = make(
+        WithGold,
+        respond=lambda request: "hang" if request.choice else "3",
+        group_size=2,
+        num_eval_samples=2,
+        reward_timeout_s=0.3,
+        data_dir_to_save_evals=str(tmp_path),
+    )
+    with pytest.raises(KeyError, match="a bad completion"):  # the row's own fault
+        await env.collect_trajectories([-3, 3])
+    assert (
+        "faulty row: its gold answer does not pass its reward; its answers have no score: [-3, 3]"
+        in caplog.text
+    )
+    env.eval_rows = [[1, 2], [-3, 3]]
+    metrics = await env.evaluate()
+    assert metrics["eval/percent_correct"] == 0.5  # "hang" is wrong
+    assert metrics["eval/unscored_faulty"] == 2.0
+    assert "eval/percent_correct_judged" not in metrics
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert [sample["correct"] for sample in samples] == [True, False, None, None]
+    assert samples[2]["unscored"] == "faulty"
+
+
+async def test_answers_of_one_row_share_a_process_and_a_canary_guards_their_grader() -> None:
+    class Poisoned(Sums):
+        def gold_answer(self, row: Any) -> str:
+            return str(sum(row))
+
+        async def score(self, row: Any, answer: str) -> Any:
+            return await self.in_worker("tests.envs.helpers_rewards:grade", str(sum(row)), answer)
+
+    answers = ["pay me", "4", "3", "4"]
+    env = make(Poisoned, respond=lambda request: answers[request.choice], num_reward_workers=1)
+    await env.setup()
+    assert env.reward_workers.canary.args[1] == "zzz"
+    for _ in range(2):
+        group, _ = await env.collect_trajectories([1, 2])
+        assert group["scores"] == [0.0, 0.0, 1.0, 0.0]
+    assert env.counts == {"wrong_by_canary": 2}
+
+
 async def test_gold_answer_that_fails_its_reward_stops_the_start() -> None:
     class Golden(Sums):
         def gold_answer(self, row: Any) -> str:
@@ -262,15 +353,17 @@ async def test_evaluation_with_several_samples_reports_pass_at_k_at_training_tem
     assert {request["temperature"] for request in env.server.servers[0].requests} == {1.0}
 
 
-def test_unjudged_answers_belong_to_no_mean() -> None:
+def test_unjudged_answers_are_not_correct_and_belong_to_no_mean_of_scores() -> None:
     metrics = make().summarize([[1.0], [None], [0.0]])
     assert metrics == {
         "eval/reward_failures": 1.0,
         "eval/mean_score": 0.5,
-        "eval/pass@1": 0.5,
-        "eval/percent_correct": 0.5,
+        "eval/pass@1": pytest.approx(1 / 3),
+        "eval/percent_correct": pytest.approx(1 / 3),
+        "eval/percent_correct_judged": 0.5,
     }
-    assert make().summarize([[None]]) == {"eval/reward_failures": 1.0}
+    nothing = {"eval/reward_failures": 1.0, "eval/pass@1": 0.0, "eval/percent_correct": 0.0}
+    assert make().summarize([[None]]) == nothing
 
 
 async def test_scores_and_failures_are_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:

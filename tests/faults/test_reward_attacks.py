@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -70,12 +69,9 @@ class Programs(DatasetEnv):
         return float(passed) if reason == "exit" else RewardFailure(reason=reason, detail="")
 
 
-@pytest.mark.parametrize(
-    ("policy", "backend"),
-    [("drop", "local"), ("mask", "local"), ("retry", "local"), ("drop", "plain")],
-)
-async def test_no_attack_gets_a_score_or_moves_a_sibling(
-    policy: str, backend: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("backend", ["local", "plain"])
+async def test_no_attack_earns_or_moves_a_sibling(
+    backend: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     if backend == "plain":
         if isinstance(local_sandbox(), ProcessSandbox):
@@ -89,7 +85,6 @@ async def test_no_attack_gets_a_score_or_moves_a_sibling(
     config = DatasetEnvConfig(
         group_size=GROUP + 2,
         use_wandb=False,
-        on_reward_failure=policy,  # type: ignore[arg-type]
         num_reward_workers=3,
         reward_timeout_s=2 * PATIENT_S,
         max_token_length=100_000,
@@ -100,7 +95,6 @@ async def test_no_attack_gets_a_score_or_moves_a_sibling(
     env.ends = []
     assert len(ATTACKS) >= 25
     chosen = list(attacks().items())
-    num_failures = 0
     try:
         await env.setup()
         for some in _in_groups(chosen):
@@ -112,24 +106,15 @@ async def test_no_attack_gets_a_score_or_moves_a_sibling(
             ends = dict(env.ends)
             for name, attack in some:
                 assert ends[attack.source] in attack.ends, (name, ends[attack.source])
-            scores = {source: 0.0 if ends[source] == "exit" else None for source in sources}
-            scores[RIGHT] = 1.0
-            judged = [score for score in scores.values() if score is not None]
-            num_failures += len(sources) - len(judged)
-            stand_in = sum(judged) / len(judged)
-            if policy == "mask":
-                expected = [stand_in if s is None else s for s in scores.values()]
-            else:
-                expected = judged
-            assert group["scores"] == pytest.approx(expected)
-            assert env.num_reward_failures == num_failures
-            tries = Counter(source for source, _ in env.ends)
-            again = {s for s, score in scores.items() if score is None and policy == "retry"}
-            assert {s for s, number in tries.items() if number == 2} == again
+            # An attack that ends its program is as wrong as one that prints something.
+            expected = [float(source == RIGHT) for source in sources]
+            assert dict(zip(sources, group["scores"], strict=True)) == dict(
+                zip(sources, expected, strict=True)
+            )
+            assert env.num_reward_failures == 0
     finally:
         await env.close()
     assert env.reward_workers.failures == {}
-    assert env.reward_workers.num_unasked == 0
     assert not os.path.exists("/tmp/pickled-bomb-went-off")  # noqa: ASYNC240 - once, at the end
     is_plain = backend == "plain" or isinstance(local_sandbox(), ProcessSandbox)
     assert ("RUN WITHOUT NAMESPACES" in caplog.text) == is_plain

@@ -31,6 +31,7 @@ from typing import IO, Any
 
 from atroposlib.envs.keeper import IS_LINUX, children, kill_group, run_kept
 from atroposlib.envs.sandbox import hide_this_process
+from atroposlib.errors import EnvError
 
 TAIL_BYTES = 4000
 """Limit of a traceback in a reply, and of the end of stderr that is kept."""
@@ -283,8 +284,12 @@ def _answer(call: Mapping[str, Any], *, max_output_bytes: int) -> dict[str, Any]
             return {"reason": "output", "detail": f"the result cannot be sent: {error}"}
         if size > max_output_bytes:
             return {"reason": "output", "detail": f"the result exceeds {max_output_bytes} bytes"}
+    except EnvError as error:  # such as a sandbox that does not start
+        return {"unusable": _describe(error)}
     except MemoryError as error:
         return {"reason": "memory", "detail": _describe(error)}
+    except OSError as error:
+        return {"reason": "exception", "detail": _describe(error), "is_outage": True}
     except BaseException as error:  # noqa: BLE001 - SystemExit and KeyboardInterrupt included
         return {"reason": "exception", "detail": _describe(error)}
     return {"value": value}

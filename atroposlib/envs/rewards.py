@@ -61,7 +61,7 @@ class RewardFailure:
     detail: str
     """The end of the traceback or of the worker's stderr."""
     error: Exception | None = field(default=None, compare=False, repr=False)
-    """The exception, if it was raised in this process."""
+    """The exception, if it was raised in this process; of a worker an OSError, which a text hardly causes."""
     is_faulty: bool = False
     """Whether the gold answer fails, too, so that the item is what is wrong."""
 
@@ -219,7 +219,8 @@ class _Worker:
             case {"value": value}:
                 return value
             case {"reason": reason, "detail": detail}:
-                return RewardFailure(reason=reason, detail=detail)
+                error = OSError(detail) if reply.get("is_outage") else None
+                return RewardFailure(reason=reason, detail=detail, error=error)
             case {"unusable": detail}:
                 raise EnvError(f"the scoring function cannot be called: {detail}")
         raise EnvError(f"a reward worker ended: {self._stderr_tail.decode(errors='replace')}")

@@ -24,7 +24,8 @@ async def test_loose_accuracy_forgives_an_opening_line(made: Any) -> None:
     samples = [
         {
             "row": row,
-            "score": await env.score(row, text),
+            "score": (score := await env.score(row, text)),
+            "correct": score == 1.0,
             "item_index": i,
             **env.sample_fields(row, text),
         }

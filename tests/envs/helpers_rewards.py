@@ -7,6 +7,8 @@ import sys
 import time
 from pathlib import Path
 
+from atroposlib.errors import EnvError
+
 
 def add(left: float, right: float) -> float:
     print("this must not reach the protocol")
@@ -43,6 +45,14 @@ def die() -> None:
 
 def fail() -> None:
     raise ValueError("a bad completion")
+
+
+def miss_a_file() -> None:
+    Path("/nowhere/at/all").read_text()
+
+
+def need_a_sandbox() -> None:
+    raise EnvError("the sandbox does not start")
 
 
 def refuse(text: str) -> None:

@@ -175,6 +175,13 @@ async def test_the_authors_mistakes_are_raised(workers: RewardWorkers) -> None:
     assert await run(workers, "add", 1, 1) == 2
 
 
+async def test_an_outage_is_not_the_texts_doing(workers: RewardWorkers) -> None:
+    outcome = await run(workers, "miss_a_file")
+    assert isinstance(outcome.error, OSError)
+    with pytest.raises(EnvError, match="the sandbox does not start"):
+        await run(workers, "need_a_sandbox")
+
+
 async def test_a_preload_that_is_missing_is_named() -> None:
     async with RewardWorkers(preload=("no_such_package",)) as workers:
         with pytest.raises(EnvError, match="no_such_package"):

@@ -1,10 +1,13 @@
 """The generated puzzles of reasoning-gym: about a hundred tasks, from arithmetic to Sudoku.
 
-Each item is a puzzle of a random task. The score, 0 to 1, is the task's own, of the text inside the only `<answer>`
-block after the thinking; 0 without one. If all answers of a group score 0.5 or more, long ones lose score. The
-complexity is the task's default, random, or (`complexity_mode: curriculum`) follows the success in each task; it
-selects levels of the task's curriculum in reasoning-gym. Puzzles are made and scored in reward workers, which are
-killed if they hang.
+Each item is a puzzle of a random task. The score, 0 to 1, is of the text inside the only `<answer>` block after the
+thinking; 0 without one. If all answers of a group score 0.5 or more, long ones lose score. The complexity is the task's
+default, random, or (`complexity_mode: curriculum`) follows the success in each task; it selects levels of the task's
+curriculum in reasoning-gym. Puzzles are made and scored in reward workers, which are killed if they hang.
+
+`graders.py` says how each task is graded: by the library's grader, by the whole answer, or, where the library evaluates
+the answer or pays for a text that solves nothing, by a stricter rule. A puzzle is not used if its own answer does not
+earn 1, or if nonsense earns 0.5.
 
 Data: generated.
 Needs: extra reasoning.
@@ -14,14 +17,16 @@ Needs: extra reasoning.
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import functools
+import logging
 import random
-import re
 import statistics
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
+from atroposlib.environments.reasoning_gym_environment import graders
 from pydantic import Field
 
 from atroposlib.envs.answers import THINK_FIRST, only_tagged
@@ -33,14 +38,15 @@ from atroposlib.envs.rewards import RewardFailure
 from atroposlib.errors import ConfigError, EnvError, require
 from atroposlib.utils.wording import nearest
 
-NOT_A_TASK = "composite"
-"""Mixes other tasks; it has no puzzles of its own."""
+logger = logging.getLogger(__name__)
+
+NONSENSE = ("zzz", "nan", "[NaN]", "()")
+"""Texts that answer no puzzle."""
 NUM_EVAL_TASKS = 20
 FIRST_COMPLEXITY = 0.3
 """Of a task in the curriculum."""
 NUM_TRIES = 20
 """Puzzles tried before it is an error that none can be made; some tasks take too long at a high complexity."""
-THOUSANDS = re.compile(r"[+-]?\d{1,3}(,\d{3})+(\.\d+)?")
 LENGTH_PENALTY_STARTS_AT = 0.75
 """Fraction of max_token_length above which the answers of an all-correct group lose score."""
 
@@ -59,6 +65,8 @@ class Puzzle(NamedTuple):
     question: str
     answer: str | None
     """A right answer; None if the task has none ready."""
+    entry: str
+    """The library's entry as a Python literal. Scores use it: some tasks make other puzzles in another process."""
 
 
 class ReasoningGymEnvConfig(DatasetEnvConfig):
@@ -99,6 +107,8 @@ class ReasoningGymEnv(DatasetEnv):
         """Complexity by task, in the curriculum."""
         self.task_performance_history: dict[str, list[float]] = {}
         """Mean scores of the last groups by task."""
+        self.misgraded: set[str] = set()
+        """Tasks with puzzles that their graders judge wrongly."""
         self.tasks = available_tasks(self.config.tasks)
         self.silences_truncated = self.config.mask_too_long_completions
         await super().setup()
@@ -123,6 +133,12 @@ class ReasoningGymEnv(DatasetEnv):
         made = await self.in_worker(make_puzzle, *source)
         if isinstance(made, RewardFailure):
             self.counts["puzzles_not_made"] += 1
+            return None
+        if isinstance(made, str):
+            self.counts["puzzles_misgraded"] += 1
+            log = logger.debug if source.task in self.misgraded else logger.warning
+            log("a puzzle of %s is not used: %s", source.task, made)
+            self.misgraded.add(source.task)
             return None
         return Puzzle(source, *made)
 
@@ -156,11 +172,11 @@ class ReasoningGymEnv(DatasetEnv):
         return [f"<think>I reason.</think> <answer>{item.answer}</answer>"]
 
     async def score(self, row: Puzzle, answer: str) -> Outcome:
-        """Return the library's score of the tagged answer."""
+        """Return the task's score of the tagged answer."""
         tagged = only_tagged(after_thinking(answer), "answer")
         if not tagged:
             return 0.0
-        outcome: Outcome = await self.in_worker(score_answer, *row.source, tagged)
+        outcome: Outcome = await self.in_worker(score_answer, *row.source, row.entry, tagged)
         return outcome
 
     def shape_group(self, row: Puzzle, group: ScoredDataGroup) -> ScoredDataGroup:
@@ -203,16 +219,24 @@ class ReasoningGymEnv(DatasetEnv):
 
 
 def available_tasks(wanted: Sequence[str] | None) -> list[str]:
-    """Return the wanted tasks, or all; ConfigError for an unknown name."""
+    """Return the wanted tasks, or all that can be graded; ConfigError for an unknown name or another task."""
     require("reasoning_gym", extra="reasoning")
-    known = sorted(
-        require("reasoning_gym.factory", extra="reasoning").DATASETS.keys() - {NOT_A_TASK}
-    )
+    factory = require("reasoning_gym.factory", extra="reasoning")
+    default = factory.ProceduralDataset.score_answer
+    known = {
+        task: graders.grader_of(task, kind[0], default) for task, kind in factory.DATASETS.items()
+    }
+    refused = {task: why for task, why in known.items() if isinstance(why, str)}
     for name in wanted or []:
         if name not in known:
-            hint = nearest(name, known)
+            hint = nearest(name, sorted(known))
             raise ConfigError(f"--env.tasks: reasoning-gym has no task {name!r}; {hint}")
-    return list(wanted or known)
+        if name in refused:
+            raise ConfigError(f"--env.tasks: {name} cannot be graded: it {refused[name]}")
+    if not wanted:
+        reasons = ", ".join(f"{task} ({why})" for task, why in sorted(refused.items()))
+        logger.warning("tasks of reasoning-gym that are not used: %s", reasons)
+    return list(wanted or sorted(known.keys() - refused))
 
 
 @functools.lru_cache(maxsize=8)
@@ -236,30 +260,35 @@ def dataset_of(source: Source) -> Any:
         return factory.create_dataset(source.task, **defaults)
 
 
-def make_puzzle(task: str, seed: int, complexity: float | None) -> tuple[str, str | None]:
-    """Return question and answer; runs in a worker."""
-    entry = dataset_of(Source(task, seed, complexity))[0]
-    answer = entry["answer"]
-    return entry["question"], None if answer is None else str(answer)
-
-
-def score_answer(task: str, seed: int, complexity: float | None, answer: str) -> float:
-    """Return the score of an answer from 0 to 1; runs in a worker.
-
-    Tasks without a rule of their own require the whole answer: reasoning-gym's default gives credit for any text that
-    contains it, such as -12 for 12.
-    """
-    dataset = dataset_of(Source(task, seed, complexity))
-    entry = dataset[0]
-    default = require("reasoning_gym.factory", extra="reasoning").ProceduralDataset.score_answer
-    if type(dataset).score_answer is default:
-        plain = answer.replace(",", "") if THOUSANDS.fullmatch(answer) else answer
-        return float(entry["answer"].strip() in (answer, plain))
+def make_puzzle(task: str, seed: int, complexity: float | None) -> list[str | None] | str:
+    """Return question, answer and entry, or what is wrong with the puzzle; runs in a worker."""
+    source = Source(task, seed, complexity)
+    entry = dataset_of(source)[0]
+    sent = repr(entry)
     try:
-        score = float(dataset.score_answer(answer=answer, entry=entry))
+        ast.literal_eval(sent)
+    except ValueError:
+        # codeio and knights_knaves, whose graders read the answer alone
+        sent = repr({**entry, "metadata": {}})
+    answer = graders.right_answer(entry)
+    if answer is not None and score_answer(*source, sent, answer.strip()) < 1.0:
+        return f"the answer of the library, {answer[:200]!r}, does not earn 1"
+    for text in NONSENSE:
+        if text != answer and score_answer(*source, sent, text) >= ReasoningGymEnv.success_score:
+            return f"the answer {text!r} earns {ReasoningGymEnv.success_score} or more"
+    return [entry["question"], answer, sent]
+
+
+def score_answer(task: str, seed: int, complexity: float | None, sent: str, answer: str) -> float:
+    """Return the score of an answer from 0 to 1; runs in a worker."""
+    factory = require("reasoning_gym.factory", extra="reasoning")
+    dataset = dataset_of(Source(task, seed, complexity))
+    grade = graders.grader_of(task, type(dataset), factory.ProceduralDataset.score_answer)
+    assert not isinstance(grade, str)
+    try:
+        return grade(dataset, ast.literal_eval(sent), answer)
     except Exception:  # noqa: BLE001 - many tasks raise for an answer that they cannot parse
         return 0.0
-    return min(max(score, 0.0), 1.0)
 
 
 def next_complexity(complexity: float, history: Sequence[float], *, target: float) -> float:

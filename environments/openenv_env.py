@@ -117,6 +117,7 @@ class OpenEnvEnv(ToolEnv):
             script=Path(__file__).with_name("bridges") / "openenv_server.py",
             settings={"app": config.app},
             remedy="; install openenv==0.10.0 and the application in a virtual environment and give --env.python",
+            variables=config.child_variables,
         )
         self._client: aiohttp.ClientSession | None = None
         self._session_ended = asyncio.Event()

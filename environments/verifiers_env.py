@@ -59,6 +59,7 @@ class BridgedEnv(AgentEnv):
             script=BRIDGES / self.script,
             settings=self.settings(),
             remedy=self.remedy,
+            variables=config.child_variables,
         )
 
     async def load_rows(self, split: Split) -> Any:

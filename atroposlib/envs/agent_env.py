@@ -14,11 +14,9 @@ import asyncio
 import contextlib
 import logging
 import math
-import os
-import re
 import secrets
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -26,7 +24,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from atroposlib.envs.base import BaseEnv, BaseEnvConfig
-from atroposlib.envs.child_variables import reaching_loopback
+from atroposlib.envs.child_variables import child_variables, reaching_loopback
 from atroposlib.envs.dataset_env import (
     ABORTED,
     DatasetEnv,
@@ -52,7 +50,6 @@ from atroposlib.utils.off_loop import off_loop
 
 logger = logging.getLogger(__name__)
 
-_SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 _TAIL_CHARS = 2000
 
 
@@ -139,14 +136,14 @@ class AgentEnv(DatasetEnv):
     ) -> str:
         """Run a program as the agent and return its stdout.
 
-        It gets base URL and key in the variables that the SDKs of OpenAI and Anthropic read (`agent_variables`), and no
-        secrets of this process. Raises AgentFailed if the exit code is not 0 (with the end of its stderr) or it prints
-        too much. Its process group, also what it left running, is killed when it ends or this call is cancelled.
+        It gets base URL and key in the variables that the SDKs of OpenAI and Anthropic read (`agent_variables`), and of
+        this process's only `child_variables`. Raises AgentFailed if the exit code is not 0 (with the end of its stderr)
+        or it prints too much. Its process group, also what it left running, is killed when it ends or this call is
+        cancelled.
         """
         async with self._launching:
-            process = await _start(
-                argv, env={**agent_variables(base_url, api_key), **(env or {})}, cwd=cwd
-            )
+            variables = agent_variables(base_url, api_key, self.config.child_variables)
+            process = await _start(argv, env={**variables, **(env or {})}, cwd=cwd)
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None
@@ -308,11 +305,10 @@ class AgentEnv(DatasetEnv):
             return sessions
 
 
-def agent_variables(base_url: str, api_key: str) -> dict[str, str]:
-    """Return an agent's environment variables: this process's without secrets, plus the session's URL and key."""
-    kept = {name: value for name, value in os.environ.items() if not _SECRET_NAME.search(name)}
+def agent_variables(base_url: str, api_key: str, named: Iterable[str] = ()) -> dict[str, str]:
+    """Return an agent's environment variables: `child_variables(named)`, and the session's URL and key."""
     return {
-        **reaching_loopback(kept),
+        **reaching_loopback(child_variables(named)),
         "OPENAI_BASE_URL": base_url,
         "OPENAI_API_KEY": api_key,
         "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),

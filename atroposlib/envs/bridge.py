@@ -17,16 +17,15 @@ import contextlib
 import itertools
 import json
 import logging
-import os
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from atroposlib.envs import bridge_child
-from atroposlib.envs.child_variables import reaching_loopback
+from atroposlib.envs.child_variables import child_variables, reaching_loopback
 from atroposlib.envs.keeper import IS_LINUX, kill_group
 from atroposlib.errors import EnvError
 
@@ -75,15 +74,26 @@ class Bridge:
     """Calls functions in a child process, which it starts and restarts."""
 
     def __init__(
-        self, *, python: str, script: Path, settings: Mapping[str, Any], remedy: str = ""
+        self,
+        *,
+        python: str,
+        script: Path,
+        settings: Mapping[str, Any],
+        remedy: str = "",
+        variables: Iterable[str] = (),
     ) -> None:
-        """`python` is the child's interpreter, "" for this one; `remedy` is added to the error of a missing module."""
+        """Configure the child; it is started by the first call.
+
+        `python` is its interpreter, "" for this one; `remedy` is added to the error of a missing module; `variables`
+        names environment variables that it gets besides `child_variables`.
+        """
         self.num_ended = 0
         """Children that ended by themselves or did not react."""
         self._python = python or sys.executable
         self._script = script
         self._settings = settings
         self._remedy = remedy
+        self._variables = list(variables)
         self._description: Any = None
         self._child: _Child | None = None
         self._starting = asyncio.Lock()  # only one call starts the child
@@ -138,7 +148,7 @@ class Bridge:
                 stderr=asyncio.subprocess.PIPE,
                 limit=_LINE_LIMIT,
                 start_new_session=True,
-                env=reaching_loopback(os.environ),
+                env=reaching_loopback(child_variables(self._variables)),
             )
         except OSError as error:
             raise EnvError(f"cannot run {self._python}: {error}") from error

@@ -44,6 +44,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from atroposlib.envs import sandbox_child
+from atroposlib.envs.child_variables import child_variables
 from atroposlib.envs.keeper import kill_group
 from atroposlib.envs.sandbox_child import READY
 from atroposlib.errors import EnvError
@@ -276,7 +277,7 @@ class DockerSandbox:
         settings = _settings(limits, num_processes=None, user=None)
         has_ended = False
         try:
-            result = _run(argv, source, stdin, limits, settings, dict(os.environ))
+            result = _run(argv, source, stdin, limits, settings, _client_variables())
             has_ended = result.reason in ("exit", "memory", "crash")
         finally:
             if (
@@ -285,11 +286,18 @@ class DockerSandbox:
                 with contextlib.suppress(OSError, subprocess.TimeoutExpired):
                     subprocess.run(
                         [self._program, "rm", "--force", name],
+                        env=_client_variables(),
                         capture_output=True,
                         timeout=_REMOVE_S,
                         check=False,
                     )
         return result
+
+
+def _client_variables() -> dict[str, str]:
+    """Return the environment variables of Docker's client, or of Podman's."""
+    own = [name for name in os.environ if name.startswith(("DOCKER_", "CONTAINER_"))]
+    return child_variables([*own, "SSH_AUTH_SOCK"])
 
 
 @functools.cache

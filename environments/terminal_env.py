@@ -26,7 +26,6 @@ from atroposlib.envs.dataset_env import Split
 from atroposlib.envs.multi_turn_env import Episode
 from atroposlib.envs.sandbox import (
     DockerSandbox,
-    ProcessSandbox,
     Sandbox,
     SandboxLimits,
     local_sandbox,
@@ -122,17 +121,22 @@ class TerminalEnv(ToolEnv):
     name = "terminal"
     env_config_cls = TerminalConfig
     config: TerminalConfig
+    runs_model_code = True
     tools = (shell,)
     system_prompt = "You solve tasks with the commands of a shell. When the task is done, say so."
 
     async def setup(self) -> None:
         """Check that a sandbox may start processes, and load the rows."""
-        if isinstance(self.sandbox(), ProcessSandbox):
+        if not self.is_isolated():
             raise ConfigError(
                 "terminal: without bubblewrap a program may not start processes; install it (apt install bubblewrap) "
                 "or give --env.docker_image"
             )
         await super().setup()
+
+    def is_isolated(self) -> bool:
+        """Whether commands run in a container or in namespaces."""
+        return self.config.docker_image is not None or super().is_isolated()
 
     def sandbox(self) -> Sandbox:
         """Return where commands run."""

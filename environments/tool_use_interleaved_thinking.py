@@ -87,6 +87,7 @@ class InterleavedInlineEnv(ToolEnv):
     name = "interleaved_inline"
     env_config_cls = InterleavedConfig
     config: InterleavedConfig
+    runs_model_code = True
     train_data = HubRows(path="nvidia/AceReason-Math")
     tools = (Killable(calculator), Killable(python_interpreter))
     search_engine: SearchEngine | None = None

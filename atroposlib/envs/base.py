@@ -23,6 +23,7 @@ from atroposlib.envs import checkpoint
 from atroposlib.envs.env_config import BaseEnvConfig, EvalHandlingEnum, max_workers
 from atroposlib.envs.eval import evaluate_log
 from atroposlib.envs.eval_run import EvalRun, Sample, evaluate_items
+from atroposlib.envs.sandbox import ProcessSandbox, local_sandbox
 from atroposlib.errors import ConfigError, EnvError
 from atroposlib.inference.config import APIServerConfig, ServerBaseline, ServerManagerConfig
 from atroposlib.inference.manager import ServerManager
@@ -121,6 +122,8 @@ class BaseEnv(ABC):
     """A concrete subclass here overrides `server_type`."""
     needs_token_ids: ClassVar[bool] = False
     """Whether training needs an engine that returns token ids; `serve` and `process` then refuse others."""
+    runs_model_code: ClassVar[bool] = False
+    """Whether it runs programs that a model or a data set wrote; `--require-isolation` then asks `is_isolated`."""
 
     def __init__(
         self,
@@ -178,6 +181,10 @@ class BaseEnv(ABC):
         self.task_successful: list[int] = []
         self.mainloop_timings: list[float] = []
         self.workers_added_list: list[int] = []
+
+    def is_isolated(self) -> bool:
+        """Whether programs of a model run in namespaces or containers; by default, whether `local_sandbox` has them."""
+        return not isinstance(local_sandbox(), ProcessSandbox)
 
     @classmethod
     def config_init(cls) -> tuple[BaseEnvConfig, Servers]:

@@ -12,11 +12,14 @@ killed with all sandboxes at its deadline, or with `asyncio.to_thread`.
 - `BubblewrapSandbox`, if bubblewrap (`apt install bubblewrap`) may create namespaces: separate processes, no network, a
   file system in memory; of this machine only the interpreter and /usr are visible, read-only.
 - `ProcessSandbox` otherwise: a process with limits, without inherited descriptors and environment, that cannot start a
-  process or thread. If the caller is root, it runs as an unused user, which can neither signal nor read any process.
-  Otherwise it runs as its grader's user. The kernel then denies it the memory and the descriptors of processes that
-  hide themselves (`hide_this_process`: the workers, the environment, the caller), but it CAN signal that user's
-  processes, read and write that user's files, and use the network. This is logged once as a warning. Run such an
-  environment in a container, or install bubblewrap.
+  process or thread. Where the system permits it, its mounts, shared memory and network are its own: it can write only
+  files in memory, which end with it. A filter refuses system calls that open sockets, or memory that no limit counts.
+  If the caller is root, it runs as an unused user, which can neither signal nor read any process; without mounts of its
+  own, siblings see the files it writes in public folders, which are removed when it ends. Otherwise it runs as its
+  grader's user: the kernel denies it the memory and the descriptors of processes that hide themselves
+  (`hide_this_process`: the workers, the environment, the caller), but it CAN signal that user's processes and read that
+  user's files, and without mounts of its own write them. A warning, logged once, says what holds here. With
+  `--require-isolation`, or ATROPOS_REQUIRE_ISOLATION=1 in the environment, it runs nothing.
 
 `DockerSandbox`, which the caller chooses, runs each program in a new container without network.
 """
@@ -53,6 +56,8 @@ logger = logging.getLogger(__name__)
 
 Reason: TypeAlias = Literal["exit", "timeout", "memory", "output", "crash"]
 
+ISOLATION_VARIABLE = "ATROPOS_REQUIRE_ISOLATION"
+"""If it is set, `ProcessSandbox` runs nothing."""
 _CHILD = Path(sandbox_child.__file__).read_text(encoding="utf-8")
 _STDERR_TAIL_BYTES = 4000
 _NUM_OPEN_FILES = 128
@@ -80,6 +85,9 @@ _AS_USER = (
     "os.execvp(sys.argv[2], sys.argv[2:])"
 )
 """Becomes a user, which drops the capabilities, and runs a command."""
+_PUBLIC_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm", "/run/lock")
+"""Where all users may write, on ordinary systems."""
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _SYSTEM_FOLDERS = ("/bin", "/lib", "/lib32", "/lib64", "/sbin")
 
 
@@ -225,23 +233,109 @@ class ProcessSandbox:
     """Runs programs in an unprivileged process; the module docstring lists what it cannot prevent."""
 
     def run(self, source: str, *, stdin: str, limits: SandboxLimits) -> SandboxResult:
-        user = _new_user() if os.geteuid() == 0 else None
-        _warn_once(is_root=user is not None)
-        if user is None:
-            hide_this_process()
-        interpreter = sys.executable if user is None else _public_interpreter()
-        folder = tempfile.mkdtemp(prefix="sandbox-")
-        # 1 denies new processes: the limit counts all processes of the user, which may be the grader's too.
-        settings = _settings(limits, num_processes=1, user=user, is_plain=True)
-        try:
-            if user is not None:
-                os.chown(folder, user, user)
-            return _run(
-                [interpreter], source, stdin, limits, settings, _environment(folder), cwd=folder
+        if os.environ.get(ISOLATION_VARIABLE):
+            raise EnvError(
+                "isolation is required, and bubblewrap is missing or may not create namespaces: model-written programs "
+                "do not run. Install bubblewrap (apt install bubblewrap)"
             )
+        guards = _permitted_guards()
+        _warn_once()
+        return _run_plain(source, stdin, limits, guards)
+
+
+class _Guards(NamedTuple):
+    """What the system permits an unprivileged process to get; see `sandbox_child`."""
+
+    has_namespaces: bool = False
+    has_filter: bool = False
+
+
+@functools.cache
+def _permitted_guards() -> _Guards:
+    """Return the guards with which a program starts."""
+    if sys.platform != "linux":
+        return _Guards()
+
+    def is_permitted(guards: _Guards) -> bool:
+        with contextlib.suppress(EnvError):
+            return not _run_plain("", "", SandboxLimits(), guards).exit_code
+        return False
+
+    return _Guards(
+        is_permitted(_Guards(has_namespaces=True)), is_permitted(_Guards(has_filter=True))
+    )
+
+
+def _run_plain(source: str, stdin: str, limits: SandboxLimits, guards: _Guards) -> SandboxResult:
+    """Run a program in a process, and remove the files that it leaves."""
+    user = _new_user() if os.geteuid() == 0 else None
+    if user is None:
+        hide_this_process()
+    interpreter = sys.executable if user is None else _public_interpreter()
+    folder = os.path.realpath(tempfile.mkdtemp(prefix="sandbox-"))
+    # 1 denies new processes: the limit counts all processes of the user, which may be the grader's too.
+    settings = _settings(limits, num_processes=1, user=user)
+    settings["guards"] = {"folder": folder, "num_bytes": limits.file_mb << 20, **guards._asdict()}
+    try:
+        if user is not None:
+            os.chown(folder, user, user)
+        return _run(
+            [interpreter], source, stdin, limits, settings, _environment(folder), cwd=folder
+        )
+    finally:
+        owner = os.geteuid() if user is None else user
+        _remove_files_of(owner, *os.path.split(folder))
+        if user is not None and not guards.has_namespaces:
+            for public in (os.path.dirname(folder), *_PUBLIC_FOLDERS):
+                _remove_files_of(user, public)
+
+
+def _remove(folder: int, name: str) -> None:
+    """Remove a file or folder of any depth from an open folder, to which the contents are moved first."""
+    left = [name]
+    for each in left:
+        try:
+            os.unlink(each, dir_fd=folder)
+            continue
+        except (IsADirectoryError, PermissionError):
+            pass
+        inner = os.open(each, _FOLDER, dir_fd=folder)
+        try:
+            for found in os.listdir(inner):
+                if os.geteuid() != 0 and stat.S_ISDIR(_status(inner, found).st_mode):
+                    os.chmod(found, 0o700, dir_fd=inner)  # else only root can move it
+                left.append(f".removed-{secrets.token_hex(8)}")
+                os.rename(found, left[-1], src_dir_fd=inner, dst_dir_fd=folder)
         finally:
-            with contextlib.suppress(RecursionError):
-                shutil.rmtree(folder, ignore_errors=True)
+            os.close(inner)
+        os.rmdir(each, dir_fd=folder)
+
+
+def _remove_files_of(user: int, folder: str, name: str | None = None) -> None:
+    """Remove what an ended program of `user` left in a folder, or only `name`.
+
+    Also in the folders in it where all may write, but not in those of other programs, which may be very deep.
+    """
+    with contextlib.suppress(OSError):
+        opened = os.open(folder, _FOLDER)
+        try:
+            for found in [name] if name else os.listdir(opened):
+                with contextlib.suppress(OSError):
+                    status = _status(opened, found)
+                    if status.st_uid == user:
+                        _remove(opened, found)
+                    elif (
+                        stat.S_ISDIR(status.st_mode)
+                        and status.st_mode & stat.S_IWOTH
+                        and status.st_uid < _FEW_USERS.start
+                    ):
+                        _remove_files_of(user, os.path.join(folder, found))
+        finally:
+            os.close(opened)
+
+
+def _status(folder: int, name: str) -> os.stat_result:
+    return os.stat(name, dir_fd=folder, follow_symlinks=False)
 
 
 class DockerSandbox:
@@ -301,13 +395,21 @@ def _client_variables() -> dict[str, str]:
 
 
 @functools.cache
-def _warn_once(*, is_root: bool) -> None:
+def _warn_once() -> None:
+    guards, is_root = _permitted_guards(), os.geteuid() == 0
+    can = ["read this machine's public files" if is_root else "signal this user's processes"]
+    if not guards.has_namespaces:
+        files = "the files in public folders" if is_root else "this user's files"
+        can.append(f"read and write {files}, also as notes to siblings")
+        can += [] if guards.has_filter else ["use the network"]
+    elif not is_root:
+        can.append("read this user's files")
+    can += [] if guards.has_filter else ["fill shared memory"]
     logger.warning(
-        "MODEL-WRITTEN PROGRAMS RUN WITHOUT NAMESPACES: bubblewrap is missing or may not create them. They can %s, and "
-        "use the network. Install bubblewrap (apt install bubblewrap), or run this environment in a container",
-        "read this machine's public files"
-        if is_root
-        else "read and write this user's files, and signal this user's processes",
+        "MODEL-WRITTEN PROGRAMS RUN WITHOUT BUBBLEWRAP: it is missing or may not create namespaces. They can %s. "
+        "Install bubblewrap (apt install bubblewrap), or run this environment in a container; --require-isolation "
+        "refuses to start without it",
+        ", ".join(can),
     )
 
 
@@ -399,7 +501,7 @@ def _environment(folder: str) -> dict[str, str]:
 
 
 def _settings(
-    limits: SandboxLimits, *, num_processes: int | None, user: int | None, is_plain: bool = False
+    limits: SandboxLimits, *, num_processes: int | None, user: int | None
 ) -> dict[str, Any]:
     """Return what `sandbox_child` reads; without the size of the program."""
     by_name = {
@@ -411,7 +513,7 @@ def _settings(
         "RLIMIT_CORE": 0,
     }
     known = {name: value for name, value in by_name.items() if value is not None}
-    return {"limits": known, "user": user, "is_plain": is_plain}
+    return {"limits": known, "user": user, "guards": None}
 
 
 def _run(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,6 +31,7 @@ from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.constants import ENV_NAMESPACE, NAMESPACE_SEP, OPENAI_NAMESPACE
 from atroposlib.envs.env_config import WORKER_FIELDS, BaseEnvConfig
 from atroposlib.envs.eval_run import read_config
+from atroposlib.envs.sandbox import ISOLATION_VARIABLE
 from atroposlib.errors import ConfigError, EnvError, cli_boundary
 from atroposlib.inference.config import (
     APIServerConfig,
@@ -113,6 +115,8 @@ class ManagerFlags(ServerManagerConfig):
 
     verbose: bool = False
     """Print the whole configuration at the start."""
+    require_isolation: bool = False
+    """Run programs that a model wrote only in bubblewrap or containers, or not at all."""
     resume: str | None = None
     """Directory of an interrupted evaluation; it continues with the configuration stored there."""
     rescore: str | None = None
@@ -368,6 +372,14 @@ def environment_from(env_cls: type[BaseEnv], mode: str, given: SectionValues) ->
             if namespace in servers
         },
     )
+    if manager.require_isolation:
+        os.environ[ISOLATION_VARIABLE] = "1"
+    if os.environ.get(ISOLATION_VARIABLE) and env.runs_model_code and not env.is_isolated():
+        raise ConfigError(
+            f"--require-isolation: {env_cls.__name__} runs programs that a model wrote, and bubblewrap is missing or "
+            "may not create namespaces here. Install it (apt install bubblewrap), or choose containers where the "
+            "environment can (--env.docker_image python:3.11-slim)"
+        )
     if "max_n_completions" in manager.model_fields_set:
         env.server.max_n_completions = manager.max_n_completions
     if manager.proxy_url:
@@ -503,4 +515,6 @@ def _describe(
     document |= manager.model_dump(mode="json", include=shown)
     if manager.rescore:
         document["rescore"] = manager.rescore
+    if manager.require_isolation:
+        document["require_isolation"] = True
     return yaml.safe_dump(without_secrets(document), sort_keys=False, allow_unicode=True)

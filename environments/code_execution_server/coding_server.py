@@ -77,6 +77,7 @@ class CodingEnv(DatasetEnv):
     name = "code_execution"
     env_config_cls = CodeConfig
     config: CodeConfig
+    runs_model_code = True
     eval_data = HubRows(path="NousResearch/lcb_test", split="test")
     preload = ("atroposlib.envs.program_tests",)
     truncated_score = -1.0
@@ -91,6 +92,10 @@ class CodingEnv(DatasetEnv):
         super().__init__(config, *args, **kwargs)
         self.train_data = DATA[config.dataset_name]
         self.num_items = config.start_idx
+
+    def is_isolated(self) -> bool:
+        """Whether programs run in a container or in namespaces."""
+        return self.config.docker_image is not None or super().is_isolated()
 
     def parse_row(self, row: dict[str, Any]) -> Problem | None:
         """Return the problem; one without tests is skipped."""

@@ -82,6 +82,7 @@ class PydanticSchemaFollowingEnv(DatasetEnv):
     name = "pydantic_schema_following"
     env_config_cls = PydanticEnvConfig
     config: PydanticEnvConfig
+    runs_model_code = True
     truncated_score = 0.0
     aliases = {
         "eval/avg_score": "eval/mean_score",

@@ -64,7 +64,7 @@ def bubblewrap() -> BubblewrapSandbox:
 
 
 def test_a_program_whose_caller_died_while_sending_it_ends() -> None:
-    settings = {"num_source_bytes": 100, "limits": {}, "user": None, "is_plain": False}
+    settings = {"num_source_bytes": 100, "limits": {}, "user": None, "guards": None}
     ended = subprocess.run(
         [sys.executable, "-I", sandbox_child.__file__, repr(settings)],
         input=b"print(1)",

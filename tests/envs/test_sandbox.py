@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
+import socket
 import subprocess
 import sys
+import tempfile
 import venv
 from pathlib import Path
 
@@ -28,6 +31,7 @@ from atroposlib.envs.sandbox import (
     run_code,
 )
 from atroposlib.errors import EnvError
+from tests.faults import hostile_programs
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
@@ -170,6 +174,85 @@ def test_namespaces_hide_the_machine(box: Sandbox) -> None:
     assert run(box, source).stdout == "False 1\n"
     pids = run(box, "import os; print([p for p in os.listdir('/proc') if p.isdigit()])").stdout
     assert len(pids.split(",")) <= 2
+
+
+@pytest.fixture(params=["namespaces", "cleaned"])
+def any_box(
+    box: Sandbox, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Sandbox:
+    """Return each sandbox, the plain process also where the system permits no namespaces."""
+    if request.param == "cleaned":
+        if not isinstance(box, ProcessSandbox) or os.geteuid() != 0:
+            pytest.skip("only programs with a user of their own can be cleaned up after")
+        monkeypatch.setattr(sandbox, "_permitted_guards", lambda: sandbox._Guards(has_filter=True))
+    return box
+
+
+def test_nothing_outlives_a_program(any_box: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    key, token = secrets.randbits(30), secrets.token_hex(16)
+    own = tempfile.mkdtemp()
+    os.chmod(own, 0o1777)  # a folder of pytest's is below one that only its user may enter
+    monkeypatch.setattr(tempfile, "tempdir", own)
+
+    def found_by(program: str) -> SandboxResult:
+        program = program.replace("'note'", repr(token)).replace("0x41746F70", str(key))
+        return run(any_box, program, token)
+
+    assert found_by(hostile_programs.LEAVE_NOTES).stderr == ""
+    for folder in ("/", "/tmp", "/var/tmp", "/dev/shm", "/run", "/run/lock"):
+        assert not os.path.lexists(f"{folder}/{token}")
+    os.rmdir(own)  # it is empty
+    os.mkdir(own, 0o777)
+    assert str(key) not in Path("/proc/sysvipc/shm").read_text().split()
+    left = found_by(hostile_programs.READ_NOTES)
+    assert left == SandboxResult(reason="exit", stdout="", stderr="", exit_code=0)
+    os.rmdir(own)
+
+
+def test_files_and_shared_memory_have_a_limit(box: Sandbox) -> None:
+    """4 MiB of /tmp; bubblewrap and Docker have as many in /dev/shm, and keep shared memory until the program ends."""
+    allowed = 4 if isinstance(box, ProcessSandbox) else 24
+    limits = SandboxLimits(wall_s=60, file_mb=4)
+    assert 4 <= int(run(box, hostile_programs.FILL_MEMORY, limits=limits).stdout) <= allowed
+
+
+def test_plain_process_has_no_network_with_either_guard(monkeypatch: pytest.MonkeyPatch) -> None:
+    connect = (
+        "import socket\n"
+        "for family, address in ((socket.AF_INET, ('127.0.0.1', {port})), (socket.AF_UNIX, {path!r})):\n"
+        "    try: socket.socket(family).connect(address); print('connected')\n"
+        "    except OSError: pass"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as local:
+        local.bind("\0" + (name := secrets.token_hex(8)))
+        local.listen()
+        source = connect.format(port=server.getsockname()[1], path="\0" + name)
+        for guards in (sandbox._Guards(True, False), sandbox._Guards(False, True)):
+            monkeypatch.setattr(sandbox, "_permitted_guards", lambda guards=guards: guards)
+            result = run(ProcessSandbox(), source)
+            assert (result.stdout, result.stderr) == ("", "")
+        monkeypatch.setattr(sandbox, "_permitted_guards", sandbox._Guards)
+        assert run(ProcessSandbox(), source).stdout == "connected\nconnected\n"
+
+
+@pytest.mark.parametrize("user", [0, 1000])
+def test_warning_names_what_is_not_prevented(
+    user: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    named = {"files", "siblings", "network", "shared memory"}
+    for guards, expected in (
+        (sandbox._Guards(False, False), named),
+        (sandbox._Guards(False, True), {"files", "siblings"}),
+        (sandbox._Guards(True, False), {"files", "shared memory"}),
+        (sandbox._Guards(True, True), {"files"}),
+    ):
+        caplog.clear()
+        monkeypatch.setattr(sandbox, "_permitted_guards", lambda guards=guards: guards)
+        sandbox._warn_once.__wrapped__()
+        assert {word for word in named if word in caplog.text} == expected
+        assert ("signal this user's processes" in caplog.text) == (user != 0)
+        assert "--require-isolation" in caplog.text
 
 
 def test_sandbox_that_does_not_start_is_an_error_and_not_a_wrong_answer(

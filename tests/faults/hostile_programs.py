@@ -55,7 +55,76 @@ def scan(pid):
                 show(trying(mem.read, stop - start) or b'')
 """
 
+_NOTES = (
+    _FIND
+    + """
+import ctypes
+libc = ctypes.CDLL(None)
+libc.shmat.restype = ctypes.c_void_p
+def segment():
+    number = libc.shmget(0x41746F70, 4096, 0o1666)
+    return (ctypes.c_char * 4096).from_address(libc.shmat(number, None, 0)) if number != -1 else None
+places = ['.', '..', '/', '/tmp', '/var/tmp', '/dev/shm', '/run', '/run/lock', '/dev/mqueue']
+places = [os.path.join(place, 'note') for place in places]
+"""
+)
+
+LEAVE_NOTES = (
+    _NOTES
+    + """
+note = b'answer-' + input()[::-1].encode()
+def leave(place):
+    with open(place, 'wb') as file: file.write(note)
+for place in places: trying(leave, place)
+if segment(): segment().value = note
+for depth in range(2000):
+    os.mkdir('deep')
+    os.chmod('deep', 0o777)
+    os.chdir('deep')
+os.mkdir('closed')
+os.mkdir('closed/inner')
+os.chmod('closed/inner', 0)
+os.symlink('/etc', 'link')
+"""
+)
+READ_NOTES = (
+    _NOTES
+    + """
+for place in places: show(trying(lambda: open(place, 'rb').read()) or b'')
+show(segment().value if segment() else b'')
+"""
+)
+
+FILL_MEMORY = (
+    _FIND
+    + """
+import ctypes
+libc = ctypes.CDLL(None)
+libc.shmat.restype = ctypes.c_void_p
+libc.shmdt.argtypes = [ctypes.c_void_p]
+room, total = bytes(1 << 20), 0
+def fill(path):
+    global total
+    with open(path, 'wb') as file:
+        for _ in range(4): total += file.write(room) >> 20
+for place in ('.', '/', '/dev', '/dev/shm', '/tmp', '/var/tmp', '/run/lock'):
+    for number in range(8): trying(fill, f'{place}/fill-{len(place)}-{number}')
+for number in range(8):
+    segment = libc.shmget(0, 1 << 20, 0o1600)
+    if segment != -1:
+        at = libc.shmat(segment, None, 0)
+        ctypes.memset(at, 1, 1 << 20); libc.shmdt(at); total += 1
+    file = libc.memfd_create(b'', 0)
+    if file != -1: total += trying(os.write, file, room) >> 20
+print(total)
+"""
+)
+"""Prints how many MiB it filled that the limit of its own memory does not count."""
+
 ATTACKS = {
+    "leave_notes": Attack(LEAVE_NOTES),
+    "read_the_notes_of_siblings": Attack(READ_NOTES, needs_separate_user=True),
+    "fill_memory_that_is_not_its_own": Attack(FILL_MEMORY),
     "forge_replies": Attack(
         _FORGED + "for fd in range(1, 64):\n    try: os.write(fd, line)\n    except OSError: pass"
     ),

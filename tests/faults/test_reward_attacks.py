@@ -117,7 +117,7 @@ async def test_no_attack_earns_or_moves_a_sibling(
     assert env.reward_workers.failures == {}
     assert not os.path.exists("/tmp/pickled-bomb-went-off")  # noqa: ASYNC240 - once, at the end
     is_plain = backend == "plain" or isinstance(local_sandbox(), ProcessSandbox)
-    assert ("RUN WITHOUT NAMESPACES" in caplog.text) == is_plain
+    assert ("RUN WITHOUT BUBBLEWRAP" in caplog.text) == is_plain
 
 
 def _in_groups(chosen: list[Any]) -> list[list[Any]]:

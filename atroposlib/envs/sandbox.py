@@ -87,7 +87,10 @@ _AS_USER = (
 """Becomes a user, which drops the capabilities, and runs a command."""
 _PUBLIC_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm", "/run/lock")
 """Where all users may write, on ordinary systems."""
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+_REMOVE_FILES_OF = (
+    "-xdev -mindepth 1 ( -user {} -prune -execdir rm -rf -- {{}} + -o -type d ! -perm -o=w -prune )"
+)
+"""Arguments of `find`: below its folders and those in them where all users may write."""
 _SYSTEM_FOLDERS = ("/bin", "/lib", "/lib32", "/lib64", "/sbin")
 
 
@@ -145,17 +148,11 @@ def run_code(
 def local_sandbox() -> Sandbox:
     """Return the best sandbox on this machine, determined once per process by running a program."""
     if (program := shutil.which("bwrap")) is not None:
-        for has_proc in (
-            True,
-            False,
-        ):  # False: in a sandbox of root's bubblewrap, which covers a part of /proc
-            bubblewrap = BubblewrapSandbox(program, has_proc=has_proc)
+        # In a sandbox of root's bubblewrap, which covers parts of /proc, there cannot be another /proc.
+        for box in (BubblewrapSandbox(program), BubblewrapSandbox(program, has_proc=False)):
             with contextlib.suppress(EnvError):
-                if (
-                    bubblewrap.run("import decimal", stdin="", limits=SandboxLimits()).exit_code
-                    == 0
-                ):
-                    return bubblewrap
+                if box.run("import decimal", stdin="", limits=SandboxLimits()).exit_code == 0:
+                    return box
     return ProcessSandbox()
 
 
@@ -167,8 +164,14 @@ def isolated_command(argv: Sequence[str], *, readable: Iterable[str]) -> list[st
     unused user where the caller is root. It ends with the thread that started it; its exit code is that of `argv`,
     128 + N after signal N. The working directory is this process's if `readable` has it, else /tmp.
     """
-    sandbox = local_sandbox()
-    return sandbox.command(argv, readable) if isinstance(sandbox, BubblewrapSandbox) else None
+    if not isinstance(sandbox := local_sandbox(), BubblewrapSandbox):
+        return None
+    paths = frozenset(path for path in readable if os.path.exists(path))
+    here = Path.cwd()
+    is_visible = any(here.is_relative_to(path) for path in paths)
+    as_user = [sys.executable, "-I", "-c", _AS_USER, str(_new_user())] if os.geteuid() == 0 else []
+    options = [*sandbox.options(_TMP_MB, paths), "--chdir", str(here) if is_visible else "/tmp"]
+    return [*options, "--", *as_user, *argv]
 
 
 def hide_this_process() -> None:
@@ -194,23 +197,10 @@ class BubblewrapSandbox:
         # RLIMIT_NPROC does not apply to root, not even in a user namespace: the program switches to another user.
         user = _new_user() if os.geteuid() == 0 else None
         settings = _settings(limits, num_processes=limits.num_processes, user=user)
-        argv = [*self._options(limits.file_mb), "--chdir", "/tmp", "--", sys.executable]
+        argv = [*self.options(limits.file_mb), "--chdir", "/tmp", "--", sys.executable]
         return _run(argv, source, stdin, limits, settings, _environment("/tmp"))
 
-    def command(self, argv: Sequence[str], readable: Iterable[str]) -> list[str]:
-        """Return the command of `isolated_command`."""
-        paths = {path for path in readable if os.path.exists(path)}
-        here = os.getcwd()
-        is_visible = any(Path(here).is_relative_to(path) for path in paths)
-        dropped = [sys.executable, "-I", "-c", _AS_USER, str(_new_user())]
-        return [
-            *self._options(_TMP_MB, frozenset(paths)),
-            *("--chdir", here if is_visible else "/tmp", "--"),
-            *(dropped if os.geteuid() == 0 else []),
-            *argv,
-        ]
-
-    def _options(self, file_mb: int, readable: frozenset[str] = frozenset()) -> list[str]:
+    def options(self, file_mb: int, readable: frozenset[str] = frozenset()) -> list[str]:
         """Return the command up to the working directory; all files together have `file_mb` MiB."""
         is_root = os.geteuid() == 0
         size = str(file_mb << 20)
@@ -238,35 +228,21 @@ class ProcessSandbox:
                 "isolation is required, and bubblewrap is missing or may not create namespaces: model-written programs "
                 "do not run. Install bubblewrap (apt install bubblewrap)"
             )
-        guards = _permitted_guards()
         _warn_once()
-        return _run_plain(source, stdin, limits, guards)
-
-
-class _Guards(NamedTuple):
-    """What the system permits an unprivileged process to get; see `sandbox_child`."""
-
-    has_namespaces: bool = False
-    has_filter: bool = False
+        return _run_plain(source, stdin, limits, has_namespaces=_may_have_namespaces())
 
 
 @functools.cache
-def _permitted_guards() -> _Guards:
-    """Return the guards with which a program starts."""
-    if sys.platform != "linux":
-        return _Guards()
-
-    def is_permitted(guards: _Guards) -> bool:
-        with contextlib.suppress(EnvError):
-            return not _run_plain("", "", SandboxLimits(), guards).exit_code
-        return False
-
-    return _Guards(
-        is_permitted(_Guards(has_namespaces=True)), is_permitted(_Guards(has_filter=True))
-    )
+def _may_have_namespaces() -> bool:
+    """Whether this system lets an unprivileged process have mounts, shared memory and network of its own."""
+    with contextlib.suppress(EnvError):
+        return not _run_plain("", "", SandboxLimits(), has_namespaces=True).exit_code
+    return False
 
 
-def _run_plain(source: str, stdin: str, limits: SandboxLimits, guards: _Guards) -> SandboxResult:
+def _run_plain(
+    source: str, stdin: str, limits: SandboxLimits, *, has_namespaces: bool
+) -> SandboxResult:
     """Run a program in a process, and remove the files that it leaves."""
     user = _new_user() if os.geteuid() == 0 else None
     if user is None:
@@ -275,7 +251,7 @@ def _run_plain(source: str, stdin: str, limits: SandboxLimits, guards: _Guards) 
     folder = os.path.realpath(tempfile.mkdtemp(prefix="sandbox-"))
     # 1 denies new processes: the limit counts all processes of the user, which may be the grader's too.
     settings = _settings(limits, num_processes=1, user=user)
-    settings["guards"] = {"folder": folder, "num_bytes": limits.file_mb << 20, **guards._asdict()}
+    settings |= {"is_plain": True, "namespace_folder": folder if has_namespaces else None}
     try:
         if user is not None:
             os.chown(folder, user, user)
@@ -283,59 +259,15 @@ def _run_plain(source: str, stdin: str, limits: SandboxLimits, guards: _Guards) 
             [interpreter], source, stdin, limits, settings, _environment(folder), cwd=folder
         )
     finally:
-        owner = os.geteuid() if user is None else user
-        _remove_files_of(owner, *os.path.split(folder))
-        if user is not None and not guards.has_namespaces:
-            for public in (os.path.dirname(folder), *_PUBLIC_FOLDERS):
-                _remove_files_of(user, public)
-
-
-def _remove(folder: int, name: str) -> None:
-    """Remove a file or folder of any depth from an open folder, to which the contents are moved first."""
-    left = [name]
-    for each in left:
-        try:
-            os.unlink(each, dir_fd=folder)
-            continue
-        except (IsADirectoryError, PermissionError):
-            pass
-        inner = os.open(each, _FOLDER, dir_fd=folder)
-        try:
-            for found in os.listdir(inner):
-                if os.geteuid() != 0 and stat.S_ISDIR(_status(inner, found).st_mode):
-                    os.chmod(found, 0o700, dir_fd=inner)  # else only root can move it
-                left.append(f".removed-{secrets.token_hex(8)}")
-                os.rename(found, left[-1], src_dir_fd=inner, dst_dir_fd=folder)
-        finally:
-            os.close(inner)
-        os.rmdir(each, dir_fd=folder)
-
-
-def _remove_files_of(user: int, folder: str, name: str | None = None) -> None:
-    """Remove what an ended program of `user` left in a folder, or only `name`.
-
-    Also in the folders in it where all may write, but not in those of other programs, which may be very deep.
-    """
-    with contextlib.suppress(OSError):
-        opened = os.open(folder, _FOLDER)
-        try:
-            for found in [name] if name else os.listdir(opened):
-                with contextlib.suppress(OSError):
-                    status = _status(opened, found)
-                    if status.st_uid == user:
-                        _remove(opened, found)
-                    elif (
-                        stat.S_ISDIR(status.st_mode)
-                        and status.st_mode & stat.S_IWOTH
-                        and status.st_uid < _FEW_USERS.start
-                    ):
-                        _remove_files_of(user, os.path.join(folder, found))
-        finally:
-            os.close(opened)
-
-
-def _status(folder: int, name: str) -> os.stat_result:
-    return os.stat(name, dir_fd=folder, follow_symlinks=False)
+        if user is None:  # these programs remove folders of any depth
+            argv = ["sh", "-c", 'chmod -R u+rwx "$0"; rm -rf "$0"', folder]
+        else:
+            public = {os.path.dirname(folder), *_PUBLIC_FOLDERS}
+            argv = ["find", *public, *_REMOVE_FILES_OF.format(user).split()]
+        if has_namespaces:
+            os.rmdir(folder)
+        else:
+            subprocess.run(argv, env={"PATH": os.defpath}, capture_output=True, check=False)
 
 
 class DockerSandbox:
@@ -369,9 +301,11 @@ class DockerSandbox:
         ]
         # The kernel counts RLIMIT_NPROC per user, over all containers; `--pids-limit` is the container's own.
         settings = _settings(limits, num_processes=None, user=None)
+        own = ("DOCKER_", "CONTAINER_", "SSH_AUTH_SOCK")  # of the clients of Docker and Podman
+        variables = child_variables(name for name in os.environ if name.startswith(own))
         has_ended = False
         try:
-            result = _run(argv, source, stdin, limits, settings, _client_variables())
+            result = _run(argv, source, stdin, limits, settings, variables)
             has_ended = result.reason in ("exit", "memory", "crash")
         finally:
             if (
@@ -380,7 +314,7 @@ class DockerSandbox:
                 with contextlib.suppress(OSError, subprocess.TimeoutExpired):
                     subprocess.run(
                         [self._program, "rm", "--force", name],
-                        env=_client_variables(),
+                        env=variables,
                         capture_output=True,
                         timeout=_REMOVE_S,
                         check=False,
@@ -388,28 +322,22 @@ class DockerSandbox:
         return result
 
 
-def _client_variables() -> dict[str, str]:
-    """Return the environment variables of Docker's client, or of Podman's."""
-    own = [name for name in os.environ if name.startswith(("DOCKER_", "CONTAINER_"))]
-    return child_variables([*own, "SSH_AUTH_SOCK"])
-
-
 @functools.cache
 def _warn_once() -> None:
-    guards, is_root = _permitted_guards(), os.geteuid() == 0
-    can = ["read this machine's public files" if is_root else "signal this user's processes"]
-    if not guards.has_namespaces:
-        files = "the files in public folders" if is_root else "this user's files"
-        can.append(f"read and write {files}, also as notes to siblings")
-        can += [] if guards.has_filter else ["use the network"]
-    elif not is_root:
-        can.append("read this user's files")
-    can += [] if guards.has_filter else ["fill shared memory"]
+    is_root = os.geteuid() == 0
+    can = "read this machine's public files"
+    if not is_root:
+        can = "signal this user's processes and read this user's files"
+    if not _may_have_namespaces():
+        can += (
+            f", write {'in public folders' if is_root else 'them'}, leave notes there to siblings, and, unless the "
+            "processor is x86-64 or ARM64, use the network and shared memory, which outlives them"
+        )
     logger.warning(
         "MODEL-WRITTEN PROGRAMS RUN WITHOUT BUBBLEWRAP: it is missing or may not create namespaces. They can %s. "
         "Install bubblewrap (apt install bubblewrap), or run this environment in a container; --require-isolation "
         "refuses to start without it",
-        ", ".join(can),
+        can,
     )
 
 
@@ -513,7 +441,7 @@ def _settings(
         "RLIMIT_CORE": 0,
     }
     known = {name: value for name, value in by_name.items() if value is not None}
-    return {"limits": known, "user": user, "guards": None}
+    return {"limits": known, "user": user, "is_plain": False, "namespace_folder": None}
 
 
 def _run(

@@ -289,12 +289,8 @@ class DockerSandbox:
             *("--cap-drop", "ALL", "--security-opt", "no-new-privileges"),
             *("--pids-limit", str(limits.num_processes + 1), "--cpus", "1"),  # 1: `timeout`
             *("--memory", f"{limits.memory_mb}m", "--memory-swap", f"{limits.memory_mb}m"),
-            *(
-                "--tmpfs",
-                f"/tmp:rw,exec,uid={_NOBODY},mode=1777,size={limits.file_mb}m",
-                "--workdir",
-                "/tmp",
-            ),
+            *("--tmpfs", f"/tmp:rw,exec,uid={_NOBODY},mode=1777,size={limits.file_mb}m"),
+            *("--shm-size", f"{limits.file_mb}m", "--workdir", "/tmp"),
             *(f"--env={key}={value}" for key, value in _environment("/tmp").items()),
             *("--entrypoint", "timeout", self._image, "-s", "KILL"),
             *(f"{limits.wall_s + _ORPHAN_GRACE_S:g}", "python3"),

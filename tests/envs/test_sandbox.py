@@ -279,6 +279,7 @@ def test_container_has_no_network_and_few_rights_and_ends_with_its_deadline(tmp_
     for options in (
         ["--network", "none"],
         ["--read-only"],
+        ["--shm-size", "16m"],
         ["--user", "65534:65534"],
         ["--cap-drop", "ALL"],
         ["--security-opt", "no-new-privileges"],

@@ -226,7 +226,7 @@ def test_plain_process_has_no_network(
         local.listen()
         source = (
             "import socket\n"
-            f"addresses = {{socket.AF_INET: {server.getsockname()}, socket.AF_UNIX: '\\0{name}'}}\n"
+            f"addresses = {{socket.AF_INET: {server.getsockname()}, socket.AF_UNIX: '\\x00{name}'}}\n"
             "for family, address in addresses.items():\n"
             "    try: socket.socket(family).connect(address); print('connected')\n"
             "    except OSError: print('refused')"

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from atroposlib.envs.base import BaseEnv
+from atroposlib.envs.child_variables import child_variables
 from atroposlib.envs.sandbox import ISOLATION_VARIABLE, ProcessSandbox, local_sandbox, run_code
 from atroposlib.errors import ConfigError, EnvError
 from atroposlib.runtime.command import command_class
@@ -79,6 +80,7 @@ def test_a_program_that_no_class_announces_does_not_run_either(
     sandbox: Any, plain: None, tmp_path: Path
 ) -> None:
     build(ScriptedEnv, "serve", "--require-isolation")
+    assert child_variables()[ISOLATION_VARIABLE] == "1"  # reward workers run programs
     tmp_path.chmod(0o777)
     with pytest.raises(EnvError, match="isolation is required"):
         run_code(f"open({str(tmp_path / 'ran')!r}, 'w')", sandbox=sandbox)

@@ -2,7 +2,7 @@
 
 Each item is a question with its gold answer. `DatasetEnv` keeps the order of the questions, samples a group of answers
 with tokens, masks and logprobs through the managed server, and evaluates. This file defines the prompt and the score:
-math-verify judges in a worker process that is killed if it hangs. Correct is +1, wrong is -1; if all answers of a group
+the last box is compared with the gold number. Correct is +1, wrong is -1; if all answers of a group
 are correct, shorter ones score higher.
 
 Data: openai/gsm8k, or JSONL rows with `question` and `answer` (`... #### 12`).
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from atroposlib.envs.base import ScoredDataGroup
 from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig, Outcome
 from atroposlib.envs.lengths import prefer_shorter
+from atroposlib.envs.math_answers import boxed_answer
 from atroposlib.envs.math_env import is_correct
 from atroposlib.envs.rows import HubRows
 
@@ -69,7 +70,7 @@ class GSM8kEnv(DatasetEnv):
 
     async def score(self, row: Problem, answer: str) -> Outcome:
         """Return 1 for the correct number, -1 for another; None or a RewardFailure if it could not be judged."""
-        is_right: Outcome = await self.in_worker(is_correct, row.answer, answer)
+        is_right = await is_correct(self, row.answer, boxed_answer(answer))
         if not isinstance(is_right, bool):
             return is_right
         return 1.0 if is_right else -1.0

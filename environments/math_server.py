@@ -30,10 +30,11 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from atroposlib.envs.answers import THINK_FIRST, boxes_in
+from atroposlib.envs.answers import THINK_FIRST
 from atroposlib.envs.base import ScoredDataGroup
 from atroposlib.envs.dataset_env import Outcome, Rollout, Split, number_of
 from atroposlib.envs.lengths import num_trained
+from atroposlib.envs.math_answers import boxed_answer
 from atroposlib.envs.math_env import Problem, VerifiedMathConfig, VerifiedMathEnv
 from atroposlib.envs.reward_fns.reward_function import after_thinking
 from atroposlib.envs.rows import HubRows
@@ -219,7 +220,7 @@ class MathEnv(VerifiedMathEnv):
         """Judge an answer, or a verdict by what it says and how much it helps."""
         if not isinstance(row, Judgement):
             return await self.verify(row, answer)
-        is_right = boxes_in(after_thinking(answer))[-1:] == [str(row.is_right)]
+        is_right = boxed_answer(answer) == str(row.is_right)
         self.record("judge_train/percent_judge_correct", is_right)
         if not is_right:
             return -1.0
@@ -249,9 +250,8 @@ class MathEnv(VerifiedMathEnv):
                 temperature=self.config.temperature,
                 split="eval",  # the votes are not trained
             )
-            texts = [after_thinking(c.message.content or "") for c in completion.choices]
-            said = [boxes_in(text)[-1:] for text in texts]
-            lead = said.count(["1"]) - said.count(["2"])
+            said = [boxed_answer(choice.message.content or "") for choice in completion.choices]
+            lead = said.count("1") - said.count("2")
             return -lead if is_reversed else lead
 
         lead = sum(await run_together([votes(is_reversed=False), votes(is_reversed=True)]))

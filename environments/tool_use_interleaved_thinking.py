@@ -1,7 +1,7 @@
 """Mathematics with tools inside the thinking: a calculator, Python and, if there is one, a search engine.
 
 The model calls tools in its `<think>` block; each call is run, its result is added to the same message, and the model
-continues. Python and the calculator run in the sandbox. The reward is 1 if the only box after the thinking holds the
+continues. Python and the calculator run in the sandbox. The reward is 1 if the last box after the thinking holds the
 right number, plus 0.2 if a call succeeded; else -1. Results of tools are not trained. Groups without a right answer are
 dropped.
 
@@ -14,14 +14,14 @@ Needs: extras datasets.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from atroposlib.envs.answers import after_thinking_once, boxes_in
+from atroposlib.envs.answers import after_thinking_once
 from atroposlib.envs.base import ScoredDataGroup
 from atroposlib.envs.dataset_env import ABORTED, ChatSession, Outcome, Rollout, Split
+from atroposlib.envs.math_answers import compare, last_box
 from atroposlib.envs.multi_turn_env import Episode, in_turns
 from atroposlib.envs.rows import HubRows
 from atroposlib.envs.sandbox import SandboxLimits, run_code
@@ -69,7 +69,7 @@ def _output(code: str, stdin: str = "") -> str:
 
 class Problem(NamedTuple):
     text: str
-    answer: float
+    answer: str
 
 
 class InterleavedConfig(ToolEnvConfig):
@@ -106,8 +106,8 @@ class InterleavedInlineEnv(ToolEnv):
 
     def parse_row(self, row: dict[str, Any]) -> Problem | None:
         """Return the problem; one without a number as its answer is skipped."""
-        answer = number_in(str(row["answer"]))
-        return None if answer is None else Problem(row["problem"], answer)
+        answer = str(row["answer"])
+        return Problem(row["problem"], answer) if compare(answer, answer) else None
 
     def conversation(self, row: Problem) -> list[dict[str, Any]]:
         """Return the rules with the tools, and the problem."""
@@ -119,8 +119,8 @@ class InterleavedInlineEnv(ToolEnv):
 
     def example_answers(self, item: Problem) -> list[Callable[[str], str]]:
         """Return a call, then the answer."""
-        call = json.dumps({"name": "calculator", "arguments": {"expr": f"0 + {item.answer!r}"}})
-        answer = f"That is it.</think> \\boxed{{{item.answer!r}}}"
+        call = json.dumps({"name": "calculator", "arguments": {"expr": "1 + 1"}})
+        answer = f"That is it.</think> \\boxed{{{item.answer}}}"
         return [in_turns([f"<tool_call>{call}{CALL_END}", answer])]
 
     async def roll_out(self, row: Problem, n: int, *, split: Split) -> list[Rollout]:
@@ -176,8 +176,7 @@ class InterleavedInlineEnv(ToolEnv):
         answer = after_thinking_once(episode.messages[-1]["content"])
         if answer is None or re.search(r"</?tool_(call|response)>", answer):
             return -1.0
-        boxes = boxes_in(answer)
-        if len(boxes) != 1 or number_in(boxes[0]) != episode.row.answer:
+        if not compare(episode.row.answer, last_box(answer)):
             return -1.0
         return 1.0 + (TOOL_USAGE_BONUS if episode.state.get("has_used_tool") else 0.0)
 
@@ -193,19 +192,6 @@ def has_open_call(text: str) -> bool:
     (True, False)
     """
     return "<tool_call>" in text.rpartition(CALL_END)[2] and "</think>" not in text
-
-
-def number_in(text: str) -> float | None:
-    """Return the number that a text is, without commas and spaces; None if it is none.
-
-    >>> number_in("1,234.50"), number_in("nan"), number_in("x")
-    (1234.5, None, None)
-    """
-    try:
-        number = float(re.sub(r"[,\s$]", "", text))
-    except ValueError:
-        return None
-    return number if math.isfinite(number) else None
 
 
 if __name__ == "__main__":

@@ -31,6 +31,8 @@ _LETTER = re.compile(
     rf"(?i:{_LEAD_IN})\**\s*\(?([A-Z])\b|\\boxed\{{\s*+(?:\\text\{{)?\s*+\(?([A-Z])\b"
 )
 
+BOX = re.compile(r"\\(?:boxed|fbox)\s*+\{")
+
 
 def after_thinking_once(text: str) -> str | None:
     """Return the text after the thinking; None unless `<think>` and `</think>` occur once each, in this order.
@@ -64,7 +66,7 @@ def boxes_in(text: str) -> list[str]:
     """
     opened: list[int | None] = []
     found: list[tuple[int, str]] = []
-    for mark in re.finditer(r"\\boxed\{|[{}]", text):
+    for mark in re.finditer(rf"{BOX.pattern}|[{{}}]", text):
         if mark[0] != "}":
             opened.append(None if mark[0] == "{" else mark.end())
         elif opened and (start := opened.pop()) is not None:

@@ -28,8 +28,8 @@ from atroposlib.envs.answers import (
 from atroposlib.envs.base import BaseEnvConfig
 from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig, Outcome, Split, awaited
 from atroposlib.envs.eval_run import Sample
+from atroposlib.envs.math_answers import boxed_answer
 from atroposlib.envs.math_env import is_correct
-from atroposlib.envs.reward_fns.accuracy_reward import final_answer
 from atroposlib.envs.rows import HubRows
 from atroposlib.errors import ConfigError
 from atroposlib.utils.estimates import Estimate, estimate_mean
@@ -256,9 +256,11 @@ class ChoiceBenchmarkEnv(BenchmarkEnv):
 
 
 class MathBenchmarkEnv(BenchmarkEnv):
-    """Mathematical problems; math-verify compares the last box with the gold answer, in a killable worker."""
+    """Mathematical problems; the last box is compared with the gold answer, by math-verify unless both are numbers."""
 
     preload = ("math_verify",)
+    allows_restating = True
+    """Whether `24*16-9` is right for 375: it is in accuracies published with math-verify. In training it is wrong."""
 
     def prompt(self, row: Question) -> str:
         """Return the problem and the required form of the answer."""
@@ -270,12 +272,12 @@ class MathBenchmarkEnv(BenchmarkEnv):
 
     def read(self, row: Question, text: str) -> Reading:
         """Read the content of the last box."""
-        found = final_answer(text) if "\\boxed{" in text else None
+        found = boxed_answer(text)
         return Reading(found or None, "boxed" if found else "none")
 
     def grade(self, row: Question, answer: str) -> Awaitable[Outcome]:
         """Return 1 for the right answer, else 0; None if the gold answer cannot be read."""
-        return self.in_worker(is_correct, row["answer"], f"\\boxed{{{answer}}}")
+        return is_correct(self, row["answer"], answer, allows_restating=self.allows_restating)
 
 
 def solved(row: Question) -> str:

@@ -12,8 +12,7 @@ from typing import Any, ClassVar
 
 from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig, Outcome, Rollout, Split
 from atroposlib.envs.lengths import num_trained
-from atroposlib.envs.reward_fns.math_worker import is_equal
-from atroposlib.envs.reward_fns.reward_function import after_thinking
+from atroposlib.envs.math_answers import boxed_answer, compare, is_equal
 from atroposlib.envs.rewards import RewardFailure
 from atroposlib.envs.rollouts import number_of
 from atroposlib.envs.rows import HubRows
@@ -69,7 +68,7 @@ class VerifiedMathEnv(DatasetEnv):
 
     async def verify(self, row: Problem, answer: str) -> Outcome:
         """Return 1 for the right answer, -1 for another, None if the gold answer cannot be read."""
-        is_right = await self.in_worker(is_correct, row.answer, answer)
+        is_right = await is_correct(self, row.answer, boxed_answer(answer))
         if is_right is None or isinstance(is_right, RewardFailure):
             return is_right
         return 1.0 if is_right else -1.0
@@ -98,12 +97,12 @@ class VerifiedMathEnv(DatasetEnv):
         return [f"eval/{row.part}_percent_correct"]
 
 
-def is_correct(gold: str, text: str) -> bool | None:
-    """Whether the last boxed answer after the thinking equals the gold answer; runs in a worker.
+async def is_correct(
+    env: DatasetEnv, gold: str, answer: str | None, *, allows_restating: bool = False
+) -> bool | RewardFailure | None:
+    """Whether an answer equals the gold answer: numbers are compared here, the rest in a worker of `env`.
 
-    None if math-verify cannot read the gold answer.
+    None if math-verify cannot read the gold answer. `allows_restating`: see `math_answers.compare`.
     """
-    solution = after_thinking(text)
-    if "\\boxed" in solution and is_equal(gold, solution):
-        return True
-    return False if is_equal(gold, f"\\boxed{{{gold}}}") else None
+    is_right: bool | RewardFailure | None = compare(gold, answer, allows_restating=allows_restating)
+    return await env.in_worker(is_equal, gold, answer) if is_right is None else is_right

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from atroposlib.envs.benchmark_env import MathBenchmarkEnv, Question
-from atroposlib.envs.reward_fns.accuracy_reward import final_answer
+from atroposlib.envs.math_answers import final_answer
 from atroposlib.envs.rows import HubRows
 
 

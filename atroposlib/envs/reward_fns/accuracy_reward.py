@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from atroposlib.envs.answers import boxes_in
-from atroposlib.envs.reward_fns.math_worker import BlockingWorkers, is_equal, math_workers
+from atroposlib.envs.answers import solution_of
+from atroposlib.envs.math_answers import compare, final_answer, is_equal
+from atroposlib.envs.reward_fns.math_worker import BlockingWorkers, math_workers
 from atroposlib.envs.reward_fns.registry import registry
-from atroposlib.envs.reward_fns.reward_function import RewardFunction, after_thinking, spread
+from atroposlib.envs.reward_fns.reward_function import RewardFunction, spread
 from atroposlib.envs.rewards import RewardFailure
 from atroposlib.errors import ConfigError, EnvError
 
@@ -23,12 +23,10 @@ logger = logging.getLogger(__name__)
 
 OnFailure = Literal["zero", "nan", "raise"]
 
-_HASHED = re.compile(r"####\s*(\S.*)")
-
 
 @registry.register
 class AccuracyReward(RewardFunction):
-    """1.0 for a correct answer, 0.0 for a wrong or missing one.
+    """1.0 for a correct answer, 0.0 for a wrong or missing one. The answer is the last box, else what follows `####`.
 
     `on_failure` for answers that could not be judged: "zero", "nan" (a group that contains it is refused), or "raise"
     an `EnvError`.
@@ -43,6 +41,7 @@ class AccuracyReward(RewardFunction):
         *,
         timeout_s: float = 10.0,
         on_failure: OnFailure = "zero",
+        allows_restating: bool = False,
         workers: BlockingWorkers | None = None,
         **config: Any,
     ) -> None:
@@ -52,12 +51,14 @@ class AccuracyReward(RewardFunction):
         self.tolerance = tolerance
         """Largest difference of two numbers that count as equal."""
         self.split_on_think_tag = split_on_think_tag
-        """Judge only what follows the last `</think>`."""
+        """Judge only what follows the thinking; nothing if that does not end."""
         self.max_boxed_threshold = max_boxed_threshold
         """An answer with more boxes than this is a guess and scores 0.0."""
         self.timeout_s = timeout_s
         """Seconds to judge one answer."""
         self.on_failure = on_failure
+        self.allows_restating = allows_restating
+        """Whether `24*16-9` is right for 375."""
         self._workers = workers
 
     def compute(
@@ -75,32 +76,25 @@ class AccuracyReward(RewardFunction):
         for index, (completion, gold) in enumerate(zip(completions, golds, strict=True)):
             text = self.get_content(completion)
             if self.split_on_think_tag:
-                text = after_thinking(text)
-            if gold is None or not text or text.count("\\boxed") > self.max_boxed_threshold:
+                text = solution_of(text)
+            answer = final_answer(text)
+            if gold is None or not answer or text.count("\\boxed") > self.max_boxed_threshold:
                 continue
-            expected, answer = gold_answer(gold), final_answer(text)
-            if not expected:
-                continue
-            if self._is_plainly_equal(expected, answer):
-                values[index] = 1.0
-            else:
-                undecided.append((index, expected, text))
+            expected = gold_answer(gold)
+            is_right = expected.split() == answer.split() or compare(
+                expected, answer, tolerance=self.tolerance, allows_restating=self.allows_restating
+            )
+            if expected and is_right is None:
+                undecided.append((index, expected, answer))
+            elif expected:
+                values[index] = float(is_right)
         if undecided:
             workers = self._workers or math_workers()
-            calls = [(gold, text) for _, gold, text in undecided]
+            calls = [(gold, answer) for _, gold, answer in undecided]
             outcomes = workers.run(is_equal, calls, timeout_s=self.timeout_s)
             for (index, _, _), outcome in zip(undecided, outcomes, strict=True):
                 values[index] = self._value(outcome)
         return values
-
-    def _is_plainly_equal(self, gold: str, answer: str | None) -> bool:
-        """Whether the texts are equal except for white space, or are the same number."""
-        if answer is None:
-            return False
-        if gold.split() == answer.split():
-            return True
-        left, right = _number(gold), _number(answer)
-        return left is not None and right is not None and abs(left - right) <= self.tolerance
 
     def _value(self, outcome: bool | RewardFailure) -> float:
         if not isinstance(outcome, RewardFailure):
@@ -120,27 +114,6 @@ def gold_answer(gold: Any) -> str:
     """
     text = str(gold).strip()
     return (final_answer(text) or text).strip().strip("$")
-
-
-def final_answer(text: str) -> str | None:
-    """Return the content of the last `\\boxed{}`, else the text after the last `####`; None without either.
-
-    >>> final_answer(r"so \\boxed{1} or \\boxed{\\frac{1}{2}}.")
-    '\\\\frac{1}{2}'
-    """
-    start = text.rfind("\\boxed{")
-    if start >= 0 and (boxes := boxes_in(text[start:])):
-        return boxes[0]
-    hashed = _HASHED.findall(text)
-    return hashed[-1].strip() if hashed else None
-
-
-def _number(text: str) -> float | None:
-    try:
-        value = float(text.replace(",", "").replace("\\$", "").replace("$", "").strip().rstrip("."))
-    except ValueError:
-        return None
-    return value if math.isfinite(value) else None
 
 
 def accuracy_reward(

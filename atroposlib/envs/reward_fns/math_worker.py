@@ -61,26 +61,9 @@ def _stop(pool: RewardWorkers, loop: asyncio.AbstractEventLoop, thread: threadin
 
 @functools.cache
 def math_workers() -> BlockingWorkers:
-    """Return this process's pool for `is_equal`; raises `MissingDependency` without math-verify."""
+    """Return this process's pool for `math_answers.is_equal`; raises `MissingDependency` without math-verify."""
     if importlib.util.find_spec("math_verify") is None:
         raise MissingDependency(
             f"math_verify is not installed; run: {install_command('math')}", name="math_verify"
         )
-    return BlockingWorkers(preload=("math_verify", __name__))
-
-
-def is_equal(gold: str, text: str) -> bool:
-    """Whether the answer in `text` (the last `\\boxed{}`, else other LaTeX) equals `gold`; runs in a worker."""
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
-
-    # The worker has its own deadline, so math-verify's alarms are switched off.
-    expected = parse(
-        f"${gold}$", [LatexExtractionConfig(), ExprExtractionConfig()], parsing_timeout=None
-    )
-    # math-verify reads several boxes as one answer with several parts; also judge the last one alone.
-    last = text[max(text.rfind("\\boxed"), 0) :]
-    for answer in dict.fromkeys([text, last]):
-        found = parse(answer, [LatexExtractionConfig(boxed_match_priority=0)], parsing_timeout=None)
-        if found and expected and verify(expected, found, timeout_seconds=None):
-            return True
-    return False
+    return BlockingWorkers(preload=("math_verify", "atroposlib.envs.math_answers"))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from atroposlib.envs.dataset_env import Rollout
-from atroposlib.envs.math_env import Problem, is_correct
+from atroposlib.envs.math_env import Problem
 from atroposlib.inference.harness import HarnessRequest
 from tests.environments.helpers_environments import load, logged
 
@@ -181,27 +181,11 @@ async def test_a_cut_answer_is_wrong_and_by_default_gets_no_advantage(
     ]
 
 
-@pytest.mark.parametrize(
-    ("gold", "text", "verdict"),
-    [
-        ("\\frac{1}{2}", "<think>\\boxed{1}</think> \\boxed{0.5}", True),
-        ("x^2+1", "\\boxed{1 + x^2}", True),
-        ("7", "\\boxed{5}, no, \\boxed{7}", True),
-        ("5", "\\boxed{5} or rather \\boxed{7}", False),
-        ("5", "<think>\\boxed{6}</think> so \\boxed{5}.", True),
-        ("1200", "\\boxed{1,200}", True),
-        ("-3", "\\boxed{-3}", True),
-        ("5", "\\boxed{", False),
-        ("\\{1, 2\\}", "\\boxed{1} and \\boxed{2}", True),
-        ("7", "it is 7", False),
-        ("7", "<think>\\boxed{7}</think> 7", False),
-        ("", "\\boxed{7}", None),
-    ],
-)
-def test_a_gold_answer_that_cannot_be_read_gives_no_verdict(
-    gold: str, text: str, verdict: bool | None
-) -> None:
-    assert is_correct(gold, text) is verdict
+async def test_a_gold_answer_that_cannot_be_read_gives_no_verdict(started: Any) -> None:
+    env = await started(lambda request: RIGHT)
+    rows = [(gold, f"\\boxed{{{box}}}") for gold, box in (("7", "7"), ("7", "8"), ("", "7"))]
+    verdicts = [await env.verify(maths.Task(question="?", answer=g), text) for g, text in rows]
+    assert verdicts == [1.0, -1.0, None]
 
 
 async def test_a_base_model_continues_a_text_up_to_a_limit_that_rises(made: Any) -> None:

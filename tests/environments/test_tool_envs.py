@@ -172,7 +172,9 @@ SIX = "It is six.</think> \\boxed{6}"
         ([call("calculator"), SIX], 1.0, "Error: calculator: expr"),
         (["<tool_call>six</tool_call>", SIX], 1.0, "not valid JSON"),
         ([call("calculator", expr="6"), "It is seven.</think> \\boxed{7}"], -1.0, "\n6\n"),
-        (["</think> \\boxed{5} or \\boxed{6}"], -1.0, ""),
+        (["</think> \\boxed{5}, no, \\boxed{6}"], 1.0, ""),
+        (["</think> \\boxed{6} or \\boxed{6"], -1.0, ""),
+        (["</think> \\boxed{2 \\cdot 3}"], -1.0, ""),
         (["</think> \\boxed{6} or \\boxed{\\frac{10}{2}}"], -1.0, ""),
         (["\\boxed{6}"], -1.0, ""),
         (["</think> \\boxed{6} " + call("calculator", expr="6")], -1.0, ""),
@@ -183,7 +185,7 @@ async def test_tools_run_inside_the_thinking_and_their_results_are_not_trained(
     made: Any, turns: list[str], score: float, said: str
 ) -> None:
     env = made(WithSearch, lambda request: turns[request.call])
-    row = interleaved.Problem("?", 6.0)
+    row = interleaved.Problem("?", "6")
     rollout = (await env.roll_out(row, 1, split="train"))[0]
     assert rollout.outcome == score
     assert said in rollout.completion
@@ -192,11 +194,11 @@ async def test_tools_run_inside_the_thinking_and_their_results_are_not_trained(
     assert trained == "".join(turns)
 
 
-@pytest.mark.parametrize("answer", ["1/2", "x + 1", "nan"])
+@pytest.mark.parametrize("answer", ["1, 2", "x + 1", "nan"])
 def test_problems_without_a_number_as_their_answer_are_skipped(made: Any, answer: str) -> None:
     env = made(interleaved.InterleavedInlineEnv)
     assert env.parse_row({"problem": "?", "answer": answer}) is None
-    assert env.parse_row({"problem": "?", "answer": "1, 234"}).answer == 1234.0
+    assert env.parse_row({"problem": "?", "answer": "1,234"}).answer == "1,234"
 
 
 SAYS = {"from": "gpt", "value": "They cost 90."}

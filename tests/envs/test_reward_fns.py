@@ -16,7 +16,7 @@ import pytest
 
 from atroposlib.envs import rewards
 from atroposlib.envs.reward_fns import CombinedReward, RewardFunction, math_worker, registry
-from atroposlib.envs.reward_fns.accuracy_reward import AccuracyReward, accuracy_reward, final_answer
+from atroposlib.envs.reward_fns.accuracy_reward import AccuracyReward, accuracy_reward
 from atroposlib.envs.reward_fns.cascading_r1_math_reward import cascading_r1_math_reward
 from atroposlib.envs.reward_fns.chandas_meter_reward import ChandasMeterReward, _chandas
 from atroposlib.envs.reward_fns.cosine_scaled_reward import CosineScaledReward, embed
@@ -505,20 +505,6 @@ def _end_workers() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (r"\boxed{1}", "1"),
-        (r"\boxed{1} \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
-        (r"\boxed{\frac{1}{2}", None),
-        ("so #### 12\n", "12"),
-        ("none", None),
-    ],
-)
-def test_final_answer_is_the_last_box_or_what_is_marked(text: str, expected: str | None) -> None:
-    assert final_answer(text) == expected
-
-
-@pytest.mark.parametrize(
     ("text", "solution", "expected"),
     [
         (r"\boxed{4}", 4, 1.0),
@@ -530,6 +516,10 @@ def test_final_answer_is_the_last_box_or_what_is_marked(text: str, expected: str
         (r"\boxed{x +  1}", r"\boxed{x + 1}", 1.0),
         (r"\boxed{}", r"\boxed{}", 0.0),
         (r"<think>\boxed{4}</think> no idea", "4", 0.0),
+        (r"<think>\boxed{4}", "4", 0.0),
+        ("#### 5\n$4$", "4", 0.0),
+        ("\\boxed{5}\n\\boxed{5=\n$4$", "4", 0.0),
+        ("\\boxed{2+2}", "4", 0.0),
         (r"<think>\boxed{5}</think>\boxed{4}", "4", 1.0),
         (r"\boxed{4}" * 7, "4", 0.0),
         (r"\boxed{4}" * 6, "4", 1.0),
@@ -549,7 +539,7 @@ def test_accuracy_of_numbers(
 
 def test_accuracy_asks_math_verify_in_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "math_verify", raising=False)  # of another test
-    texts = [r"\boxed{\frac{1}{2}}", r"\boxed{x + 1}", r"$\frac{2}{4}$", "one half", r"\boxed{3}"]
+    texts = [r"\boxed{\frac{1}{2}}", r"\boxed{x + 1}", r"#### $\frac{2}{4}$", r"$\frac{1}{2}$", r"\boxed{3}"]
     golds = ["0.5", "1 + x", r"\frac{1}{2}", "0.5", r"\frac{6}{2}"]
     assert accuracy_reward(texts, solution=golds) == [1.0, 1.0, 1.0, 0.0, 1.0]
     assert accuracy_reward(texts[:1], ground_truth=0.5) == [1.0]
@@ -576,7 +566,7 @@ def test_an_answer_that_hangs_is_killed_counted_and_not_simply_wrong(
     monkeypatch.setattr(module, "is_equal", helpers_rewards.hang_on_loop)
     workers = BlockingWorkers(num_workers=1, preload=(helpers_rewards.__name__,))
     reward = AccuracyReward(timeout_s=0.2, on_failure=on_failure, workers=workers)
-    values = reward(["fine a", "loop", "fine b"], solution="x")
+    values = reward(["#### a", "#### loop", "#### b"], solution="x")
     workers.close()
     np.testing.assert_equal(values, [1.0, expected, 1.0])
     assert reward.failures == {"timeout": 1}
@@ -588,7 +578,7 @@ def test_failures_can_be_raised() -> None:
             return [RewardFailure(reason="memory", detail="too much")] * len(calls)
 
     with pytest.raises(EnvError, match=r"could not be judged \(memory\): too much"):
-        AccuracyReward(on_failure="raise", workers=Fails())(["x"], solution="y")  # type: ignore[arg-type]
+        AccuracyReward(on_failure="raise", workers=Fails())([r"\boxed{x}"], solution="y")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="on_failure"):
         AccuracyReward(on_failure="drop")  # type: ignore[arg-type]
 
@@ -597,7 +587,7 @@ def test_missing_math_verify_names_the_extra(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(math_worker.importlib.util, "find_spec", lambda name: None)
     math_workers.cache_clear()
     with pytest.raises(MissingDependency, match=r"\[math\]"):
-        AccuracyReward()(["x"], solution="y")
+        AccuracyReward()([r"\boxed{x}"], solution="y")
 
 
 def test_solutions_of_another_length_are_refused() -> None:

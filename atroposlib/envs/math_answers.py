@@ -6,7 +6,6 @@ One span is judged: the content of the box that begins last (`boxed_answer`), or
 
 from __future__ import annotations
 
-import math
 import re
 from decimal import Decimal
 from fractions import Fraction
@@ -16,47 +15,32 @@ from atroposlib.envs.answers import BOX, boxes_in, solution_of
 
 MAX_ANSWER_CHARS = 2000
 """A longer answer is wrong."""
-_NUM_DECIMALS = 6
-"""math-verify rounds to so many."""
 
-_DRESSING = re.compile(r"\\[!,]|\\left(?![a-z])|\\right(?![a-z])|\\displaystyle|\\?\$|[€£¥₹]")
-_SPACE = re.compile(r"\\[;: ]|~")
+_DRESSING = re.compile(r"\\[!,]|\\(?:left|right)(?![a-z])|\\displaystyle|\\?\$|[€£¥₹]")
+_COMMAND = r"\\(?:text|math|mbox)[a-z]*\s*+"
 _WRAPPED = re.compile(
-    r"(?:\\(?:text|math|mbox)[a-z]*\s*+)?\{([^{}]*)\}|\\\{([^{}]*)\\\}|\(([^()]*)\)|\\\((.*)\\\)|\\\[(.*)\\\]"
+    rf"(?:{_COMMAND})?\{{([^{{}}]*)\}}|\\\{{([^{{}}]*)\\\}}|\(([^()]*)\)|\\\((.*)\\\)|\\\[(.*)\\\]"
 )
-_DROPPED_UNIT = (
-    r"(?:[.\s°]|(?:\^\s*+)?\{?\\circ\}?|\\degree|\\approx\s*+[\d.]++|"
-    r"\\(?:text|math|mbox)[a-z]*\s*+\{[^{}]*\}(?:\^(?:\d|\{\d\}))?)"
+_DROPPED = (  # units that math-verify drops, and an approximation of the answer
+    rf"(?:[.\s°]|(?:\^\s*+)?\{{?\\circ\}}?|\\degree|{_COMMAND}\{{[^{{}}]*\}}(?:\^(?:\d|\{{\d\}}))?"
+    r"|\\approx\s*+[\d.]++)"
 )
-_LITERAL = re.compile(
+_FORM = re.compile(
     # A name, as in `x =` or `\angle A =`, without operators and numbers.
     r"(?:(?=[A-Za-z\\|])(?:[A-Za-z\\{}()|', ]|_\{?[A-Za-z0-9]++|\(\d++\))++=\s*+)*+"
     r"(?P<sign>[+-]?)\s*+(?:"
     r"(?P<whole>\d++)?\s*+\\[dtc]?frac\s*+"
-    r"(?:\{\s*+(?P<p>-?\d++)\s*+\}|(?P<p1>\d))\s*+(?:\{\s*+(?P<q>\d++)\s*+\}|(?P<q1>\d))"
+    r"(?:\{\s*+(?P<p>-?\d++)\s*+\}|(?P<p1>\d))\s*+(?:\{\s*+(?P<q>-?\d++)\s*+\}|(?P<q1>\d))"
     r"|(?P<p2>\d++)\s*+/\s*+(?P<q2>\d++)"
-    r"|(?P<number>(?:[1-9]\d{0,2}(?:,\d{3})++|\d++)(?:\.\d*+)?|\.\d++)"
+    r"|(?P<decimal>(?:[1-9]\d{0,2}(?:,\d{3})++|\d++)(?:\.\d*+)?|\.\d++)"
     r"(?:[eE](?P<e>[+-]?\d{1,3})(?!\d)"
     r"|\s*+(?:\\times|\\cdot|[*×])\s*+10\s*+\^\s*+(?:(?P<e1>\d)(?!\d)|\{\s*+(?P<e2>[+-]?\d{1,3})\s*+\}))?"
-    r")\s*+(?P<percent>\\?%)?"
-    rf"{_DROPPED_UNIT}*+"
-    rf"(?P<unit>(?:{_DROPPED_UNIT}|[A-Za-z/](?:\^(?:\d|\{{\d\}}))?)*+)",
+    rf")\s*+(?P<percent>\\?%)?{_DROPPED}*+"
+    rf"(?P<unit>(?:{_DROPPED}|[A-Za-z/](?:\^(?:\d|\{{\d\}}))?)*+)",
     re.ASCII,
 )
 _HASHED = re.compile(r"####\s*+(\S.*)")
 _EQUALS = re.compile(r"(?<![\\<>!:])=")
-
-
-class _Literal(NamedTuple):
-    """A number as it is written: an integer, a decimal, a percentage, a fraction or a power of ten."""
-
-    value: Fraction
-    num_decimals: int
-    is_fraction: bool
-    is_reduced: bool
-    is_percent: bool
-    has_unit: bool
-    """Whether a unit follows that is not marked as text."""
 
 
 def last_box(text: str) -> str | None:
@@ -101,53 +85,55 @@ def compare(
     >>> compare("16", "4^2", allows_restating=True), compare("x", "16")
     (None, None)
     """
-    wanted = None if "=" in gold else _literal(gold)
-    if wanted is None or wanted.has_unit:
+    wanted, found = None if "=" in gold else _number(gold), _number(answer or "")
+    if wanted is None or wanted.form["unit"]:
         return None
-    found = _literal(answer or "")
-    if found is None or (found.is_fraction and not (wanted.is_fraction or found.is_reduced)):
+    if found is None or (wanted.form["decimal"] and found.is_division):
         return None if allows_restating and answer else False
-    if found.has_unit:
+    if found.form["unit"]:
         return None
-    is_whole = found.num_decimals == wanted.num_decimals == 0
-    if found.is_percent != wanted.is_percent:  # math-verify reads 50% as 50 and as 0.5
-        return True if is_whole and found.value == wanted.value else None
+    both = (wanted, found)
+    if bool(found.form["percent"]) != bool(wanted.form["percent"]):  # 50% is 50, and is 0.5
+        is_same = found.value == wanted.value
+        is_whole = all("." not in each.form[0] for each in both)
+        is_far = found.value not in (wanted.value * 100, wanted.value / 100)
+        return is_same if is_whole and (is_same or is_far) else None
     if abs(found.value - wanted.value) <= tolerance:
         return True
-    if found.is_percent or found.is_fraction != wanted.is_fraction:
-        return False if is_whole else None
-    return False if max(found.num_decimals, wanted.num_decimals) <= _NUM_DECIMALS else None
+    # math-verify rounds to 6 decimals, the 4 of a percentage.
+    is_exact = all(each.value.denominator == 1 or not each.form["decimal"] for each in both)
+    is_short = all(each.form["decimal"] and 10**4 % each.value.denominator == 0 for each in both)
+    return False if is_exact or is_short else None
 
 
-def _literal(text: str) -> _Literal | None:
+class _Number(NamedTuple):
+    value: Fraction
+    is_division: bool
+    """Whether it is written as a fraction that is not in lowest terms, or is an integer."""
+    form: re.Match[str]
+
+
+def _number(text: str) -> _Number | None:
     if len(text) > MAX_ANSWER_CHARS:
         return None
     text = text.replace("{,}", ",").replace("\u2212", "-")
-    text = _SPACE.sub(" ", _DRESSING.sub("", text)).strip()
+    text = re.sub(r"\\[;: ]|~", " ", _DRESSING.sub("", text)).strip()
     while (wrapped := _WRAPPED.fullmatch(text)) is not None:
         text = next(filter(None, wrapped.groups()), "").strip()
-    match = _LITERAL.fullmatch(text)
-    if match is None:
+    form = _FORM.fullmatch(text)
+    if form is None:
         return None
-    p, q = (match[name] or match[f"{name}1"] or match[f"{name}2"] for name in "pq")
-    is_reduced, num_decimals = True, 0
-    if p is None:
-        exponent = match["e"] or match["e1"] or match["e2"] or "0"
-        number = Decimal(f"{match['number'].replace(',', '')}e{exponent}")
-        value, num_decimals = Fraction(number), max(0, -int(number.as_tuple().exponent))
-    elif int(q) == 0 or (match["whole"] and "-" in p):
+    sign = -1 if form["sign"] == "-" else 1
+    if form["decimal"]:
+        exponent = form["e"] or form["e1"] or form["e2"] or "0"
+        number = Decimal(f"{form['decimal'].replace(',', '')}e{exponent}")
+        return _Number(sign * Fraction(number), is_division=False, form=form)
+    p, q = (int(form[name] or form[f"{name}1"] or form[f"{name}2"]) for name in "pq")
+    if q == 0 or (form["whole"] and (p < 0 or q < 0)):
         return None
-    else:
-        is_reduced = int(q) > 1 and math.gcd(int(p), int(q)) == 1
-        value = Fraction(int(p), int(q)) + int(match["whole"] or 0)
-    return _Literal(
-        value=-value if match["sign"] == "-" else value,
-        num_decimals=num_decimals,
-        is_fraction=p is not None,
-        is_reduced=is_reduced,
-        is_percent=match["percent"] is not None,
-        has_unit=bool(match["unit"]),
-    )
+    value = Fraction(p, q) + int(form["whole"] or 0)
+    is_division = value.denominator == 1 or value.denominator != abs(q)
+    return _Number(sign * value, is_division, form)
 
 
 def is_equal(gold: str, answer: str | None) -> bool | None:
@@ -157,10 +143,10 @@ def is_equal(gold: str, answer: str | None) -> bool | None:
     """
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
-    expected = parse(
-        f"${gold}$", [LatexExtractionConfig(), ExprExtractionConfig()], parsing_timeout=None
-    )
-    if answer is not None and _is_right(expected, answer, is_equation="=" in gold):
+    forms = [LatexExtractionConfig(), ExprExtractionConfig()]
+    # math-verify's own time limits work in the main thread alone; the worker has a deadline.
+    expected = parse(f"${gold}$", forms, parsing_timeout=None)
+    if _is_right(expected, answer or "", is_equation="=" in gold):
         return True
     return False if _is_right(expected, gold, is_equation=True) else None
 
@@ -169,7 +155,6 @@ def _is_right(expected: list[Any], answer: str, *, is_equation: bool) -> bool:
     from math_verify import verify
 
     found = _parsed(answer)
-    # math-verify has time limits of its own, which work in the main thread alone; the worker has a deadline.
     if not (found and expected) or not verify(
         expected, found, allow_set_relation_comp=True, timeout_seconds=None
     ):
@@ -187,11 +172,7 @@ def _parsed(answer: str) -> list[Any]:
 
     if len(answer) > MAX_ANSWER_CHARS or re.search(r"\\f?box", answer):
         return []
-    text = answer.strip().removeprefix("\\(").removesuffix("\\)")
-    found: list[Any] = parse(
-        f"\\boxed{{{text}}}",
-        [LatexExtractionConfig(boxed_match_priority=0)],
-        extraction_mode="first_match",
-        parsing_timeout=None,
-    )
+    box = "\\boxed{{{}}}".format(answer.strip().removeprefix("\\(").removesuffix("\\)"))
+    forms = [LatexExtractionConfig(boxed_match_priority=0)]
+    found: list[Any] = parse(box, forms, extraction_mode="first_match", parsing_timeout=None)
     return found

@@ -66,7 +66,10 @@ RESTATED = {
     "0.75": r"\frac{6}{8}|1-\frac{1}{4}",
 }
 WRONG = [
-    *(("16", box) for box in ["17", "1 6", "16, 17", "160", "16.1", "-16", "answer: $16$", "16=17"]),
+    *(
+        ("16", box)
+        for box in ["17", "1 6", "16, 17", "160", "16.1", "-16", "answer: $16$", "16=17"]
+    ),
     *(("18", box) for box in ["19 = 18", "x = 19 = 18", "18=19", r"19 \approx 18", ""]),
     *(("1000", box) for box in ["1,00", "10,00", "0,1000", "1.000", "1e4"]),
     ("0.5", "5"),
@@ -107,18 +110,22 @@ def test_usual_forms_are_right_and_others_wrong() -> None:
     assert compare("2x", "2x") is None
 
 
-PIECES = r"""
+PIECES = (
+    r"""
 \boxed{@}|\boxed{@|\boxed{@=|#### @|$@$|\(@\)|\[@\]|answer: $@$|\fbox{@}|\boxed{@, @}|\boxed{@ \text{ or } @}|@|x = @
 \boxed{@=@}|\boxed{$@$}|\boxed @|}|{|<think>|</think>|\boxed{}|\boxed{@\%}|\boxed{? [ @ ] }|\boxed{@\approx @}
 The final answer is $@$. I hope it is correct.
-""".replace("\n", "|").strip("|").split("|")
+""".replace("\n", "|")
+    .strip("|")
+    .split("|")
+)
 
 
 def test_no_text_is_right_for_two_gold_answers() -> None:
     pytest.importorskip("math_verify")
     rng = random.Random(5)
     num_paid = 0
-    for _ in range(1500):
+    for _ in range(700):
         pieces = rng.choices(PIECES, k=rng.randint(2, 4))
         text = rng.choice(["\n", " ", " or ", ", "]).join(pieces)
         while "@" in text:
@@ -129,7 +136,7 @@ def test_no_text_is_right_for_two_gold_answers() -> None:
             num_paid += any(paid)
         marked = final_answer(text)
         assert not (compare("16", marked) and compare("17", marked)), text
-    assert num_paid > 500
+    assert num_paid > 250
 
 
 def test_numbers_are_compared_as_math_verify_does() -> None:
@@ -142,7 +149,7 @@ def test_numbers_are_compared_as_math_verify_does() -> None:
         return str(value.scaleb(-rng.choice([0, 0, 0, 1, 2, 6, 8])).normalize()).replace("E+", "E")
 
     num_decided = 0
-    for _ in range(400):
+    for _ in range(180):
         gold, other = number(), number()
         for said in (gold, other):
             form = rng.choice(forms)
@@ -152,7 +159,7 @@ def test_numbers_are_compared_as_math_verify_does() -> None:
             decided = compare(gold, answer)
             num_decided += decided is not None
             assert decided in (None, is_equal(gold, answer)), (gold, answer)
-    assert num_decided > 600
+    assert num_decided > 250
 
 
 @pytest.mark.parametrize(

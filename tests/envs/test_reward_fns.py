@@ -539,7 +539,13 @@ def test_accuracy_of_numbers(
 
 def test_accuracy_asks_math_verify_in_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "math_verify", raising=False)  # of another test
-    texts = [r"\boxed{\frac{1}{2}}", r"\boxed{x + 1}", r"#### $\frac{2}{4}$", r"$\frac{1}{2}$", r"\boxed{3}"]
+    texts = [
+        r"\boxed{\frac{1}{2}}",
+        r"\boxed{x + 1}",
+        r"#### $\frac{2}{4}$",
+        r"$\frac{1}{2}$",
+        r"\boxed{3}",
+    ]
     golds = ["0.5", "1 + x", r"\frac{1}{2}", "0.5", r"\frac{6}{2}"]
     assert accuracy_reward(texts, solution=golds) == [1.0, 1.0, 1.0, 0.0, 1.0]
     assert accuracy_reward(texts[:1], ground_truth=0.5) == [1.0]

@@ -16,27 +16,28 @@ from atroposlib.envs.answers import BOX, boxes_in, solution_of
 MAX_ANSWER_CHARS = 2000
 """A longer answer is wrong."""
 
-_DRESSING = re.compile(r"\\[!,]|\\(?:left|right)(?![a-z])|\\displaystyle|\\?\$|[€£¥₹]")
-_COMMAND = r"\\(?:text|math|mbox)[a-z]*\s*+"
+_SPELLINGS = (
+    (r"\{,\}", ","),
+    ("\u2212", "-"),
+    (r"\\[!,]|\\(?:left|right)(?![a-z])|\\displaystyle|\\?\$|[€£¥₹]", ""),
+    (r"\\[;: ]|~", " "),
+    (r"\\[dtc]?frac\s*+(?:\{([^{}]*)\}|(\d))\s*+(?:\{([^{}]*)\}|(\d))", r" \1\2/\3\4"),
+    (r"\s*+(?:\\times|\\cdot|[*×])\s*+10\s*+\^\s*+(?:\{([^{}]*)\}|(\d)(?!\d))", r"e\1\2"),
+)
+_TEXT = r"\\(?:text|math|mbox)[a-z]*\s*+"
 _WRAPPED = re.compile(
-    rf"(?:{_COMMAND})?\{{([^{{}}]*)\}}|\\\{{([^{{}}]*)\\\}}|\(([^()]*)\)|\\\((.*)\\\)|\\\[(.*)\\\]"
+    rf"(?:{_TEXT})?\{{([^{{}}]*)\}}|\\\{{([^{{}}]*)\\\}}|\(([^()]*)\)|\\\((.*)\\\)|\\\[(.*)\\\]"
 )
 _DROPPED = (  # units that math-verify drops, and an approximation of the answer
-    rf"(?:[.\s°]|(?:\^\s*+)?\{{?\\circ\}}?|\\degree|{_COMMAND}\{{[^{{}}]*\}}(?:\^(?:\d|\{{\d\}}))?"
-    r"|\\approx\s*+[\d.]++)"
+    rf"(?:[.\s°]|(?:\^\s*+)?\{{?\\circ\}}?|\\degree|{_TEXT}\{{[^{{}}]*\}}(?:\^(?:\d|\{{\d\}}))?"
+    r"|\\approx\s*+[\d.]++)*+"
 )
 _FORM = re.compile(
     # A name, as in `x =` or `\angle A =`, without operators and numbers.
     r"(?:(?=[A-Za-z\\|])(?:[A-Za-z\\{}()|', ]|_\{?[A-Za-z0-9]++|\(\d++\))++=\s*+)*+"
-    r"(?P<sign>[+-]?)\s*+(?:"
-    r"(?P<whole>\d++)?\s*+\\[dtc]?frac\s*+"
-    r"(?:\{\s*+(?P<p>-?\d++)\s*+\}|(?P<p1>\d))\s*+(?:\{\s*+(?P<q>-?\d++)\s*+\}|(?P<q1>\d))"
-    r"|(?P<p2>\d++)\s*+/\s*+(?P<q2>\d++)"
-    r"|(?P<decimal>(?:[1-9]\d{0,2}(?:,\d{3})++|\d++)(?:\.\d*+)?|\.\d++)"
-    r"(?:[eE](?P<e>[+-]?\d{1,3})(?!\d)"
-    r"|\s*+(?:\\times|\\cdot|[*×])\s*+10\s*+\^\s*+(?:(?P<e1>\d)(?!\d)|\{\s*+(?P<e2>[+-]?\d{1,3})\s*+\}))?"
-    rf")\s*+(?P<percent>\\?%)?{_DROPPED}*+"
-    rf"(?P<unit>(?:{_DROPPED}|[A-Za-z/](?:\^(?:\d|\{{\d\}}))?)*+)",
+    r"(?P<sign>[+-]?)\s*+(?:(?:(?P<whole>\d++)\s++)?(?P<p>-?\d++)\s*+/\s*+(?P<q>-?\d++)"
+    r"|(?P<decimal>(?:(?:[1-9]\d{0,2}(?:,\d{3})++|\d++)(?:\.\d*+)?|\.\d++)(?:[eE][+-]?\d{1,3}(?!\d))?)"
+    rf")\s*+(?P<percent>\\?%)?{_DROPPED}(?P<unit>(?:[A-Za-z/](?:\^(?:\d|\{{\d\}}))?{_DROPPED})*+)",
     re.ASCII,
 )
 _HASHED = re.compile(r"####\s*+(\S.*)")
@@ -116,8 +117,9 @@ class _Number(NamedTuple):
 def _number(text: str) -> _Number | None:
     if len(text) > MAX_ANSWER_CHARS:
         return None
-    text = text.replace("{,}", ",").replace("\u2212", "-")
-    text = re.sub(r"\\[;: ]|~", " ", _DRESSING.sub("", text)).strip()
+    for spelling, plain in _SPELLINGS:
+        text = re.sub(spelling, plain, text)
+    text = text.strip()
     while (wrapped := _WRAPPED.fullmatch(text)) is not None:
         text = next(filter(None, wrapped.groups()), "").strip()
     form = _FORM.fullmatch(text)
@@ -125,15 +127,12 @@ def _number(text: str) -> _Number | None:
         return None
     sign = -1 if form["sign"] == "-" else 1
     if form["decimal"]:
-        exponent = form["e"] or form["e1"] or form["e2"] or "0"
-        number = Decimal(f"{form['decimal'].replace(',', '')}e{exponent}")
-        return _Number(sign * Fraction(number), is_division=False, form=form)
-    p, q = (int(form[name] or form[f"{name}1"] or form[f"{name}2"]) for name in "pq")
-    if q == 0 or (form["whole"] and (p < 0 or q < 0)):
+        return _Number(sign * Fraction(Decimal(form["decimal"].replace(",", ""))), False, form)
+    p, q, whole = int(form["p"]), int(form["q"]), int(form["whole"] or 0)
+    if q == 0 or (whole and p * q < 0):
         return None
-    value = Fraction(p, q) + int(form["whole"] or 0)
-    is_division = value.denominator == 1 or value.denominator != abs(q)
-    return _Number(sign * value, is_division, form)
+    value = whole + Fraction(p, q)
+    return _Number(sign * value, value.denominator == 1 or value.denominator != abs(q), form)
 
 
 def is_equal(gold: str, answer: str | None) -> bool | None:

@@ -369,6 +369,12 @@ def test_a_text_has_its_value(
         ("Paris", "", {}, 0.0),
         ("Paris", None, {}, 0.0),
         ("42", 42, {"reward_value": 3.0}, 3.0),
+        ("6 * 7 = 42.", 42, {}, 1.0),
+        ("40, 41, 42, 43", 42, {}, 0.0),
+        ("142", 42, {}, 0.0),
+        (r"41? No: \boxed{1{,}042} dollars for 42.", "1042", {}, 1.0),
+        (r"Paris or \boxed{\text{Rome}}", "Paris", {}, 0.0),
+        ("<think>42", 42, {}, 0.0),
     ],
 )
 def test_accuracy_x_looks_for_the_solution_in_the_response(

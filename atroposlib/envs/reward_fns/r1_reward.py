@@ -6,9 +6,12 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from atroposlib.envs.answers import solution_of
+from atroposlib.envs.math_answers import compare, final_answer
 from atroposlib.envs.reward_fns.registry import registry
 from atroposlib.envs.reward_fns.reward_function import RewardFunction, after_thinking, spread
 
+_NUMBER = re.compile(r"[-+]?\d++(?:[.,/]\d++)*+")
 _THINKING = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 
 
@@ -57,7 +60,11 @@ class FormatReasoningReward(RewardFunction):
 
 @registry.register
 class AccuracyXReward(RewardFunction):
-    """`reward_value` if the text after the thinking contains the solution (`exact_match`: equals it); else 0.0."""
+    """`reward_value` if the response contains the solution (`exact_match`: equals it); else 0.0.
+
+    The response is the last box, else what follows `####`, else all text after the thinking. If the solution is a
+    number, the response or the last number in it must be equal to it.
+    """
 
     def __init__(
         self,
@@ -83,7 +90,12 @@ class AccuracyXReward(RewardFunction):
         ]
 
     def _matches(self, text: str, gold: Any) -> bool:
-        response, wanted = after_thinking(text).strip(), "" if gold is None else str(gold).strip()
+        response, wanted = solution_of(text).strip(), "" if gold is None else str(gold).strip()
+        if not self.exact_match:
+            response = final_answer(response) or response
+            if compare(wanted, wanted):
+                numbers = [response, *_NUMBER.findall(response)[-1:]]
+                return any(compare(wanted, number) for number in numbers)
         if not self.case_sensitive:
             response, wanted = response.casefold(), wanted.casefold()
         if not wanted:

@@ -35,21 +35,15 @@ _DROPPED = (  # units that math-verify drops, and an approximation of the answer
 _FORM = re.compile(
     # A name, as in `x =` or `\angle A =`, without operators and numbers.
     r"(?:(?=[A-Za-z\\|])(?:[A-Za-z\\{}()|', ]|_\{?[A-Za-z0-9]++|\(\d++\))++=\s*+)*+"
-    r"(?P<sign>[+-]?)\s*+(?:(?:(?P<whole>\d++)\s++)?(?P<p>-?\d++)\s*+/\s*+(?P<q>-?\d++)"
+    r"\+?(?P<sign>-?)\s*+(?:(?:(?P<whole>\d++)\s++)?(?P<p>-?\d++)\s*+/\s*+(?P<q>-?\d++)"
     r"|(?P<decimal>(?:(?:[1-9]\d{0,2}(?:,\d{3})++|\d++)(?:\.\d*+)?|\.\d++)(?:[eE][+-]?\d{1,3}(?!\d))?)"
-    rf")\s*+(?P<percent>\\?%)?{_DROPPED}(?P<unit>(?:[A-Za-z/](?:\^(?:\d|\{{\d\}}))?{_DROPPED})*+)",
+    rf")\s*+(?:\\?(?P<percent>%))?{_DROPPED}(?P<unit>(?:[A-Za-z/](?:\^(?:\d|\{{\d\}}))?{_DROPPED})*+)",
     re.ASCII,
 )
-_HASHED = re.compile(r"####\s*+(\S.*)")
-_EQUALS = re.compile(r"(?<![\\<>!:])=")
 
 
 def last_box(text: str) -> str | None:
-    """Return the content of the `\\boxed{}` (or `\\fbox{}`) that begins last; None without one, or if it is not closed.
-
-    >>> last_box(r"\\boxed{1}, no, \\boxed{\\frac{1}{2}}."), last_box(r"\\boxed{16} \\boxed{16= $17$")
-    ('\\\\frac{1}{2}', None)
-    """
+    """Return the content of the `\\boxed{}` or `\\fbox{}` that begins last; None without one, or if it is open."""
     starts = [mark.start() for mark in BOX.finditer(text)]
     return next(iter(boxes_in(text[starts[-1] :])), None) if starts else None
 
@@ -62,12 +56,12 @@ def boxed_answer(text: str) -> str | None:
 def final_answer(text: str) -> str | None:
     """Return the last box, else what follows the last `####` on its line; None without either.
 
-    >>> final_answer("16 #### 17"), final_answer(r"#### 17 \\boxed{16")
-    ('17', None)
+    >>> final_answer("16 #### 17"), final_answer(r"\\boxed{16}, no, \\boxed{17}"), final_answer(r"#### 16 \\boxed{17")
+    ('17', '17', None)
     """
     if BOX.search(text):
         return last_box(text)
-    hashed = _HASHED.findall(text)
+    hashed = re.findall(r"####\s*+(\S.*)", text)
     return hashed[-1].strip() if hashed else None
 
 
@@ -79,26 +73,21 @@ def compare(
     Where the gold answer is a number, an answer with an operation (`24*16-9`, `10!`, `\\frac{32}{2}`) restates the
     problem and is wrong, unless `allows_restating`. These are numbers: 1/2, 3\\times10^5, 12 cm, 50\\%, x = 12.
 
-    >>> [compare("1200", answer) for answer in ("1,200", "$1200.00$", r"x = 1200\\text{ cm}", r"1.2\\times10^3")]
-    [True, True, True, True]
-    >>> [compare("16", answer) for answer in ("17", "4^2", "19 = 16", None)]
-    [False, False, False, False]
-    >>> compare("16", "4^2", allows_restating=True), compare("x", "16")
-    (None, None)
+    >>> [compare("1200", answer) for answer in ("1,200", r"x = \\$1200.0\\text{ cm}", "30*40", None, "12 m")]
+    [True, True, False, False, None]
     """
     wanted, found = None if "=" in gold else _number(gold), _number(answer or "")
     if wanted is None or wanted.form["unit"]:
         return None
     if found is None or (wanted.form["decimal"] and found.is_division):
         return None if allows_restating and answer else False
+    both = (wanted, found)
+    if found.form["percent"] != wanted.form["percent"] and (
+        found.value != wanted.value or any("." in each.form[0] for each in both)
+    ):
+        return None  # math-verify: 50% is 50, and is 0.5
     if found.form["unit"]:
         return None
-    both = (wanted, found)
-    if bool(found.form["percent"]) != bool(wanted.form["percent"]):  # 50% is 50, and is 0.5
-        is_same = found.value == wanted.value
-        is_whole = all("." not in each.form[0] for each in both)
-        is_far = found.value not in (wanted.value * 100, wanted.value / 100)
-        return is_same if is_whole and (is_same or is_far) else None
     if abs(found.value - wanted.value) <= tolerance:
         return True
     # math-verify rounds to 6 decimals, the 4 of a percentage.
@@ -119,19 +108,16 @@ def _number(text: str) -> _Number | None:
         return None
     for spelling, plain in _SPELLINGS:
         text = re.sub(spelling, plain, text)
-    text = text.strip()
-    while (wrapped := _WRAPPED.fullmatch(text)) is not None:
-        text = next(filter(None, wrapped.groups()), "").strip()
-    form = _FORM.fullmatch(text)
-    if form is None:
+    while (wrapped := _WRAPPED.fullmatch(text := text.strip())) is not None:
+        text = next(filter(None, wrapped.groups()), "")
+    if (form := _FORM.fullmatch(text)) is None:
         return None
-    sign = -1 if form["sign"] == "-" else 1
+    sign, whole = -1 if form["sign"] else 1, int(form["whole"] or 0)
     if form["decimal"]:
         return _Number(sign * Fraction(Decimal(form["decimal"].replace(",", ""))), False, form)
-    p, q, whole = int(form["p"]), int(form["q"]), int(form["whole"] or 0)
-    if q == 0 or (whole and p * q < 0):
+    if (q := int(form["q"])) == 0 or (whole and "-" in form["p"] + form["q"]):
         return None
-    value = whole + Fraction(p, q)
+    value = whole + Fraction(int(form["p"]), q)
     return _Number(sign * value, value.denominator == 1 or value.denominator != abs(q), form)
 
 
@@ -140,38 +126,28 @@ def is_equal(gold: str, answer: str | None) -> bool | None:
 
     An equation counts as its last side; it is wrong if two of its sides are numbers that differ (`19 = 18`).
     """
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-    forms = [LatexExtractionConfig(), ExprExtractionConfig()]
-    # math-verify's own time limits work in the main thread alone; the worker has a deadline.
-    expected = parse(f"${gold}$", forms, parsing_timeout=None)
-    if _is_right(expected, answer or "", is_equation="=" in gold):
+    def read(content: str) -> Any:
+        if len(content) > MAX_ANSWER_CHARS or re.search(r"\\f?box", content):
+            return []
+        formula = content.strip().removeprefix("\\(").removesuffix("\\)")
+        # "first_match": no fall-back to a formula inside of the box.
+        box = f"\\boxed{{{formula}}}"
+        return parse(box, latex, extraction_mode="first_match", parsing_timeout=None)
+
+    def equals(content: str) -> Any:
+        found = read(content)
+        return verify(expected, found, allow_set_relation_comp=True, timeout_seconds=None)
+
+    # math-verify's time limits work in the main thread alone; the worker has a deadline.
+    latex = [LatexExtractionConfig(boxed_match_priority=0)]
+    formulas = [LatexExtractionConfig(), ExprExtractionConfig()]
+    expected = parse(f"${gold}$", formulas, parsing_timeout=None)
+    if not answer or not equals(answer):
+        return False if equals(gold) else None
+    if "=" in gold or re.search("[,;]", answer):
         return True
-    return False if _is_right(expected, gold, is_equation=True) else None
-
-
-def _is_right(expected: list[Any], answer: str, *, is_equation: bool) -> bool:
-    from math_verify import verify
-
-    found = _parsed(answer)
-    if not (found and expected) or not verify(
-        expected, found, allow_set_relation_comp=True, timeout_seconds=None
-    ):
-        return False
-    if is_equation or re.search("[,;]", answer):
-        return True
-    sides = [side for text in _EQUALS.split(answer) for side in _parsed(text)[:1]]
+    sides = [side for text in re.split(r"(?<![\\<>!:])=", answer) for side in read(text)[:1]]
     numbers = [side for side in sides if getattr(side, "free_symbols", True) == set()]
     return all(verify(numbers[-1], number, timeout_seconds=None) for number in numbers[:-1])
-
-
-def _parsed(answer: str) -> list[Any]:
-    """Return what math-verify reads in an answer, and only there: without a fall-back to formulas inside of it."""
-    from math_verify import LatexExtractionConfig, parse
-
-    if len(answer) > MAX_ANSWER_CHARS or re.search(r"\\f?box", answer):
-        return []
-    box = "\\boxed{{{}}}".format(answer.strip().removeprefix("\\(").removesuffix("\\)"))
-    forms = [LatexExtractionConfig(boxed_match_priority=0)]
-    found: list[Any] = parse(box, forms, extraction_mode="first_match", parsing_timeout=None)
-    return found

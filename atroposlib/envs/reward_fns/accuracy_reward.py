@@ -41,7 +41,6 @@ class AccuracyReward(RewardFunction):
         *,
         timeout_s: float = 10.0,
         on_failure: OnFailure = "zero",
-        allows_restating: bool = False,
         workers: BlockingWorkers | None = None,
         **config: Any,
     ) -> None:
@@ -57,8 +56,6 @@ class AccuracyReward(RewardFunction):
         self.timeout_s = timeout_s
         """Seconds to judge one answer."""
         self.on_failure = on_failure
-        self.allows_restating = allows_restating
-        """Whether `24*16-9` is right for 375."""
         self._workers = workers
 
     def compute(
@@ -81,13 +78,12 @@ class AccuracyReward(RewardFunction):
             if gold is None or not answer or text.count("\\boxed") > self.max_boxed_threshold:
                 continue
             expected = gold_answer(gold)
-            is_right = expected.split() == answer.split() or compare(
-                expected, answer, tolerance=self.tolerance, allows_restating=self.allows_restating
-            )
+            is_right: bool | None = expected.split() == answer.split()
+            is_right = is_right or compare(expected, answer, tolerance=self.tolerance)
             if expected and is_right is None:
                 undecided.append((index, expected, answer))
             elif expected:
-                values[index] = float(is_right)
+                values[index] = 1.0 if is_right else 0.0
         if undecided:
             workers = self._workers or math_workers()
             calls = [(gold, answer) for _, gold, answer in undecided]

@@ -94,8 +94,9 @@ class AccuracyXReward(RewardFunction):
         if not self.exact_match:
             response = final_answer(response) or response
             if compare(wanted, wanted):
-                numbers = [response, *_NUMBER.findall(response)[-1:]]
-                return any(compare(wanted, number) for number in numbers)
+                is_number = compare(response, response)
+                said = response if is_number else "".join(_NUMBER.findall(response)[-1:])
+                return bool(compare(wanted, said))
         if not self.case_sensitive:
             response, wanted = response.casefold(), wanted.casefold()
         if not wanted:

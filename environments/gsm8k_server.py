@@ -2,8 +2,8 @@
 
 Each item is a question with its gold answer. `DatasetEnv` keeps the order of the questions, samples a group of answers
 with tokens, masks and logprobs through the managed server, and evaluates. This file defines the prompt and the score:
-the last box is compared with the gold number. Correct is +1, wrong is -1; if all answers of a group
-are correct, shorter ones score higher.
+the last box is compared with the gold number. Correct is +1, wrong is -1; if all answers of a group are correct,
+shorter ones score higher.
 
 Data: openai/gsm8k, or JSONL rows with `question` and `answer` (`... #### 12`).
 Needs: extras datasets, math.

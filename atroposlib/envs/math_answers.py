@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 from atroposlib.envs.answers import BOX, boxes_in, solution_of
 
@@ -76,34 +76,31 @@ def compare(
     >>> [compare("1200", answer) for answer in ("1,200", r"x = \\$1200.0\\text{ cm}", "30*40", None, "12 m")]
     [True, True, False, False, None]
     """
-    wanted, found = None if "=" in gold else _number(gold), _number(answer or "")
-    if wanted is None or wanted.form["unit"]:
+    wanted = None if "=" in gold else _number(gold, may_divide=True)
+    if wanted is None or wanted[1]["unit"]:
         return None
-    if found is None or (wanted.form["decimal"] and found.is_division):
+    found = _number(answer or "", may_divide=wanted[1]["decimal"] is None)
+    if found is None:
         return None if allows_restating and answer else False
-    both = (wanted, found)
-    if found.form["percent"] != wanted.form["percent"] and (
-        found.value != wanted.value or any("." in each.form[0] for each in both)
+    (value, form), (said, said_form) = wanted, found
+    if said_form["unit"]:
+        return None
+    if form["percent"] != said_form["percent"] and (
+        said in (value * 100, value / 100) or "." in form[0] + said_form[0]
     ):
         return None  # math-verify: 50% is 50, and is 0.5
-    if found.form["unit"]:
-        return None
-    if abs(found.value - wanted.value) <= tolerance:
+    if abs(said - value) <= tolerance:
         return True
     # math-verify rounds to 6 decimals, the 4 of a percentage.
-    is_exact = all(each.value.denominator == 1 or not each.form["decimal"] for each in both)
-    is_short = all(each.form["decimal"] and 10**4 % each.value.denominator == 0 for each in both)
+    is_exact = all(v.denominator == 1 or v_form["q"] for v, v_form in (wanted, found))
+    is_short = all(
+        v_form["decimal"] and 10**4 % v.denominator == 0 for v, v_form in (wanted, found)
+    )
     return False if is_exact or is_short else None
 
 
-class _Number(NamedTuple):
-    value: Fraction
-    is_division: bool
-    """Whether it is written as a fraction that is not in lowest terms, or is an integer."""
-    form: re.Match[str]
-
-
-def _number(text: str) -> _Number | None:
+def _number(text: str, *, may_divide: bool) -> tuple[Fraction, re.Match[str]] | None:
+    """Return a number and how it is written; `may_divide`: also 32/2 and 6/8, which are not in lowest terms."""
     if len(text) > MAX_ANSWER_CHARS:
         return None
     for spelling, plain in _SPELLINGS:
@@ -112,13 +109,16 @@ def _number(text: str) -> _Number | None:
         text = next(filter(None, wrapped.groups()), "")
     if (form := _FORM.fullmatch(text)) is None:
         return None
-    sign, whole = -1 if form["sign"] else 1, int(form["whole"] or 0)
     if form["decimal"]:
-        return _Number(sign * Fraction(Decimal(form["decimal"].replace(",", ""))), False, form)
-    if (q := int(form["q"])) == 0 or (whole and "-" in form["p"] + form["q"]):
-        return None
-    value = whole + Fraction(int(form["p"]), q)
-    return _Number(sign * value, value.denominator == 1 or value.denominator != abs(q), form)
+        value = Fraction(Decimal(form["decimal"].replace(",", "")))
+    else:
+        whole, p, q = (int(form[name] or 0) for name in ("whole", "p", "q"))
+        if q == 0 or (whole and p * q < 0):
+            return None
+        value = whole + Fraction(p, q)
+        if not may_divide and not abs(q) == value.denominator > 1:
+            return None
+    return -value if form["sign"] else value, form
 
 
 def is_equal(gold: str, answer: str | None) -> bool | None:

@@ -129,7 +129,7 @@ def is_equal(gold: str, answer: str | None) -> bool | None:
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     def read(content: str) -> Any:
-        if len(content) > MAX_ANSWER_CHARS or re.search(r"\\f?box", content):
+        if len(content) > MAX_ANSWER_CHARS:
             return []
         formula = content.strip().removeprefix("\\(").removesuffix("\\)")
         # "first_match": no fall-back to a formula inside of the box.

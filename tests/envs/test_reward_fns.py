@@ -523,9 +523,6 @@ def _end_workers() -> Iterator[None]:
         (r"\boxed{}", r"\boxed{}", 0.0),
         (r"<think>\boxed{4}</think> no idea", "4", 0.0),
         (r"<think>\boxed{4}", "4", 0.0),
-        ("#### 5\n$4$", "4", 0.0),
-        ("\\boxed{5}\n\\boxed{5=\n$4$", "4", 0.0),
-        ("\\boxed{2+2}", "4", 0.0),
         (r"<think>\boxed{5}</think>\boxed{4}", "4", 1.0),
         (r"\boxed{4}" * 7, "4", 0.0),
         (r"\boxed{4}" * 6, "4", 1.0),
@@ -555,6 +552,14 @@ def test_accuracy_asks_math_verify_in_a_worker(monkeypatch: pytest.MonkeyPatch) 
     golds = ["0.5", "1 + x", r"\frac{1}{2}", "0.5", r"\frac{6}{2}"]
     assert accuracy_reward(texts, solution=golds) == [1.0, 1.0, 1.0, 0.0, 1.0]
     assert accuracy_reward(texts[:1], ground_truth=0.5) == [1.0]
+    texts = [
+        "#### 17\n$16$",
+        "\\boxed{17}\n\\boxed{17=\n$16$",
+        r"\boxed{4^2}",
+        "answer: $16$",
+        r"<think>\boxed{16}",
+    ]
+    assert accuracy_reward(texts, solution="16") == [0.0] * 5
     assert "math_verify" not in sys.modules
 
 

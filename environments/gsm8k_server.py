@@ -21,6 +21,7 @@ from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig, Outcome
 from atroposlib.envs.lengths import prefer_shorter
 from atroposlib.envs.math_answers import boxed_answer
 from atroposlib.envs.math_env import is_correct
+from atroposlib.envs.reward_fns.math_worker import CANARY, PRELOAD
 from atroposlib.envs.rows import HubRows
 
 
@@ -50,7 +51,9 @@ class GSM8kEnv(DatasetEnv):
     config: GSM8kConfig
     train_data = HubRows(path="openai/gsm8k", config="main")
     eval_data = HubRows(path="openai/gsm8k", config="main", split="test")
-    preload = ("math_verify",)
+    preload = PRELOAD
+    canary = CANARY
+    isolates_graders = True
     system_prompt = (
         "You are a careful assistant. Think about the problem step by step inside <think> </think> tags, "
         "then give the solution. Put the final answer, and nothing else, inside \\boxed{}."

@@ -30,6 +30,7 @@ from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig, Outcome, S
 from atroposlib.envs.eval_run import Sample
 from atroposlib.envs.math_answers import boxed_answer
 from atroposlib.envs.math_env import is_correct
+from atroposlib.envs.reward_fns.math_worker import CANARY, PRELOAD
 from atroposlib.envs.rows import HubRows
 from atroposlib.errors import ConfigError
 from atroposlib.utils.estimates import Estimate, estimate_mean
@@ -258,7 +259,9 @@ class ChoiceBenchmarkEnv(BenchmarkEnv):
 class MathBenchmarkEnv(BenchmarkEnv):
     """Mathematical problems; the last box is compared with the gold answer, by math-verify unless both are numbers."""
 
-    preload = ("math_verify",)
+    preload = PRELOAD
+    canary = CANARY
+    isolates_graders = True
     allows_restating = True
     """Whether `24*16-9` is right for 375: it is in accuracies published with math-verify. In training it is wrong."""
 

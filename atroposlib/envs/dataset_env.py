@@ -73,6 +73,7 @@ _split_judged: contextvars.ContextVar[Split | Literal["probe"]] = contextvars.Co
 """The split of the row that the current task samples and judges; "probe" for answers that no model gave."""
 
 NUM_GOLD_ANSWERS_CHECKED = 100
+LOCAL_SANDBOX = "atroposlib.envs.sandbox:local_sandbox"
 MAX_FAULTY_ROWS_NAMED = 20
 _CAUSED_BY_TEXT = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, RecursionError),
@@ -168,6 +169,8 @@ class DatasetEnv(BaseEnv):
     """Further names of metrics, as in the dashboards of existing environments: name -> metric with the same value."""
     preload: ClassVar[tuple[str, ...]] = ()
     """Modules that reward workers import when they start, so that imports do not use up `reward_timeout_s`."""
+    canary: ClassVar[Canary | None] = None
+    """A call in a worker whose value is known; None: chosen by `setup` where gold answers are judged in workers."""
     isolates_graders: ClassVar[bool] = False
     """Whether reward workers run in bubblewrap where it works: for graders that need neither network nor files."""
 
@@ -185,7 +188,9 @@ class DatasetEnv(BaseEnv):
         """Total of rows returned by `get_next_item`; determines epoch and position."""
         self.reward_workers = RewardWorkers(
             num_workers=config.num_reward_workers,
-            preload=self.preload,
+            # Where model-written programs run, a worker finds out once which sandbox works.
+            preload=(*self.preload, *([LOCAL_SANDBOX] if self.runs_model_code else [])),
+            canary=self.canary,
             variables=config.child_variables,
             is_isolated=self.isolates_graders,
         )
@@ -286,7 +291,7 @@ class DatasetEnv(BaseEnv):
         rows = self.train_rows[:NUM_GOLD_ANSWERS_CHECKED]
         pairs = [(row, gold) for row in rows if (gold := self.gold_answer(row)) is not None]
         outcomes = await run_together([self._probe(row, gold) for row, gold in pairs])
-        if pairs and self.reward_workers.num_calls:
+        if pairs and self.reward_workers.num_calls and self.canary is None:
             await self._choose_canary(*pairs[0])
         for (row, _), outcome in zip(pairs, outcomes, strict=True):
             score = number_of(outcome)
@@ -466,13 +471,10 @@ class DatasetEnv(BaseEnv):
         if score is not None:
             return {"score": score, "correct": score >= self.success_score}
         is_faulty = isinstance(outcome, RewardFailure) and outcome.is_faulty
-        reason = outcome.reason if isinstance(outcome, RewardFailure) else "unjudged"
-        reason = "aborted" if rollout.finish_reason == ABORTED else reason
-        return {
-            "score": None,
-            "correct": None if is_faulty else False,
-            "unscored": "faulty" if is_faulty else reason,
-        }
+        reason = str(outcome.reason) if isinstance(outcome, RewardFailure) else "unjudged"
+        if is_faulty or rollout.finish_reason == ABORTED:
+            reason = "faulty" if is_faulty else "aborted"
+        return {"score": None, "correct": None if is_faulty else False, "unscored": reason}
 
     def sample_fields(self, row: Row, answer: str) -> dict[str, Any]:
         """Return further fields of an answer in `samples.jsonl`, for example what was read out of it."""
@@ -606,18 +608,19 @@ class DatasetEnv(BaseEnv):
             outcome = await self._score_of(row, answer)
         if number_of(outcome) is not None:
             return outcome
-        if not isinstance(outcome, RewardFailure):
-            if self.gold_answer(row) is None or (await self._bearings(row)).gold_passes:
-                return None
-            return RewardFailure(reason="exception", detail="score returned None", is_faulty=True)
-        if outcome.error is not None and not isinstance(outcome.error, _CAUSED_BY_TEXT):
-            return outcome
+        failure = outcome if isinstance(outcome, RewardFailure) else None
+        if failure is not None and not isinstance(failure.error, (*_CAUSED_BY_TEXT, type(None))):
+            return failure
+        if failure is None and self._reference(row) is None:
+            return None
         bearings = await self._bearings(row)
         if bearings.gold_passes is False:
-            return replace(outcome, is_faulty=True)
-        if bearings.wrong_score is None:
+            if failure is None:
+                failure = RewardFailure(reason="exception", detail="score returned None")
+            return replace(failure, is_faulty=True)
+        if failure is None or bearings.wrong_score is None:
             return outcome
-        self.counts[f"wrong_by_{outcome.reason}"] += 1
+        self.counts[f"wrong_by_{failure.reason}"] += 1
         return bearings.wrong_score
 
     async def _bearings(self, row: Row) -> _Bearings:
@@ -628,6 +631,12 @@ class DatasetEnv(BaseEnv):
                 pull.bearings[id(row)] = await self._measure_bearings(row)
             return pull.bearings[id(row)]
 
+    def _reference(self, row: Row) -> str | None:
+        """Return an answer that should be right; None if none is known."""
+        gold = self.gold_answer(row)
+        texts = (text for text in self.example_answers(row) if isinstance(text, str))
+        return next(texts, None) if gold is None else gold
+
     async def _probe(self, row: Row, answer: str) -> Outcome:
         """Judge an answer that no model gave: it counts nowhere."""
         token = _split_judged.set("probe")
@@ -637,14 +646,12 @@ class DatasetEnv(BaseEnv):
             _split_judged.reset(token)
 
     async def _measure_bearings(self, row: Row) -> _Bearings:
-        gold = self.gold_answer(row)
-        texts = [text for text in self.example_answers(row) if isinstance(text, str)][:1]
         passes = None
-        for text in texts if gold is None else [gold]:
-            score = number_of(await self._probe(row, text))
+        if (reference := self._reference(row)) is not None:
+            score = number_of(await self._probe(row, reference))
             passes = score is not None and score >= self.success_score
-            if not passes and gold is None:
-                passes = None  # examples may be wrong
+            if score is not None and self.gold_answer(row) is None:
+                passes = passes or None  # examples may be wrong
             elif not passes:
                 self._num_faulty += 1
                 logger.log(
@@ -731,7 +738,7 @@ class DatasetEnv(BaseEnv):
         is_first = self.score_errors[kind] == 1
         logger.log(
             logging.ERROR if is_first else logging.DEBUG,
-            "%s.%s raised %s; the answer has no score. Errors of this type are counted as train/score_error_%s",
+            "%s.%s raised %s; errors of this type are counted as train/score_error_%s",
             type(self).__name__,
             where,
             kind,

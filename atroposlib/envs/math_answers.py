@@ -121,6 +121,11 @@ def _number(text: str, *, may_divide: bool) -> tuple[Fraction, re.Match[str]] | 
     return -value if form["sign"] else value, form
 
 
+def warm_up() -> None:
+    """Fill the caches of math-verify and sympy, which the processes of a worker share."""
+    is_equal("\\frac{x}{2}+1", "\\frac{x^2}{2x}+1")
+
+
 def is_equal(gold: str, answer: str | None) -> bool | None:
     """Whether math-verify finds an answer equal to the gold answer; None if that cannot be read. Runs in a worker.
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig, Outcome, Rollout, Split
 from atroposlib.envs.lengths import num_trained
 from atroposlib.envs.math_answers import boxed_answer, compare, is_equal
+from atroposlib.envs.reward_fns.math_worker import CANARY, PRELOAD
 from atroposlib.envs.rewards import RewardFailure
 from atroposlib.envs.rollouts import number_of
 from atroposlib.envs.rows import HubRows
@@ -42,7 +43,9 @@ class VerifiedMathEnv(DatasetEnv):
     eval_parts: ClassVar[Mapping[str, HubRows]] = {}
     """The evaluation's data sets, by the name of their figure; {}: `eval_data`."""
     aliases = {"eval/overall_percent_correct": "eval/percent_correct"}
-    preload = ("math_verify",)
+    preload = PRELOAD
+    canary = CANARY
+    isolates_graders = True
     truncated_score = -1.0
 
     def __init__(self, config: VerifiedMathConfig, *args: Any, **kwargs: Any) -> None:

@@ -207,7 +207,7 @@ class _Worker:
                     reply = await self._exchange(await self._ensure_started(), request)
         except TimeoutError as error:
             await self.kill()
-            raise EnvError(f"a reward worker did not reply within {limit_s:g} s") from error
+            raise EnvError(f"a reward worker gave no reply within {limit_s:g} s") from error
         except BaseException:
             await self.kill()
             raise
@@ -219,8 +219,8 @@ class _Worker:
             case {"value": value}:
                 return value
             case {"reason": reason, "detail": detail}:
-                error = OSError(detail) if reply.get("is_outage") else None
-                return RewardFailure(reason=reason, detail=detail, error=error)
+                outage = OSError(detail) if reply.get("is_outage") else None
+                return RewardFailure(reason=reason, detail=detail, error=outage)
             case {"unusable": detail}:
                 raise EnvError(f"the scoring function cannot be called: {detail}")
         raise EnvError(f"a reward worker ended: {self._stderr_tail.decode(errors='replace')}")
@@ -233,7 +233,8 @@ class _Worker:
         folders = [entry for entry in sys.path if entry]
         argv = [sys.executable, "-m", "atroposlib.envs.reward_worker", self._settings]
         if self._is_isolated:
-            argv = await asyncio.to_thread(isolated_command, argv, readable=folders) or argv
+            found = await asyncio.to_thread(lambda: isolated_command(argv, readable=folders))
+            argv = found or argv
         process = self._process = await asyncio.create_subprocess_exec(
             *argv,
             stdin=asyncio.subprocess.PIPE,

@@ -34,7 +34,7 @@ from atroposlib.envs.base import ScoredDataGroup
 from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig, Outcome, Split
 from atroposlib.envs.lengths import length_penalties
 from atroposlib.envs.reward_fns.reward_function import after_thinking
-from atroposlib.envs.rewards import RewardFailure
+from atroposlib.envs.rewards import Canary, RewardFailure
 from atroposlib.errors import ConfigError, EnvError, require
 from atroposlib.utils.wording import nearest
 
@@ -99,6 +99,7 @@ class ReasoningGymEnv(DatasetEnv):
     success_score = 0.5
     truncated_score = 0.0
     preload = ("reasoning_gym",)
+    isolates_graders = True
     checkpointed = ("task_complexity_levels", "task_performance_history")
 
     async def setup(self) -> None:
@@ -140,7 +141,12 @@ class ReasoningGymEnv(DatasetEnv):
             log("a puzzle of %s is not used: %s", source.task, made)
             self.misgraded.add(source.task)
             return None
-        return Puzzle(source, *made)
+        puzzle = Puzzle(source, *made)
+        if self.reward_workers.canary is None:
+            wrong = [*source, puzzle.entry, NONSENSE[0]]
+            value = await self.in_worker(score_answer, *wrong)
+            self.reward_workers.canary = Canary(score_answer, wrong, value)
+        return puzzle
 
     async def get_next_item(self) -> Puzzle:
         """Make a puzzle of a random task."""

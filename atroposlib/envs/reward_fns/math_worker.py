@@ -12,18 +12,24 @@ import importlib.util
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from atroposlib.envs.rewards import JsonValue, RewardFailure, RewardWorkers
+from atroposlib.envs.math_answers import is_equal
+from atroposlib.envs.rewards import Canary, JsonValue, RewardFailure, RewardWorkers
 from atroposlib.errors import MissingDependency, install_command
 
 NUM_WORKERS = 2
+PRELOAD = ("math_verify", "atroposlib.envs.math_answers:warm_up")
+CANARY = Canary(is_equal, ("x", "y"), value=False)
 
 
 class BlockingWorkers:
     """A `RewardWorkers` pool with its own event loop in a thread; ends with the process or by `close()`."""
 
-    def __init__(self, *, num_workers: int = NUM_WORKERS, preload: Sequence[str] = ()) -> None:
-        self._pool = RewardWorkers(num_workers=num_workers, preload=preload)
+    def __init__(self, *, num_workers: int = NUM_WORKERS, **options: Any) -> None:
+        """Configure the pool by the `options` of `RewardWorkers`."""
+        self._pool = RewardWorkers(num_workers=num_workers, **options)
+        self._num_batches = 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="reward-workers", daemon=True
@@ -39,10 +45,13 @@ class BlockingWorkers:
         *,
         timeout_s: float,
     ) -> list[JsonValue | RewardFailure]:
-        """Call `function(*arguments)` for every entry of `calls`, one per worker at a time."""
+        """Call `function(*arguments)` for every entry of `calls`, one per worker at a time, as calls of one scope."""
+        self._num_batches += 1
+        scope = f"batch {self._num_batches}"
 
         async def run_all() -> list[JsonValue | RewardFailure]:
-            each = (self._pool.run(function, *args, timeout_s=timeout_s) for args in calls)
+            run = functools.partial(self._pool.run, function, timeout_s=timeout_s, scope=scope)
+            each = (run(*args) for args in calls)
             return list(await asyncio.gather(*each))
 
         return asyncio.run_coroutine_threadsafe(run_all(), self._loop).result()
@@ -66,4 +75,4 @@ def math_workers() -> BlockingWorkers:
         raise MissingDependency(
             f"math_verify is not installed; run: {install_command('math')}", name="math_verify"
         )
-    return BlockingWorkers(preload=("math_verify", "atroposlib.envs.math_answers"))
+    return BlockingWorkers(preload=PRELOAD, canary=CANARY, is_isolated=True)

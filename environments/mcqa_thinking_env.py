@@ -18,7 +18,7 @@ from atroposlib.envs.answers import (
     ChoiceQuestion,
     after_thinking_once,
     lettered,
-    only_choice,
+    read_choice,
 )
 from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig
 from atroposlib.envs.rows import HubRows
@@ -61,7 +61,7 @@ class MCQAThinkingEnv(DatasetEnv):
     def score(self, row: ChoiceQuestion, answer: str) -> float:
         """Return 1 for the right choice, else -1."""
         solution = after_thinking_once(answer)
-        is_right = solution is not None and only_choice(solution, row.options) == row.letter
+        is_right = solution is not None and read_choice(solution, row.options)[0] == row.letter
         return 1.0 if is_right else -1.0
 
 

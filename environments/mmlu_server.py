@@ -14,9 +14,8 @@ from __future__ import annotations
 import string
 from typing import Any
 
-from atroposlib.envs.answers import ChoiceQuestion, lettered, only_choice
+from atroposlib.envs.answers import ChoiceQuestion, lettered, read_choice, solution_of
 from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig, Split
-from atroposlib.envs.reward_fns.reward_function import after_thinking
 from atroposlib.envs.rows import HubRows
 
 
@@ -60,7 +59,7 @@ class MMLUEnv(DatasetEnv):
 
     def score(self, row: ChoiceQuestion, answer: str) -> float:
         """Return 1 for the right choice, else 0."""
-        return float(only_choice(after_thinking(answer), row.options) == row.letter)
+        return float(read_choice(solution_of(answer), row.options)[0] == row.letter)
 
     def parts_of(self, row: ChoiceQuestion) -> list[str]:
         """Return the name of the accuracy of the row's subject."""

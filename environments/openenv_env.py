@@ -25,7 +25,7 @@ from typing import Any
 import aiohttp
 from pydantic import AliasChoices, Field
 
-from atroposlib.envs.answers import only_tagged
+from atroposlib.envs.answers import only_tagged, solution_of
 from atroposlib.envs.bridge import Bridge
 from atroposlib.envs.dataset_env import DatasetEnv, Split
 from atroposlib.envs.multi_turn_env import Episode, Step
@@ -317,7 +317,7 @@ def action_of(answer: str, schema: dict[str, Any]) -> dict[str, Any]:
     >>> action_of("<action>hi</action>", only_text), action_of('<action>{"message": "hi"}</action>', only_text)
     ({'message': 'hi'}, {'message': 'hi'})
     """
-    text = only_tagged(answer.rpartition("</think>")[2], "action")
+    text = only_tagged(solution_of(answer), "action")
     if text is None:
         raise ValueError("the answer has no action, or several, in <action> </action> tags")
     try:

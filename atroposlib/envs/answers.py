@@ -1,13 +1,14 @@
-"""Read the answer out of a model's text: after its thinking, inside a tag, as the letter of a choice.
+"""Read the answer out of a model's text: after its thinking, in a tag, box or code block, as the letter of a choice.
 
 Pure functions that accept exactly one answer: a text that gives several gives none, so that listing them earns nothing.
+All take linear time: repeats are bounded or possessive.
 """
 
 from __future__ import annotations
 
 import re
 import string
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 THINK_FIRST = (
@@ -25,12 +26,6 @@ class ChoiceQuestion(NamedTuple):
     subject: str = "none"
 
 
-# Bounded and possessive repeats: a text that repeats "the" or spaces must not take quadratic time.
-_LEAD_IN = r"\b(?:(?:the|best|correct|final)\s+){1,4}answer(?:\s+is)?\s*+:?\s*+"
-_LETTER = re.compile(
-    rf"(?i:{_LEAD_IN})\**\s*\(?([A-Z])\b|\\boxed\{{\s*+(?:\\text\{{)?\s*+\(?([A-Z])\b"
-)
-
 BOX = re.compile(r"\\(?:boxed|fbox)\s*+\{")
 
 
@@ -46,8 +41,20 @@ def after_thinking_once(text: str) -> str | None:
     return text[tags[1].end() :]
 
 
+def solution_of(text: str) -> str:
+    """Return the text after the last `</think>`, or all of it without thinking; "" if the thinking does not end.
+
+    >>> solution_of("<think>A?</think> B"), solution_of("<think>A? Or"), solution_of("B")
+    (' B', '', 'B')
+    """
+    said = re.split("</think>", text, flags=re.IGNORECASE)[-1]
+    return "" if "<think>" in said.lower() else said
+
+
 def only_tagged(text: str, tag: str) -> str | None:
     """Return what is inside the only `<tag>...</tag>`, stripped; None without it, or if a second one begins.
+
+    The rule of training, where the form is part of the task.
 
     >>> only_tagged("so <answer> 3 </answer>", "answer"), only_tagged("<answer>3</answer><answer>4</answer>", "answer")
     ('3', None)
@@ -56,6 +63,29 @@ def only_tagged(text: str, tag: str) -> str | None:
     if [mark[0][1] == "/" for mark in marks] != [False, True]:
         return None
     return text[marks[0].end() : marks[1].start()].strip()
+
+
+def read_tag(text: str, tag: str) -> str | None:
+    """Return what every `<tag>...</tag>` that is not empty contains; None without one, or if two differ.
+
+    The rule of benchmarks, where the content alone counts.
+
+    >>> read_tag("<answer> 3 </answer> ... <answer>3</answer>", "answer")
+    '3'
+    """
+    stated = {*all_tagged(text, tag)} - {""}
+    return stated.pop() if len(stated) == 1 else None
+
+
+def all_tagged(text: str, tag: str) -> list[str]:
+    """Return what each `<tag>...</tag>` contains, stripped, for a rule of its own.
+
+    >>> all_tagged("<a>1</a> or <a>2</A> or <a>3", "a")
+    ['1', '2']
+    """
+    closed = re.split(f"</{tag}>", text, flags=re.IGNORECASE)[:-1]
+    opened = [re.split(f"<{tag}>", each, maxsplit=1, flags=re.IGNORECASE) for each in closed]
+    return [found.strip() for _, *inside in opened for found in inside]
 
 
 def boxes_in(text: str) -> list[str]:
@@ -74,6 +104,59 @@ def boxes_in(text: str) -> list[str]:
                 found.pop()
             found.append((start, text[start : mark.start()].strip()))
     return [content for _, content in found]
+
+
+_FENCE = re.compile(r"((?:[ \t]|[-*+][ \t]|\d++[.)][ \t])*+)(`{3,}+|~{3,}+)([^`]*)")
+_FENCE_AT_THE_END = re.compile(r"(?<!`)()(`{3,}+)(\w++)[ \t]*$")
+
+
+def code_blocks(text: str) -> list[tuple[str, str]]:
+    """Return the language ("" without one) and the content of the fenced blocks that end, in their order.
+
+    A fence is three or more backticks or tildes at the start of a line, also indented or in a list, or backticks and a
+    language at its end. The block ends with an equal or longer fence; a fence with a language begins another block.
+
+    >>> code_blocks("Run:\\n```sh\\nls\\n```\\n- ~~~Python\\n  x = 1\\n  ~~~\\n```\\nopen")
+    [('sh', 'ls'), ('python', 'x = 1')]
+    """
+    blocks: list[tuple[str, str]] = []
+    lines: list[str] = []
+    fence, language, indent = "", "", 0
+    for line in text.replace("\r\n", "\n").split("\n"):
+        inside = line.lstrip(" \t")
+        depth = len(line) - len(inside)
+        if fence and inside.startswith(fence) and depth <= indent + 3:
+            after = inside.lstrip(fence[0])
+            if not after or after[0].isspace():
+                blocks.append((language, "\n".join(lines)))
+                fence = ""
+                continue
+        elif fence:
+            late = line.rstrip()
+            is_end = late.endswith(fence) and fence[0] == "`" and not inside.startswith(fence)
+            lines.append(late.rstrip("`") if is_end else line[min(indent, depth) :])
+            if is_end:
+                blocks.append((language, "\n".join(lines)))
+                fence = ""
+            continue
+        fence = ""
+        if begins := _FENCE.fullmatch(line) or _FENCE_AT_THE_END.search(line):
+            before, fence, info = begins.groups()
+            indent, lines = len(before), []
+            language = "".join(re.findall(r"\w+", info)[:1]).lower()
+    return blocks
+
+
+def last_block(text: str, *languages: str) -> str | None:
+    """Return the content of the last code block after the thinking in one of some languages; None without one.
+
+    >>> last_block("```py\\nprint(1)\\n```\\nIt prints:\\n```text\\n1\\n```", "python", "py", "")
+    'print(1)'
+    """
+    found = [
+        content for language, content in code_blocks(solution_of(text)) if language in languages
+    ]
+    return found[-1] if found else None
 
 
 def words_of(text: str) -> list[str]:
@@ -98,99 +181,179 @@ def lettered(options: Sequence[str]) -> str:
     )
 
 
-def only_choice(text: str, options: Sequence[str]) -> str | None:
-    """Return the letter of the only choice that the text states; None if it states none or several.
+_COMMAND = re.compile(
+    r"\\(?:boxed|fbox|emph|underline|text\w*+|math(?:bf|rm|it|sf))\s*+\{((?:[^{}]++|\{[^{}]*+\})*+)\}"
+)
+_EMPHASIS = re.compile(
+    r"(?<![\w*_`$\"'\u201c])[*_`$\"'\u201c]++(?=\S)|(?<=[^\s*_`$\"'\u201d])[*_`$\"'\u201d]++(?!\w)|\\[()\[\]]"
+)
 
-    A choice is a capital letter or the text of an option after words like "the best answer is", or a boxed letter.
 
-    >>> only_choice("The best answer is: **B**.", ["red", "blue"]), only_choice("The answer is blue", ["red", "blue"])
-    ('B', 'B')
-    >>> only_choice("The answer is A. No, the answer is B.", ["red", "blue"]) is None
-    True
+def unwrapped(text: str) -> str:
+    """Return a text without emphasis, quotes, LaTeX delimiters, boxes and fonts; its minus signs are hyphens.
+
+    >>> unwrapped("**(B)** or $\\\\boxed{\\\\text{B}}$, \N{MINUS SIGN}2 * 3_4")
+    '(B) or B, -2 * 3_4'
     """
-    found = {match.start(): match[1] or match[2] for match in _LETTER.finditer(text)}
-    by_length = sorted(
-        zip(string.ascii_uppercase, options, strict=False), key=lambda each: len(each[1])
-    )
-    for letter, option in by_length:  # the longest last: "New York City" is not "New York"
-        stated = rf"{_LEAD_IN}\**{re.escape(option)}(?!\w|[.,]\d)"
-        for match in re.finditer(stated, text, re.IGNORECASE):
-            if len(option) > 1 or match.start() not in found:  # "A" is a letter before an option
-                found[match.start()] = letter
-    return next(iter(found.values())) if len(found) == 1 else None
+    for _ in range(4):  # commands inside of commands
+        text = _COMMAND.sub(r"\1", text)
+    return _EMPHASIS.sub("", text).replace("\N{MINUS SIGN}", "-")
 
 
-def solution_of(text: str) -> str:
-    """Return the text after the last `</think>`; "" if the thinking does not end.
+def plain_text(text: str) -> str:
+    """Return a text unwrapped, in lower case, without final punctuation and repeated spaces.
 
-    >>> solution_of("<think>A?</think> B"), solution_of("<think>A? Or"), solution_of("B")
-    (' B', '', 'B')
+    >>> plain_text(' **"New  York".** ')
+    'new york'
     """
-    said = text.rpartition("</think>")[2]
-    return "" if "<think>" in said else said
+    return " ".join(unwrapped(text).lower().split()).rstrip(".,;! ")
 
 
-def all_tagged(text: str, tag: str) -> list[str]:
-    """Return what each `<tag>...</tag>` contains, stripped; takes linear time, unlike a regex with `.*?`.
+_ANSWER_IS = re.compile(
+    r"(?im)\b(?:(?:the|my|best|correct|right|final)\s++){1,4}"
+    r"(?:answer|(?:option|choice)(?=\s++(?:is|was|must|should|would)\b|\s*+:))"
+    r"(?:\s++(?:is|was|(?:must|should|would)\s++be)\b)?+"
+    r"(?:\s++(?:therefore|thus|then|indeed|clearly|definitely)\b)?+\s*+[:=]?\s*+|^[^\w\n]*+answer\s*+[:=]\s*+"
+)
+_SO_IT_IS = re.compile(
+    r"(?i)\b(?:(?:it|that)(?:['\u2019]s|\s++is|\s++must\s++be)|therefore|thus|hence|so|"
+    r"I(?:['\u2019](?:d|ll)|\s++would|\s++will)?+\s++(?:choose|pick|select|say|go\s++with))\b,?+\s++"
+)
+_IS_RIGHT = re.compile(
+    r"(?im)[\s),]*+is\s++(?:the\s++)?(?:(?:correct|right|best)(?:\s++(?:answer|option|choice|one))?+|answer)\b"
+    r"[ \t]*+(?:[.!,;\r]|$)"
+)
+_DENIED = re.compile(
+    r"(?i)(?:\b(?:if|whether|unless|doubt|suppose|assume|assuming|not|cannot)|n['\u2019]t)"
+    r"(?:\s+(?:think|believe|say|true|the|case|that|sure|clear)){0,4}\s+$"
+)
+_OR = re.compile(
+    r"(?i)(?:[\s):,/|&+(\u2013\u2014\u2026]|\.{3}|-(?!\d))++(?:(?:and/or|or|and)\b\s*+)?+"
+    r"(?:(?:maybe|perhaps|possibly|also)\s++)?+"
+)
+_COULD_BE = re.compile(r"(?i)[^.!?\n]{0,40}?\b(?:could|might|may)(?:\s++(?:also|well))?+\s++be\s++")
+_OPEN = re.compile(r"(?i)\s*+(?:\?|(?:,\s*+)?or\b)")
+_END = re.compile(r"(?m)[ \t]*+(?:[.,;!?)/\r]|$|(?:or|and|are)\b)")
+_RATHER = re.compile(
+    r"(?i)(?<=[.!?,;:\n(])\s{0,2}(?:(?:or|wait|actually|no|hmm|sorry|rather|instead|correction|maybe|perhaps|"
+    r"possibly|alternatively|scratch that|on second thought|(?:it|that)['\u2019]s|it is|I mean|make it)\b\W{1,3}){1,4}"
+)
+_WRONG = re.compile(
+    r"(?i)\b(?:wait|no|hmm|actually|sorry)\b[^.!?\n]{0,40}\b(?:wrong|incorrect|not (?:right|correct))\b"
+)
+_NAME = r"(?i:(?:option|choice|letter)\b\s*+:?\s*+)?+"
 
-    >>> all_tagged("<a>1</a> or <a>2</A> or <a>3", "a")
-    ['1', '2']
+
+def last_answer(text: str) -> str | None:
+    """Return the rest of the line after the last "the answer is" or "Answer:", unwrapped; None without one.
+
+    >>> last_answer("Is it 7? The answer is **8**.\\nI checked.")
+    '8.'
     """
-    closed = re.split(f"</{tag}>", text, flags=re.IGNORECASE)[:-1]
-    opened = [re.split(f"<{tag}>", each, maxsplit=1, flags=re.IGNORECASE) for each in closed]
-    return [found.strip() for _, *inside in opened for found in inside]
-
-
-def read_tag(text: str, tag: str) -> str | None:
-    """Return what every `<tag>...</tag>` that is not empty contains; None without one, or if two differ.
-
-    >>> read_tag("<answer> 3 </answer> ... <answer>3</answer>", "answer")
-    '3'
-    """
-    stated = {*all_tagged(text, tag)} - {""}
-    return stated.pop() if len(stated) == 1 else None
+    plain = unwrapped(text)
+    ends = [lead.end() for lead in _ANSWER_IS.finditer(plain)]
+    return plain[ends[-1] :].partition("\n")[0] if ends else None
 
 
 def read_choice(text: str, options: Sequence[str]) -> tuple[str | None, str]:
     """Return the letter of the only choice that a text states, and where: `answer_tag`, `stated`, `bare` or `none`.
 
-    Without an `<answer>` tag it is stated in words ("the answer is B"), or it is the whole text ("B", "B. blue").
+    The first of these that the text has: `<answer>` tags; statements ("the answer is B", a box); weaker ones ("it's
+    B", "B is correct", a last line). Two that differ, an alternative ("B or C") and a retraction give none.
 
     >>> read_choice("<answer>(b) blue</answer>", ["red", "blue"]), read_choice("B.", ["red", "blue"])
     (('B', 'answer_tag'), ('B', 'bare'))
+    >>> read_choice("The answer is **B**.", ["red", "blue"]), read_choice("The answer is A or B.", ["red", "blue"])
+    (('B', 'stated'), (None, 'none'))
     """
-    if re.search(r"</?answer>", text, re.IGNORECASE):
-        tagged = read_tag(text, "answer")
-        letter = None if tagged is None else bare_choice(tagged, options)
-        return letter, "none" if letter is None else "answer_tag"
-    if re.search(_LEAD_IN, text, re.IGNORECASE) or "\\boxed" in text:
-        letter = only_choice(text, options)
-        is_known = letter is not None and letter in string.ascii_uppercase[: len(options)]
-        return (letter, "stated") if is_known else (None, "none")
-    letter = bare_choice(text, options)
-    return letter, "none" if letter is None else "bare"
+    where = "answer_tag" if re.search(r"</?answer>", text, re.IGNORECASE) else ""
+    said = (read_tag(text, "answer") or "") if where else text
+    contents = [plain_text(option) for option in options]
+    if letter := _bare_choice(said, contents):
+        return letter, where or "bare"
+    letter = _stated_choice(said, options, contents)
+    return letter, (where or "stated") if letter else "none"
 
 
-def bare_choice(text: str, options: Sequence[str]) -> str | None:
-    """Return the letter of a text that is nothing but a choice: its letter, its content, or both; else None.
-
-    >>> [bare_choice(text, ["red", "blue"]) for text in ("**(B)**", "b) Blue.", "blue", "A or B")]
-    ['B', 'B', 'B', None]
-    """
-    plain = _plain(text)
-    for stated in (plain, re.sub(rf"^{_LEAD_IN}", "", plain, flags=re.IGNORECASE)):
-        contents = [_plain(option) for option in options]
-        by_text = [i for i, content in enumerate(contents) if content == stated]
-        if len(by_text) == 1:
-            return string.ascii_uppercase[by_text[0]]
-        match = re.fullmatch(r"\(?([a-z])(?:[).:]+\s*(.*))?", stated, re.DOTALL)
-        if match is None or (index := string.ascii_lowercase.index(match[1])) >= len(options):
-            continue
-        if not match[2] or match[2].strip() == contents[index]:
-            return string.ascii_uppercase[index]
-    return None
+def _bare_choice(text: str, contents: Sequence[str]) -> str | None:
+    """Return the letter of a text that is nothing but a choice: its letter, its content, or both."""
+    plain = plain_text(text)
+    is_letter = len(plain) == 1 and plain in string.ascii_lowercase[: len(contents)]
+    if contents.count(plain) == 1 and not is_letter:
+        return string.ascii_uppercase[contents.index(plain)]
+    separators = r"(?:[\s).:,\]\u2013\u2014]|-(?!\d))*+"
+    match = re.fullmatch(rf"{_NAME}[(\[]?([a-z])\b{separators}(.*)", plain, re.DOTALL)
+    if match is None or (index := ord(match[1]) - ord("a")) >= len(contents):
+        return None
+    named = {match[2], match[2].removeprefix("(").removesuffix(")")}
+    return match[1].upper() if named & {"", contents[index]} else None
 
 
-def _plain(text: str) -> str:
-    """Return the text in lower case, without emphasis, final punctuation and repeated spaces."""
-    return " ".join(text.lower().split()).strip("*_ ").rstrip(".").strip("*_ ")
+def _stated_choice(text: str, options: Sequence[str], contents: Sequence[str]) -> str | None:
+    """Return the letter that all statements of a text agree on; None without one."""
+    plain, known = unwrapped(text), string.ascii_uppercase[: len(options)]
+    letters = {unwrapped(o).strip().lower(): x for o, x in zip(options, known, strict=False)}
+    long = [each for each in letters if not re.fullmatch("[a-z]?", each)]  # "A" is a letter first
+    content = "|".join(map(re.escape, sorted(long, key=len, reverse=True))) or "(?!)"
+    article = r"(?<=[AI])\s+(?!(?:because|since|as|for|which|is|are|and|or|with)\b)[a-z]"
+    choice = re.compile(
+        rf"(?<![\w'])(?:((?i:{content}))(?!-?\w|[.,/^*+]\d)|"
+        rf"{_NAME}(?:[(\[]([A-Za-z])[)\]]|([A-Z])(?![\w'\u2019]|{article})[)\]]?))"
+    )
+
+    def choice_at(start: int) -> tuple[str, int] | None:
+        match = choice.match(plain, start)
+        if match is None:
+            return None
+        letter = (match[2] or match[3] or "").upper()
+        letter = (
+            letter if letter and letter in known else letters.get((match[1] or letter).lower(), "")
+        )
+        return (letter, match.end()) if letter else None
+
+    def end_of(letter: str, end: int) -> int | None:
+        """Return where a stated letter ends, with its content; None if an alternative follows."""
+        for _ in range(3):
+            joints = [found for joint in (_OR, _COULD_BE) if (found := joint.match(plain, end))]
+            named = [(joint[0], *found) for joint in joints if (found := choice_at(joint.end()))]
+            if not named:
+                break
+            joint, other, after = named[0]
+            if other != letter:
+                is_listed = re.search("or|[/|&+]", joint, re.IGNORECASE) or _END.match(plain, after)
+                return None if is_listed else end
+            end = after
+        return None if _OPEN.match(plain, end) else end
+
+    def claims(
+        leads: Iterable[re.Match[str]], is_lead: bool = True
+    ) -> list[tuple[str, int, int | None]]:
+        """Return what the leads state: letter, its end, and `end_of`."""
+        found = [
+            choice_at(lead.end() if is_lead else lead.start())
+            for lead in leads
+            if not _DENIED.search(plain, max(0, lead.start() - 60), lead.start())
+        ]
+        return [(*each, end_of(*each)) for each in found if each is not None]
+
+    stated = claims(_ANSWER_IS.finditer(plain))
+    boxes = [_bare_choice(box, contents) for box in boxes_in(text)]
+    found = {*(letter for letter, *_ in stated), *boxes} - {None}
+    if not found:
+        weak = claims(_SO_IT_IS.finditer(plain))
+        stated = [each for each in weak if each[2] is None or _END.match(plain, each[2])]
+        names = (
+            each for each in choice.finditer(plain) if not plain.startswith("or ", each.start() - 3)
+        )
+        stated += [
+            each for each in claims(names, False) if each[2] and _IS_RIGHT.match(plain, each[2])
+        ]
+        lines = [_bare_choice(line, contents) for line in plain.splitlines() if line.strip()]
+        found = {*(letter for letter, *_ in stated), *(lines if any(lines[-1:]) else ())} - {None}
+    if len(found) != 1 or any(end is None for *_, end in stated):
+        return None
+    [letter] = found
+    first = min((end for _, end, _ in stated), default=len(plain))
+    later = (choice_at(each.end()) for each in _RATHER.finditer(plain, first))
+    others = [each for each in later if each and each[0] != letter and _END.match(plain, each[1])]
+    return None if others or _WRONG.search(plain, first) else letter

@@ -1,8 +1,9 @@
 """Competitive programming: write a Python program that passes every test.
 
-The last fenced block of the answer is run in a sandbox, once per test: without network, files of this machine, and the
-expected output. The reward is +1 if it passes all tests, -1 if not or if there is no block; an answer that was cut at
-the token limit gets -1 and no advantage. A problem reads its input from stdin, or asks for a function.
+The last fenced block after the thinking that is Python, or names no language, is run in a sandbox, once per test:
+without network, files of this machine, and the expected output. The reward is +1 if it passes all tests, -1 if not or
+if there is no block; an answer that was cut at the token limit gets -1 and no advantage. A problem reads its input from
+stdin, or asks for a function.
 
 `atroposlib/envs/sandbox.py` describes the sandboxes: bubblewrap if it is installed, a limited process if not, and with
 --env.docker_image python:3.11-slim a container per test.
@@ -18,12 +19,12 @@ Needs: extras datasets.
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pydantic import Field
 
+from atroposlib.envs.answers import last_block
 from atroposlib.envs.base import ScoredDataGroup
 from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig, Outcome
 from atroposlib.envs.lengths import num_trained
@@ -35,7 +36,6 @@ DATA = {
     "normal": HubRows(path="NousResearch/RLVR_Coding_Problems"),
     "deepmind": HubRows(path="deepmind/code_contests", split="train[:10000]"),
 }
-_BLOCK = re.compile(r"```(?:python3?|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,14 +129,14 @@ class CodingEnv(DatasetEnv):
         return [] if item.solution is None else [f"```python\n{item.solution}\n```"]
 
     async def score(self, row: Problem, answer: str) -> Outcome:
-        """Return 1 if the last block passes every test, else -1."""
-        blocks = _BLOCK.findall(answer)
-        if not blocks:
+        """Return 1 if the last Python block passes every test, else -1."""
+        program = last_block(answer, "python", "python3", "py", "")
+        if program is None:
             self.counts["no_program"] += 1
             return -1.0
         verdict = await self.in_worker(
             judge_program,
-            blocks[-1],
+            program,
             row.tests,
             row.function,
             {

@@ -1,6 +1,7 @@
 """BIG-Bench Hard: 27 reasoning tasks, zero-shot; accuracy of every task and their mean.
 
-A task has lettered choices in its text, or an answer of a few words or symbols that must be equal.
+A task has lettered choices in its text, which are read like those of other benchmarks, or an answer of a few words,
+symbols or digits, which must be equal: in `<answer>`, else after the last "the answer is" of the text.
 
 Data: SaylorTwift/bbh, or JSONL rows with `input`, `target` and `subset`. Source: arXiv:2210.09261.
 Needs: extras datasets.
@@ -15,7 +16,8 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from atroposlib.envs.benchmark_env import BenchmarkConfig, BenchmarkEnv, Question
+from atroposlib.envs.answers import last_answer, plain_text, read_choice
+from atroposlib.envs.benchmark_env import BenchmarkConfig, BenchmarkEnv, Question, Reading
 from atroposlib.envs.dataset_env import Row
 from atroposlib.envs.eval_run import Sample
 from atroposlib.envs.rows import HubRows
@@ -57,9 +59,19 @@ class BBHEvalEnv(BenchmarkEnv):
             return None
         return Question(question=row["input"], answer=row["target"], groups={"subset": subset})
 
+    def read(self, row: Question, text: str) -> Reading:
+        """Read the letter of the only choice, or what the tag or the last statement says."""
+        choices = re.findall(r"^\([A-Z]\) *(.*)$", row["question"], re.MULTILINE)
+        if choices and re.fullmatch(r"\([A-Z]\)", row["answer"]):
+            return Reading(*read_choice(text, choices))
+        found = super().read(row, text)
+        if found.answer is None and "<answer>" not in text.lower():
+            return Reading(stated := last_answer(text), "stated" if stated else "none")
+        return found
+
     def grade(self, row: Question, answer: str) -> float:
         """Return 1 for the gold answer, else 0."""
-        return float(plain(answer) == plain(row["answer"]))
+        return float(plain(last_answer(answer) or answer) == plain(row["answer"]))
 
     def rates_of_parts(self, rows: Sequence[Row], samples: Sequence[Sample]) -> dict[str, float]:
         """Add the mean over the tasks, which counts small tasks like large ones."""
@@ -68,14 +80,14 @@ class BBHEvalEnv(BenchmarkEnv):
 
 
 def plain(answer: str) -> str:
-    """Return an answer without case, spaces, commas, and what surrounds a letter.
+    """Return an answer without its form: emphasis, case, spaces, commas, parentheses around a letter, `.0`.
 
-    >>> plain("(B) Tuesday."), plain("b"), plain("] ] )"), plain("Apple, pear")
-    ('b', 'b', ']])', 'applepear')
+    >>> plain("**True**."), plain("(B)"), plain("] ] )"), plain("Apple, pear"), plain("$-50.0$")
+    ('true', 'b', ']])', 'applepear', '-50')
     """
-    text = answer.strip().lower()
-    letter = re.fullmatch(r"\(?([a-z])(?:[).:].*)?", text, re.DOTALL)
-    return letter[1] if letter else "".join(text.removesuffix(".").replace(",", " ").split())
+    text = "".join(plain_text(answer).replace(",", " ").split())
+    letter = re.fullmatch(r"\(([a-z])\)", text)
+    return letter[1] if letter else re.sub(r"(?<=\d)\.0+$", "", text)
 
 
 if __name__ == "__main__":

@@ -183,7 +183,23 @@ async def test_simpleqa_separates_wrong_answers_from_none(started: Any) -> None:
     [
         ("(B)", "B", 1.0),
         ("(B)", "(b) Tuesday.", 1.0),
+        ("(B)", "**(B)**", 1.0),
+        ("(B)", "\\boxed{B}", 1.0),
+        ("(B)", "The answer is (B).", 1.0),
+        ("(B)", "Tuesday", 1.0),
         ("(B)", "C", 0.0),
+        ("(B)", "(B) or (C)", 0.0),
+        ("(B)", "(B) Monday", 0.0),
+        ("True", "**True**", 1.0),
+        ("True", "The answer is True.", 1.0),
+        ("True", "not True", 0.0),
+        ("True", "True or False", 0.0),
+        ("-50", "$-50$", 1.0),
+        ("-50", "\N{MINUS SIGN}50", 1.0),
+        ("-50", "50", 0.0),
+        ("8", "8.0", 1.0),
+        ("8", "8.5", 0.0),
+        ("8", "\\boxed{8}.", 1.0),
         ("] ] )", "]])", 1.0),
         ("ape bee", "ape, bee", 1.0),
         ("ape bee", "bee ape", 0.0),
@@ -193,8 +209,20 @@ async def test_simpleqa_separates_wrong_answers_from_none(started: Any) -> None:
 )
 async def test_bbh_ignores_only_the_form(made: Any, gold: str, answer: str, score: float) -> None:
     env = made(BBH)
-    row = {"question": "?", "answer": gold, "groups": {"subset": "navigate"}}
+    days = "Which day?\nOptions:\n(A) Monday\n(B) Tuesday\n(C) Sunday"
+    row = {"question": days, "answer": gold, "groups": {"subset": "navigate"}}
     assert await env.score(row, f"<answer>{answer}</answer>") == score
+    if "answer" not in answer:
+        assert await env.score(row, f"So the answer is {answer}\nI am sure.") == score
+
+
+async def test_bbh_reads_the_last_statement_where_there_is_no_tag(made: Any) -> None:
+    env = made(BBH)
+    row = {"question": "2 + 2 is?", "answer": "4"}
+    assert await env.score(row, "The answer is 5. No: the answer is **4**.") == 1.0
+    assert await env.score(row, "The answer is 4. No: the answer is 5.") == 0.0
+    assert await env.score(row, "<answer>5</answer> The answer is 4.") == 0.0
+    assert await env.score(row, "It is 4") == 0.0
 
 
 async def test_bbh_counts_every_task_alike_in_its_mean(made: Any) -> None:

@@ -101,7 +101,7 @@ async def test_hostile_programs_are_counted_and_earn_nothing(started: Any) -> No
 
 async def test_the_last_block_counts_and_a_cut_answer_gets_no_advantage(started: Any) -> None:
     right, wrong = block("print(int(input()) * 2)"), block("print(0)")
-    env = await started([f"{wrong} or rather {right}", f"{right} no: {wrong}"])
+    env = await started([f"{wrong}\nor rather\n{right}", f"{right}\nno:\n{wrong}"])
     group, _ = await env.collect_trajectories(env.parse_row(PROBLEM))
     assert group["scores"] == [1.0, -1.0]
     env.config.max_token_length = 20

@@ -141,15 +141,15 @@ BUGS = [
     Bug(
         "mmlu_server",
         "reads the thinking",
-        "only_choice(after_thinking(answer), row.options)",
-        "only_choice(answer, row.options)",
+        "read_choice(solution_of(answer), row.options)",
+        "read_choice(answer, row.options)",
         {"<think>The answer is B?</think> The answer is A": 1.0, "The answer is B": 0.0},
     ),
     Bug(
         "mmlu_server",
         "compares the option with the letter",
-        "row.options) == row.letter)",
-        "row.options) == row.options[0])",
+        "row.options)[0] == row.letter)",
+        "row.options)[0] == row.options[0])",
         {"The best answer is: A": 1.0, "The best answer is: B": 0.0},
     ),
     Bug(

@@ -18,6 +18,8 @@ from atroposlib.envs.answers import only_tagged
 
 BLANK = "YOUR_ANSWER"
 """Stands for the answer in a format's example; an answer that still contains it earns nothing."""
+MAX_DOCUMENT = 10_000
+"""Characters; a longer text is not in a format of JSON, YAML or TOML, whose parsers do not all take linear time."""
 PHRASES = {
     "answer": "The answer",
     "final": "The final answer",
@@ -84,15 +86,17 @@ def by_parser(
     """Return a reader of a text that is one document: the value at `path`, in objects or lists of `num_entries`."""
 
     def read(text: str) -> str | None:
+        if len(text) > MAX_DOCUMENT:
+            return None
         try:
             value = parse(text.strip())
             for key in path:
                 if not isinstance(value, list if key == 0 else dict) or len(value) != num_entries:
                     return None
                 value = value[key]
-        except (ValueError, LookupError, RecursionError, yaml.YAMLError):
+            return str(value) if isinstance(value, str | int | float) else None
+        except (ValueError, LookupError, RecursionError, yaml.YAMLError):  # also too many digits
             return None
-        return str(value) if isinstance(value, str | int | float) else None
 
     return read
 
@@ -109,13 +113,18 @@ def parse_json(text: str) -> Any:
 
 
 def parse_yaml(text: str) -> Any:
-    """Parse YAML; ValueError if a key occurs twice."""
-    node = yaml.compose(text, Loader=yaml.SafeLoader)
+    """Parse YAML, scalars as text; ValueError if a key occurs twice, or for more than 50 brackets inside each other."""
+    depth = 0
+    for bracket in re.findall(r"[\[\]{}]", text):  # PyYAML takes quadratic time for them
+        depth = depth + 1 if bracket in "[{" else max(0, depth - 1)
+        if depth > 50:
+            raise ValueError("too many brackets inside each other")
+    node = yaml.compose(text, Loader=yaml.BaseLoader)
     if isinstance(node, yaml.MappingNode):
-        keys = [key.value for key, _ in node.value]
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         if len(set(keys)) != len(keys):
             raise ValueError("a key occurs twice")
-    return yaml.safe_load(text)
+    return yaml.load(text, Loader=yaml.BaseLoader)
 
 
 def by_tags(*tags: str) -> Callable[[str], str | None]:
@@ -193,7 +202,8 @@ def simple_formats() -> Iterator[AnswerFormat]:
         )
     yield make("latex_inline", f"${BLANK}$", by_pattern(r"(?<!\$)\$([^$\n]+)\$(?!\$)"), "math_only")
     for symbol in ["therefore", "implies", "equiv"]:
-        read = by_pattern(rf"\$[^$\n]*\\{symbol}\s+([^$\n]+)\$")
+        before = rf"(?:[^$\n\\]|\\(?!{symbol}\s))*+"  # possessive: linear time
+        read = by_pattern(rf"\${before}\\{symbol}\s++([^$\n]++)\$")
         yield make(f"latex_{symbol}", f"$x \\{symbol} {BLANK}$", read, "math_only")
     yield make(
         "markdown_fence", f"```\n{BLANK}\n```", by_pattern(r"```\w*\n((?:(?!```)[\s\S])+?)\n```")

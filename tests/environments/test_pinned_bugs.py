@@ -120,7 +120,7 @@ BUGS = [
     Bug(
         "mcqa_thinking_env",
         "accepts a list of all answers",
-        "only_choice(solution, row.options) == row.letter",
+        "read_choice(solution, row.options)[0] == row.letter",
         "row.letter in solution",
         {"<think>So.</think> The best answer is: A": 1.0, "<think>So.</think> A or B": -1.0},
     ),
@@ -235,7 +235,7 @@ BUGS = [
     Bug(
         "eval_environments/bbh_eval",
         "matches another prefix",
-        'plain(answer) == plain(row["answer"])',
+        'plain(last_answer(answer) or answer) == plain(row["answer"])',
         'plain(answer).startswith(plain(row["answer"]))',
         {"<answer>143</answer>": 1.0, "<answer>1430</answer>": 0.0},
     ),

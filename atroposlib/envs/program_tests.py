@@ -6,10 +6,11 @@ per line, and the output is the result as JSON. Called in a reward worker (`Data
 
 from __future__ import annotations
 
-import itertools
 import json
+import math
+import re
 from collections.abc import Mapping, Sequence
-from decimal import Decimal, DecimalException
+from decimal import Decimal
 from typing import Any, Literal, TypeAlias
 
 from atroposlib.envs.sandbox import DockerSandbox, SandboxLimits, run_code
@@ -17,8 +18,11 @@ from atroposlib.envs.sandbox import DockerSandbox, SandboxLimits, run_code
 Verdict: TypeAlias = Literal["passed", "wrong", "timeout", "error"]
 """wrong: a test's output differs. error: an exception, a crash, too much memory or output."""
 
-TOLERANCE = Decimal("1e-4")
-"""Largest difference of two numbers that count as equal in a stdin problem."""
+TOLERANCE = 1e-6
+"""Largest difference, relative or absolute, of two decimal numbers that count as equal in a stdin problem."""
+JSON_TOLERANCE = 1e-9
+"""The same for a function's result."""
+_NUMBER = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,9})?")
 _MIN_OUTPUT_BYTES = 1 << 20
 
 _CALL = """\
@@ -68,38 +72,38 @@ def judge_program(
 
 
 def is_same_text(printed: str, expected: str) -> bool:
-    """Whether all lines are equal, without surrounding space, or are numbers that differ by at most `TOLERANCE`.
+    """Whether all lines are equal, without surrounding space, or are numbers: equal integers, near decimals.
 
-    >>> is_same_text("yes  \\n0.50001 7\\n", "yes\\n0.5 7"), is_same_text("yes 1", "yes 2"), is_same_text("1", "1\\n2")
+    >>> is_same_text("yes  \\n0.5000001 7\\n", "yes\\n0.5 7"), is_same_text("0", "0.00001"), is_same_text("1", "1\\n2")
     (True, False, False)
     """
-    lines = zip(_lines(printed), _lines(expected), strict=False)
-    return len(_lines(printed)) == len(_lines(expected)) and all(
-        itertools.starmap(_is_same_line, lines)
-    )
+    lines, wanted = _lines(printed), _lines(expected)
+    return len(lines) == len(wanted) and all(map(_is_same_line, lines, wanted))
 
 
 def is_same_value(printed: str, expected: str) -> bool:
-    """Whether the last line printed is the expected value as JSON; 1 and 1.0 are equal, 1 and true are not.
+    """Whether the last line printed is the expected value as JSON, floats being near; 1 equals 1.0 and not true.
 
     >>> is_same_value("debug\\n[1, 2.0]\\n", "[1.0,2]"), is_same_value("[1, 2", "[1, 2]"), is_same_value("1", "true")
     (True, False, False)
     """
-    wanted = _canonical(expected)
+    wanted = json.loads(expected)
     try:
-        return _canonical(printed.rstrip("\n").rpartition("\n")[2]) == wanted
-    except (ValueError, RecursionError):
+        return _is_near(json.loads(printed.rstrip("\n").rpartition("\n")[2]), wanted)
+    except (ValueError, RecursionError, OverflowError):  # also a float beside a long integer
         return False
 
 
-def _canonical(text: str) -> str:
-    """Return JSON in the form that all texts of a value share; whole numbers are integers."""
-
-    def number(digits: str) -> int | float:
-        value = float(digits)
-        return int(value) if value.is_integer() else value
-
-    return json.dumps(json.loads(text, parse_float=number), sort_keys=True)
+def _is_near(a: Any, b: Any) -> bool:
+    """Whether two JSON values are equal, floats within `JSON_TOLERANCE`."""
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(_is_near, a, b))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_is_near(a[key], b[key]) for key in a)
+    if {type(a), type(b)} in ({float}, {float, int}):
+        is_nan = math.isnan(a) and math.isnan(b)
+        return is_nan or math.isclose(a, b, rel_tol=JSON_TOLERANCE, abs_tol=JSON_TOLERANCE)
+    return type(a) is type(b) and bool(a == b)
 
 
 def _lines(text: str) -> list[str]:
@@ -110,12 +114,14 @@ def _is_same_line(line: str, wanted: str) -> bool:
     if line == wanted:
         return True
     words, wanted_words = line.split(), wanted.split()
-    if len(words) != len(wanted_words):
+    return len(words) == len(wanted_words) and all(map(_is_same_number, words, wanted_words))
+
+
+def _is_same_number(word: str, wanted: str) -> bool:
+    """Whether two texts are numbers and equal; if one is not an integer, within `TOLERANCE`."""
+    if not _NUMBER.fullmatch(word) or not _NUMBER.fullmatch(wanted):
         return False
-    try:
-        return all(
-            abs(Decimal(a) - Decimal(b)) <= TOLERANCE
-            for a, b in zip(words, wanted_words, strict=True)
-        )
-    except DecimalException:  # text, or numbers such as NaN
-        return False
+    if word.lstrip("+-").isdigit() and wanted.lstrip("+-").isdigit():
+        return Decimal(word) == Decimal(wanted)
+    a, b = float(word), float(wanted)
+    return math.isfinite(b) and math.isclose(a, b, rel_tol=TOLERANCE, abs_tol=TOLERANCE)

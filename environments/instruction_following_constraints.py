@@ -238,7 +238,7 @@ IFEVAL: Rules = {
     ),
     # Also in a fence.
     "detectable_format:json_format": lambda text: is_json(
-        re.sub(r"^```\w*\s*|\s*```$", "", text.strip())
+        re.sub(r"^```\w*\s*|(?<!\s)\s*```$", "", text.strip())
     ),
     "detectable_format:title": lambda text: any(
         found.strip("<> ") for found in re.findall(r"<<[^\n]+?>>", text)

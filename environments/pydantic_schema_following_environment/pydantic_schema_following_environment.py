@@ -19,14 +19,13 @@ import asyncio
 import json
 import logging
 import random
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import pydantic
 
-from atroposlib.envs.answers import THINK_FIRST, after_thinking_once, only_tagged
+from atroposlib.envs.answers import THINK_FIRST, after_thinking_once, code_blocks, only_tagged
 from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig, Outcome, Rollout, Split
 from atroposlib.envs.rows import HubRows
 from atroposlib.envs.sandbox import SandboxResult, run_code
@@ -47,7 +46,6 @@ EXAMPLES: dict[Format, str] = {
     "toml": 'name = "Ada"\nscores = [1, 2]',
     "xml": "<data><name>Ada</name><scores><item>1</item><item>2</item></scores></data>",
 }
-FENCE = re.compile(r"```\w*\n(.*?)\n?```", re.DOTALL)
 
 
 class SchemaTask(NamedTuple):
@@ -195,8 +193,9 @@ def content_of(answer: str, row: SchemaTask) -> str | None:
     if row.container == "tagged":
         return only_tagged(solution, f"{row.form}_output")
     if row.container == "markdown":
-        fence = FENCE.fullmatch(solution)
-        return fence[1] if fence is not None and "```" not in fence[1] else None
+        blocks = [content for _, content in code_blocks(solution)]
+        is_alone = solution.count("\n") == 2 + sum(content.count("\n") for content in blocks)
+        return blocks[0] if len(blocks) == 1 and is_alone else None
     return solution or None
 
 

@@ -67,6 +67,8 @@ async def test_every_format_is_judged_by_the_model(made: Any, form: Any) -> None
         ("tagged", "<think>a</think><yaml_output>{}</yaml_output>", None),
         ("tagged", "<think><json_output>{}</json_output></think>", None),
         ("markdown", "<think>a</think>\n```json\n{}\n```", "{}"),
+        ("markdown", "<think>a</think>```json\r\n[\r\n]\r\n```\r\n", "[\n]"),
+        ("markdown", "<think>a</think>```json\n{}\n```\nThere it is.\n```", None),
         ("markdown", "<think>a</think>Here:\n```json\n{}\n```", None),
         ("markdown", "<think>a</think>```json\n{}\n```\n```json\n1\n```", None),
         ("none", "<think>a</think> {} ", "{}"),

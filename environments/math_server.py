@@ -30,13 +30,12 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from atroposlib.envs.answers import THINK_FIRST
+from atroposlib.envs.answers import THINK_FIRST, solution_of
 from atroposlib.envs.base import ScoredDataGroup
 from atroposlib.envs.dataset_env import Outcome, Rollout, Split, number_of
 from atroposlib.envs.lengths import num_trained
 from atroposlib.envs.math_answers import boxed_answer
 from atroposlib.envs.math_env import Problem, VerifiedMathConfig, VerifiedMathEnv
-from atroposlib.envs.reward_fns.reward_function import after_thinking
 from atroposlib.envs.rows import HubRows
 from atroposlib.inference.servers.choices import run_together
 
@@ -75,7 +74,7 @@ class Comparison(Task):
 
     def vote_text(self, *, is_reversed: bool) -> str:
         """Return the prompt of a vote on the solutions in one of the two orders."""
-        first, second = [after_thinking(rollout.completion) for rollout in self.rollouts][
+        first, second = [solution_of(rollout.completion) for rollout in self.rollouts][
             :: -1 if is_reversed else 1
         ]
         return (
@@ -206,7 +205,7 @@ class MathEnv(VerifiedMathEnv):
             Judgement(
                 question=row.question,
                 answer=row.answer,
-                solution=after_thinking(rollout.completion),
+                solution=solution_of(rollout.completion),
                 is_right=is_right,
             )
             for is_right, rollout in ((True, right[0]), (False, wrong[0]))
@@ -230,7 +229,7 @@ class MathEnv(VerifiedMathEnv):
             question=row.question,
             answer=row.answer,
             solution=row.solution,
-            verdict=after_thinking(answer),
+            verdict=solution_of(answer),
         )
         groups, _ = await self.collect_trajectories(retry)
         row.groups += groups or []
@@ -280,7 +279,7 @@ def least_similar(rollouts: Sequence[Rollout]) -> list[Rollout] | None:
 
     The order of the words does not count: an alignment of every pair of long solutions would take seconds.
     """
-    words = [Counter(after_thinking(rollout.completion).split()) for rollout in rollouts]
+    words = [Counter(solution_of(rollout.completion).split()) for rollout in rollouts]
 
     def similarity(pair: tuple[int, int]) -> float:
         first, second = (words[i] for i in pair)

@@ -29,11 +29,10 @@ from typing import Any, Literal, NamedTuple
 from atroposlib.environments.reasoning_gym_environment import graders
 from pydantic import Field
 
-from atroposlib.envs.answers import THINK_FIRST, only_tagged
+from atroposlib.envs.answers import THINK_FIRST, only_tagged, solution_of
 from atroposlib.envs.base import ScoredDataGroup
 from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig, Outcome, Split
 from atroposlib.envs.lengths import length_penalties
-from atroposlib.envs.reward_fns.reward_function import after_thinking
 from atroposlib.envs.rewards import Canary, RewardFailure
 from atroposlib.errors import ConfigError, EnvError, require
 from atroposlib.utils.wording import nearest
@@ -179,7 +178,7 @@ class ReasoningGymEnv(DatasetEnv):
 
     async def score(self, row: Puzzle, answer: str) -> Outcome:
         """Return the task's score of the tagged answer."""
-        tagged = only_tagged(after_thinking(answer), "answer")
+        tagged = only_tagged(solution_of(answer), "answer")
         if not tagged:
             return 0.0
         outcome: Outcome = await self.in_worker(score_answer, *row.source, row.entry, tagged)

@@ -9,7 +9,7 @@ from typing import Any
 from atroposlib.envs.answers import solution_of
 from atroposlib.envs.math_answers import compare, final_answer
 from atroposlib.envs.reward_fns.registry import registry
-from atroposlib.envs.reward_fns.reward_function import RewardFunction, after_thinking, spread
+from atroposlib.envs.reward_fns.reward_function import RewardFunction, spread
 
 _NUMBER = re.compile(r"[-+]?\d++(?:[.,/]\d++)*+")
 _THINKING = re.compile(r"<think>(.*?)</think>", re.DOTALL)
@@ -49,7 +49,7 @@ class FormatReasoningReward(RewardFunction):
         blocks = _THINKING.findall(text)
         if num_blocks != len(blocks):
             return False
-        if self.require_response and not after_thinking(text).strip():
+        if self.require_response and not solution_of(text).strip():
             return False
         if not blocks:
             return not self.require_thinking

@@ -135,8 +135,3 @@ def merge_weights(
             ", ".join(defaults),
         )
     return {key: given.get(key, value) for key, value in defaults.items()}
-
-
-def after_thinking(text: str) -> str:
-    """Return the text after the last `</think>`; the whole text without one."""
-    return text.rpartition("</think>")[2]

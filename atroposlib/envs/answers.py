@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 THINK_FIRST = (
@@ -125,21 +125,18 @@ def code_blocks(text: str) -> list[tuple[str, str]]:
     for line in text.replace("\r\n", "\n").split("\n"):
         inside = line.lstrip(" \t")
         depth = len(line) - len(inside)
-        if fence and inside.startswith(fence) and depth <= indent + 3:
-            after = inside.lstrip(fence[0])
+        if fence:
+            at_start = inside.startswith(fence)
+            is_late = fence[0] == "`" and not at_start and line.rstrip().endswith(fence)
+            if not is_late and not (at_start and depth <= indent + 3):
+                lines.append(line[min(indent, depth) :])
+                continue
+            lines += [line.rstrip().rstrip("`")] if is_late else []
+            after = "" if is_late else inside.lstrip(fence[0])
+            fence = ""
             if not after or after[0].isspace():
                 blocks.append((language, "\n".join(lines)))
-                fence = ""
                 continue
-        elif fence:
-            late = line.rstrip()
-            is_end = late.endswith(fence) and fence[0] == "`" and not inside.startswith(fence)
-            lines.append(late.rstrip("`") if is_end else line[min(indent, depth) :])
-            if is_end:
-                blocks.append((language, "\n".join(lines)))
-                fence = ""
-            continue
-        fence = ""
         if begins := _FENCE.fullmatch(line) or _FENCE_AT_THE_END.search(line):
             before, fence, info = begins.groups()
             indent, lines = len(before), []
@@ -228,10 +225,9 @@ _DENIED = re.compile(
     r"(?:\s+(?:think|believe|say|true|the|case|that|sure|clear)){0,4}\s+$"
 )
 _OR = re.compile(
-    r"(?i)(?:[\s):,/|&+(\u2013\u2014\u2026]|\.{3}|-(?!\d))++(?:(?:and/or|or|and)\b\s*+)?+"
-    r"(?:(?:maybe|perhaps|possibly|also)\s++)?+"
+    r"(?i)[^.!?\n]{0,40}?\b(?:could|might|may)(?:\s++(?:also|well))?+\s++be\s++|(?:[\s):,/|&+(\u2013\u2014\u2026]|\.{3}|"
+    r"-(?!\d))++(?:(?:and/or|or|and)\b\s*+)?+(?:(?:maybe|perhaps|possibly|also)\s++)?+"
 )
-_COULD_BE = re.compile(r"(?i)[^.!?\n]{0,40}?\b(?:could|might|may)(?:\s++(?:also|well))?+\s++be\s++")
 _OPEN = re.compile(r"(?i)\s*+(?:\?|(?:,\s*+)?or\b)")
 _END = re.compile(r"(?m)[ \t]*+(?:[.,;!?)/\r]|$|(?:or|and|are)\b)")
 _RATHER = re.compile(
@@ -314,40 +310,30 @@ def _stated_choice(text: str, options: Sequence[str], contents: Sequence[str]) -
     def end_of(letter: str, end: int) -> int | None:
         """Return where a stated letter ends, with its content; None if an alternative follows."""
         for _ in range(3):
-            joints = [found for joint in (_OR, _COULD_BE) if (found := joint.match(plain, end))]
-            named = [(joint[0], *found) for joint in joints if (found := choice_at(joint.end()))]
-            if not named:
+            joint = _OR.match(plain, end)
+            if joint is None or (also := choice_at(joint.end())) is None:
                 break
-            joint, other, after = named[0]
-            if other != letter:
-                is_listed = re.search("or|[/|&+]", joint, re.IGNORECASE) or _END.match(plain, after)
+            if also[0] != letter:
+                is_listed = re.search("or|[/|&+]", joint[0], re.I) or _END.match(plain, also[1])
                 return None if is_listed else end
-            end = after
+            end = also[1]
         return None if _OPEN.match(plain, end) else end
 
-    def claims(
-        leads: Iterable[re.Match[str]], is_lead: bool = True
-    ) -> list[tuple[str, int, int | None]]:
-        """Return what the leads state: letter, its end, and `end_of`."""
-        found = [
-            choice_at(lead.end() if is_lead else lead.start())
-            for lead in leads
-            if not _DENIED.search(plain, max(0, lead.start() - 60), lead.start())
-        ]
+    def claims(places: Sequence[tuple[int, int]]) -> list[tuple[str, int, int | None]]:
+        """Return what is stated at places (begin of the lead, of the choice): letter, its end, and `end_of`."""
+        denied = (_DENIED.search(plain, max(0, lead - 60), lead) for lead, _ in places)
+        found = [choice_at(start) for (_, start), no in zip(places, denied, strict=True) if not no]
         return [(*each, end_of(*each)) for each in found if each is not None]
 
-    stated = claims(_ANSWER_IS.finditer(plain))
+    stated = claims([lead.span() for lead in _ANSWER_IS.finditer(plain)])
     boxes = [_bare_choice(box, contents) for box in boxes_in(text)]
     found = {*(letter for letter, *_ in stated), *boxes} - {None}
     if not found:
-        weak = claims(_SO_IT_IS.finditer(plain))
+        weak = claims([lead.span() for lead in _SO_IT_IS.finditer(plain)])
         stated = [each for each in weak if each[2] is None or _END.match(plain, each[2])]
-        names = (
-            each for each in choice.finditer(plain) if not plain.startswith("or ", each.start() - 3)
-        )
-        stated += [
-            each for each in claims(names, False) if each[2] and _IS_RIGHT.match(plain, each[2])
-        ]
+        starts = [each.start() for each in choice.finditer(plain)]
+        named = claims([(i, i) for i in starts if not plain.startswith("or ", i - 3)])
+        stated += [each for each in named if each[2] and _IS_RIGHT.match(plain, each[2])]
         lines = [_bare_choice(line, contents) for line in plain.splitlines() if line.strip()]
         found = {*(letter for letter, *_ in stated), *(lines if any(lines[-1:]) else ())} - {None}
     if len(found) != 1 or any(end is None for *_, end in stated):

@@ -107,14 +107,14 @@ def boxes_in(text: str) -> list[str]:
 
 
 _FENCE = re.compile(r"((?:[ \t]|[-*+][ \t]|\d++[.)][ \t])*+)(`{3,}+|~{3,}+)([^`]*)")
-_FENCE_AT_THE_END = re.compile(r"(?<!`)()(`{3,}+)(\w++)[ \t]*$")
+_FENCE_AT_THE_END = re.compile(r"(?:[^`]++|`[^`]++`(?!`))*+()(`{3,}+)(\w*+)[ \t]*")
 
 
 def code_blocks(text: str) -> list[tuple[str, str]]:
     """Return the language ("" without one) and the content of the fenced blocks that end, in their order.
 
-    A fence is three or more backticks or tildes at the start of a line, also indented or in a list, or backticks and a
-    language at its end. The block ends with an equal or longer fence; a fence with a language begins another block.
+    A fence is three or more backticks or tildes at the start of a line, also indented or in a list; backticks also at
+    its end. The block ends with an equal or longer fence; a fence with a language begins another block.
 
     >>> code_blocks("Run:\\n```sh\\nls\\n```\\n- ~~~Python\\n  x = 1\\n  ~~~\\n```\\nopen")
     [('sh', 'ls'), ('python', 'x = 1')]
@@ -137,7 +137,7 @@ def code_blocks(text: str) -> list[tuple[str, str]]:
             if not after or after[0].isspace():
                 blocks.append((language, "\n".join(lines)))
                 continue
-        if begins := _FENCE.fullmatch(line) or _FENCE_AT_THE_END.search(line):
+        if begins := _FENCE.fullmatch(line) or _FENCE_AT_THE_END.fullmatch(line):
             before, fence, info = begins.groups()
             indent, lines = len(before), []
             language = "".join(re.findall(r"\w+", info)[:1]).lower()

@@ -235,7 +235,8 @@ _RATHER = re.compile(
     r"possibly|alternatively|scratch that|on second thought|(?:it|that)['\u2019]s|it is|I mean|make it)\b\W{1,3}){1,4}"
 )
 _WRONG = re.compile(
-    r"(?i)\b(?:wait|no|hmm|actually|sorry)\b[^.!?\n]{0,40}\b(?:wrong|incorrect|not (?:right|correct))\b"
+    r"(?i)(?<=[.!?,;:\n(])\s{0,2}(?:wait|no|hmm|actually|sorry)\b\W{1,3}(?:(?:that|this|it)\b|I\s+(?:was|am|made))"
+    r"[^.!?\n]{0,20}\b(?:wrong|incorrect|mistaken?|not (?:right|correct))\b"
 )
 _NAME = r"(?i:(?:option|choice|letter)\b\s*+:?\s*+)?+"
 

@@ -106,6 +106,9 @@ STATED = [
     "First (A), then (B), (C) and (D) are tried. The answer is {L}.",
     "The answer is {L}. So \\boxed{{{L}}}.",
     "The answer is {L}.\n\nThe answer is {T}.",
+    "The answer is {L}. There is no evidence for another; each of them is incorrect.",
+    "The answer is {L}. Note that none could be better, and that the rest is actually wrong.",
+    "The answer is {L}. A, C and D may be tempting, but no option beats it.",
     "If the answer were (A), it would be blue. The answer is {L}.",
 ]
 """In a sentence, a line, or the last line."""
@@ -146,6 +149,7 @@ BAD = [
     "The answer is A. Or maybe B.",
     "The answer is A, but it could be B.",
     "The answer is A. Wait, that is wrong.",
+    "The answer is A. Sorry, I made a mistake.",
     "The answer is A, so \\boxed{B}",
     "\\boxed{A} \\boxed{B}",
     "\\boxed{A",

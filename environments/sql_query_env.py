@@ -134,8 +134,7 @@ class SQLQueryEnv(DatasetEnv):
         queries = [row.query, query]
         results = await self.in_worker(results_of, row.columns, row.types, row.rows, queries)
         if isinstance(results, RewardFailure):
-            # The recorded query is cheap: the model's one exhausted the worker.
-            return -1.0
+            return results
         gold, found = results
         if set(gold or ()) <= {"[null]"}:  # any query that finds nothing would be right
             return None

@@ -24,8 +24,7 @@ from pydantic import BaseModel, Field
 from atroposlib.envs.answer_formats import BLANK, FORMATS, AnswerFormat, Kind, is_in_format
 from atroposlib.envs.answers import THINK_FIRST, after_thinking_once
 from atroposlib.envs.base import ScoredDataGroup
-from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig, Split
-from atroposlib.envs.rewards import RewardFailure
+from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig, Outcome, Split
 from atroposlib.envs.rows import HubRows
 from atroposlib.errors import ConfigError
 
@@ -181,12 +180,12 @@ class AnswerFormatEnv(DatasetEnv):
         example = FORMATS[item.answer_format].example
         return [f"<think>A or B?</think>\n{example.replace(BLANK, 'A')}"]
 
-    async def score(self, row: Item, answer: str) -> float:
-        """Return 1 for a text in the required format, else 0, also if it takes too long to read."""
+    async def score(self, row: Item, answer: str) -> Outcome:
+        """Return 1 for a text in the required format, else 0."""
         text = after_thinking_once(answer) or ""
         # YAML and some patterns take seconds on a hostile text: not on the event loop.
-        follows: bool | RewardFailure = await self.in_worker(is_in_format, text, row.answer_format)
-        return float(bool(follows))
+        follows: Outcome = await self.in_worker(is_in_format, text, row.answer_format)
+        return follows
 
     def shape_group(self, row: Item, group: ScoredDataGroup) -> ScoredDataGroup:
         """Count the group and its answers for the format."""

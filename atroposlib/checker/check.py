@@ -27,12 +27,14 @@ from atroposlib.checker.answers import EMPTY, gold_result, guesses, knows_answer
 from atroposlib.checker.calls import child_processes, end_processes, run_in_own_loop
 from atroposlib.checker.checkpoints import attach_checkpoints, is_same, restore_faults, save
 from atroposlib.checker.earnings import EARNING_RULES, Earnings
-from atroposlib.checker.engine import Answer, PairTokenizer, question_of
+from atroposlib.checker.engine import Answer, PairTokenizer, question_of, shown
 from atroposlib.checker.execution import Execution, seed_all
 from atroposlib.checker.leftovers import judge_cancelling, judge_leaks, judge_stalls
 from atroposlib.checker.report import NAMES, Report
 from atroposlib.checker.runs import Run, difference
 from atroposlib.envs.base import APIServerConfig, BaseEnv, ExtraServers
+from atroposlib.envs.benchmark_env import BenchmarkEnv
+from atroposlib.envs.dataset_env import DatasetEnvConfig
 from atroposlib.errors import ConfigError
 from atroposlib.utils.wording import nearest
 
@@ -50,6 +52,10 @@ USELESS = (
     probes.Probe("echo_unrewarded", question_of),
 )
 """Answers that are wrong for every question, and also judged where a scripted judge scores."""
+BOMB_TIMEOUT_S = 2.0
+"""Limit of a reward worker for an answer that exhausts it."""
+MAX_BOMB_CPU_S = 1.5
+"""CPU time of this process from which on scoring one answer counts as exhausting it."""
 
 
 class Variation(NamedTuple):
@@ -151,6 +157,7 @@ class _Check(Execution):
     resume_items: bool
     good_answers: dict[int, Answer] = field(default_factory=dict)
     """A right answer by item, for items that have one with a higher reward than others."""
+    canary: probes.Canary = field(init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -161,7 +168,12 @@ class _Check(Execution):
         began = time.monotonic()
         processes_before = child_processes()
         try:
-            with tempfile.TemporaryDirectory() as folder, self.watch:
+            with (
+                tempfile.TemporaryDirectory() as folder,
+                tempfile.TemporaryDirectory() as public_folder,
+                self.watch,
+            ):
+                self.canary = probes.Canary(Path(public_folder))
                 await self._start_and_judge(Path(folder))
         finally:
             end_processes(child_processes() - processes_before)
@@ -224,10 +236,12 @@ class _Check(Execution):
         if telling is None:
             return
         await self._score_again(telling)
+        good = min(telling.best_answers(), key=probes.rank)
+        form = probes.result_of(good, is_short=False) if isinstance(good, str) else None
+        await self._run_code(telling, form)
         if telling.has_difference:
-            self.good_answers[index] = min(telling.best_answers(), key=probes.rank)
-            if len(self.good_answers) <= MAX_PROBED_ITEMS:
-                await self._vary(telling)
+            self.good_answers[index] = good
+            await self._vary(telling, form)
 
     async def _score_again(self, telling: Run) -> None:
         """Score the same answers with one change after another, until one has other rewards."""
@@ -269,34 +283,97 @@ class _Check(Execution):
         for index in range(1, clock.NUM_TIMES):
             yield Variation(rule, "at another time", date, moved_clock=clock.other_time(index))
 
-    async def _vary(self, telling: Run) -> None:
+    async def _run_code(self, telling: Run, form: probes.Result | None) -> None:
+        """Give answers that are code; then look for the files that it makes."""
+        asked = self.canary.answers(form)
+        for start in range(0, len(asked), self.group_size):
+            chunk = asked[start : start + self.group_size]
+            run = await self.collect(telling.item, chunk)
+            if ran := self.canary.ran():
+                what = f"made a file: {', '.join(map(shown, ran))}"
+                self.report.fail("answer_runs_no_code", what, item=telling.item)
+            elif run is not None:
+                self.report.look("answer_runs_no_code", run.num_given)
+        await self._expect_unchanged(telling, "after answers that are code")
+
+    async def _vary(self, telling: Run, form: probes.Result | None) -> None:
         """Give answers that are made from a right one, in groups with it and with the worst one."""
-        index, good = telling.item, self.good_answers[telling.item]
+        good = self.good_answers[telling.item]
         result = probes.result_of(good) if isinstance(good, str) else None
-        asked = [*USELESS]
+        is_probed = len(self.good_answers) <= MAX_PROBED_ITEMS
+        asked = [*USELESS] if is_probed else []
         if telling.num_verdicts:
             reason = "a judge or a reward model scores, and a scripted one stands in for it"
             self.report.skip(reason, *{*EARNING_RULES} - {probe.rule for probe in USELESS})
         else:
-            asked += probes.copied(result, telling.samples[0].prompt_text)
-            golds = await self.ask(
-                lambda: [gold_result(self.env, item) for item in self.items], "gold_answer()"
-            )
-            gold = golds[index]
-            if result is not None:
-                asked += probes.variants(result)
-            if result is not None and gold is not None and probes.is_same(result.stated, gold):
-                others = [other for other in golds if other and not probes.is_same(other, gold)]
-                asked += probes.exploits(result, list(dict.fromkeys(others)))
+            if self.earnings.knows_answers:
+                asked += probes.junk(form)
+            if is_probed:
+                asked += await self._probes_of(telling, result)
         if len(self.good_answers) == 1:
             asked += probes.harsh(result)
-        bad = telling.worst_answer()
+        await self._judge(telling, asked)
+        if len(self.good_answers) == 1 and not self.report.has_failed("answer_runs_no_code"):
+            await self._exhaust(telling, form)
+        await self._expect_unchanged(telling, "after wrong and odd answers")
+
+    async def _probes_of(self, telling: Run, result: probes.Result | None) -> list[probes.Probe]:
+        """Return the wrong, restated and rewritten answers that are made from a right one."""
+        asked = [*probes.copied(result, telling.samples[0].prompt_text)]
+        golds = await self.ask(
+            lambda: [gold_result(self.env, item) for item in self.items], "gold_answer()"
+        )
+        gold = golds[telling.item]
+        if result is not None:
+            asked += probes.variants(result)
+        if result is not None and gold is not None and probes.is_same(result.stated, gold):
+            others = [other for other in golds if other and not probes.is_same(other, gold)]
+            asked += probes.exploits(result, list(dict.fromkeys(others)))
+            if isinstance(self.env, BenchmarkEnv):
+                self.report.skip("the benchmark's own rule decides", "restatement_unrewarded")
+            asked += probes.restated(result)
+        return asked
+
+    async def _judge(self, telling: Run, asked: Sequence[probes.Probe]) -> None:
+        index, bad = telling.item, telling.worst_answer()
+        good = self.good_answers[index]
         room = max(1, telling.num_given - 2)
-        for start in range(0, len(asked), room):
-            chunk = asked[start : start + room]
-            run = await self.collect(index, [good, bad, *(probe.answer for probe in chunk)])
+        for chunk in probes.chunks(asked, room):
+            answers = [answer for probe in chunk for answer in probe.answers]
+            rest = [f"qx{i}" for i in range(room - len(answers))]  # so that none is given twice
+            run = await self.collect(index, [good, bad, *answers, *rest])
             if run is not None:
                 self.earnings.judge_probes(run, good, bad, chunk)
+
+    async def _exhaust(self, telling: Run, form: probes.Result | None) -> None:
+        """Give answers that take a grader too much time or memory, until one occupies this process."""
+        config = self.env.config
+        is_limited = isinstance(config, DatasetEnvConfig)
+        timeout_s = config.reward_timeout_s if is_limited else 0.0
+        for probe in probes.bombs(form):
+            began = time.process_time()
+            if is_limited:
+                config.reward_timeout_s = min(timeout_s, BOMB_TIMEOUT_S)
+            try:
+                await self._judge(telling, [probe])
+            finally:
+                if is_limited:
+                    config.reward_timeout_s = timeout_s
+            if (used_s := time.process_time() - began) > MAX_BOMB_CPU_S:
+                what = f"{shown(probe.answer)} took {used_s:.1f} s of this process"
+                hint = "score in a process with limits: in_worker, or envs.rewards.RewardWorkers"
+                self.report.fail("grader_survives", what, item=telling.item, hint=hint)
+                return
+
+    async def _expect_unchanged(self, telling: Run, when: str) -> None:
+        """Score the first answers again, after hostile ones."""
+        again = await self.collect(telling.item, telling.answers)
+        if again is not None:
+            rule = "reward_repeatable"
+            if other := difference(telling, again):
+                hint = "an answer must not change later scores: keep no state, and run no answer"
+                self.report.fail(rule, f"{other} {when}", item=telling.item, hint=hint)
+            self.report.look(rule, len(telling.earned.keys() & again.earned.keys()))
 
     async def _evaluate(self, folder: Path) -> None:
         report = self.report

@@ -20,6 +20,7 @@ _EXPLOITS = (
     "wrong_unrewarded",
     "list_unrewarded",
     "retraction_unrewarded",
+    "restatement_unrewarded",
 )
 """Answers that must not be rewarded; the first that is explains the others."""
 EARNING_RULES = (*_EXPLOITS, "variants_rewarded")
@@ -75,6 +76,7 @@ class Earnings:
         if not judged:
             self.report.skip("no answer was found again in a group", *_REWARD_RULES)
             return
+        self.report.dismiss("answer_runs_no_code", *_REWARD_RULES)
         self.report.dismiss("reward_repeatable", *_COMPARISONS)
         self.report.dismiss("reward_ignores_order", *EARNING_RULES)
         num_different = sum(run.has_difference for run in judged)
@@ -106,11 +108,19 @@ class Earnings:
     ) -> None:
         best, worst = max(run.scores_for(good), default=0.0), min(run.scores_for(bad), default=0.0)
         for probe in chunk if best > worst else ():
-            if not probe.rule or not run.texts_of(probe.answer):
+            if not probe.rule or not all(map(run.texts_of, probe.answers)):
                 continue
-            earned = max(run.scores_for(probe.answer), default=worst)
-            is_paid = earned >= worst + (best - worst) / 2
-            what = f"{shown(probe.answer)} earned {earned:g}; {shown(good)} earned {best:g}"
+            earned = [max(run.scores_for(answer), default=worst) for answer in probe.answers]
+            is_paid = min(earned) >= worst + (best - worst) / 2
+            each = zip([*probe.answers, good], [*earned, best], strict=True)
+            what = "; ".join(f"{shown(answer)} earned {score:g}" for answer, score in each)
+            (said, *_) = run.texts_of(probe.answer)
+            is_whole = said.startswith(str(probe.answer))  # not cut at the token limit
+            if probe.must_score and is_whole and run.scores_for(good):
+                self.report.look("grader_survives")
+                if not run.scores_for(probe.answer):
+                    what = f"{shown(probe.answer)} got no score, {shown(good)} {best:g}"
+                    self.report.fail("grader_survives", what, item=run.item, hint=probe.hint)
             if probe.may_be_right:
                 by_item = self.coincidences.setdefault(probe.rule, {})
                 by_item[run.item] = what if is_paid else by_item.get(run.item, "")

@@ -2,13 +2,17 @@
 
 All are made from one answer that is known to be right, by changing the part that states the result: the content of the
 last `\\boxed{}` or `<answer>`, what follows `####` or "answer is", else the whole of a short answer. A rule that finds
-no such part has no probes. Used by `check.py` only.
+no such part has no probes. Hostile answers attack the grader: `Canary` makes code, `bombs` what takes for ever.
+Used by `check.py`.
 """
 
 from __future__ import annotations
 
+import base64
+import itertools
 import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from atroposlib.checker.engine import Answer
@@ -25,10 +29,38 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _FILLERS = ("soup", "zebra", "forty", "yellow", "river", "lamp")
 
 HARSH_ANSWERS = (
-    *("nan", "inf", "-", ".", "1/0", "\u00b2", "9" * 4400, "None"),
+    *("nan", "inf", "-", ".", "1/0", "\u00b2", "None"),
     *("\\boxed{", "<answer>", "{", "[1,", "<tool_call>{</tool_call>"),
 )
 """Texts on which graders raise, or get a number that is not finite: `float`, `int`, indexing, JSON, open brackets."""
+
+BOMBS = (
+    "7**7**8",
+    "9" * 4400,
+    "(" * 400 + "1" + ")" * 400,
+    *("9^{9^{9^{9}}}", "\\binom{10^9}{10^8}", "9**9**9**9"),
+)
+"""Results that exhaust a grader's time or memory; the first, of 4.9 million digits, takes seconds, so that an evaluator
+without limits is found before another occupies it for ever."""
+
+_CODE = (
+    "open({path!r}, 'w')",
+    "[open({path!r}, 'w')]",
+    "{{1: open({path!r}, 'w')}}",
+    "f\"{{open({path!r}, 'w')}}\"",
+    "(lambda: open({path!r}, 'w'))()",
+    "__import__('pathlib').Path({path!r}).touch()",
+    "[c for c in ().__class__.__base__.__subclasses__() if c.__name__ == '_wrap_close'][0]"
+    ".__init__.__globals__['system']('touch {path}')",
+    "lambdify((), \"open({path!r}, 'w')\")()",
+    "\\text{{open({path!r}, 'w')}}",
+    "```json\nopen({path!r}, 'w')\n```",
+    "!!python/object/apply:builtins.open [{path!r}, 'w']",
+    "{{{{ cycler.__init__.__globals__.os.system('touch {path}') }}}}",
+    "$(touch {path})",
+    "'; open({path!r}, 'w') #",
+)
+"""Code that makes a file: Python for `eval`, `exec` and sympy, YAML, a template, a shell, the end of a string."""
 
 
 class Result(NamedTuple):
@@ -47,6 +79,15 @@ class Result(NamedTuple):
         return bool(self.before.strip())
 
 
+_NOTATIONS = (
+    Result("\\boxed{", "", "}"),
+    Result("$", "", "$"),
+    Result("#### ", "", ""),
+    Result("<answer>", "", "</answer>"),
+    Result("The answer is ", "", "."),
+)
+
+
 class Probe(NamedTuple):
     """An answer, the rule that it judges, and what to change if it fails."""
 
@@ -55,10 +96,44 @@ class Probe(NamedTuple):
     hint: str = ""
     may_be_right: bool = False
     """Whether it may be right by chance; only if one is rewarded for every item, that is a fault."""
+    twin: str | None = None
+    """Another answer: only if both are rewarded, that is a fault."""
+    must_score: bool = False
+    """Whether it is a fault to leave it without a score."""
+
+    @property
+    def answers(self) -> list[Answer]:
+        return [self.answer] if self.twin is None else [self.answer, self.twin]
 
 
-def result_of(answer: str) -> Result | None:
-    """Divide an answer around its result; None if it has none that is short.
+class Canary:
+    """Code that makes a file, one for each kind of code; any user may make it in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.chmod(0o777)
+        self._codes = {
+            folder / str(i): code.format(path=str(folder / str(i))) for i, code in enumerate(_CODE)
+        }
+        path = folder / "pickled"
+        pickled = f"cbuiltins\nopen\n(V{path}\nVw\ntR.".encode()
+        self._codes[path] = base64.b64encode(pickled).decode()
+
+    def answers(self, form: Result | None) -> list[str]:
+        """Return answers that are code, in the form of a right one."""
+        codes = [*self._codes.values()]
+        fenced = [code for code in codes if code.startswith("```")]
+        return codes if form is None else [*map(form.replaced, codes), *fenced]
+
+    def ran(self) -> list[str]:
+        """Return the code that ran, and remove what it made."""
+        made = [path for path in self._codes if path.exists()]
+        for path in made:
+            path.unlink()
+        return [self._codes[path] for path in made]
+
+
+def result_of(answer: str, *, is_short: bool = True) -> Result | None:
+    """Divide an answer around its result; None if it has none, or `is_short` and the result is long.
 
     >>> result_of("<think>2?</think> The answer is 3.")
     Result(before='<think>2?</think> The answer is ', stated='3', after='.')
@@ -71,10 +146,22 @@ def result_of(answer: str) -> Result | None:
         start, end = 0, len(answer)
     text = answer[start:end]
     stated = text.strip().rstrip(".")
-    if not stated or len(stated) > _MAX_RESULT_CHARS or "\n" in stated:
+    if not stated or (is_short and (len(stated) > _MAX_RESULT_CHARS or "\n" in stated)):
         return None
     start += text.index(stated)
     return Result(answer[:start], stated, answer[start + len(stated) :])
+
+
+def chunks(asked: Sequence[Probe], room: int) -> Iterator[list[Probe]]:
+    """Divide probes among groups with room for so many answers; a probe and its twin stay together."""
+    chunk: list[Probe] = []
+    for probe in asked:
+        if chunk and sum(len(other.answers) for other in [*chunk, probe]) > room:
+            yield chunk
+            chunk = []
+        chunk.append(probe)
+    if chunk:
+        yield chunk
 
 
 def rank(answer: object) -> int:
@@ -92,7 +179,37 @@ def exploits(result: Result, others: Sequence[str]) -> Iterator[Probe]:
     """Yield answers that must not earn the reward; `others` are the right results of other items."""
     yield from _wrong(result, others)
     yield from _listed(result, others)
+    if result.is_marked:
+        yield from _in_two_notations(result, _other_result(result, others))
     yield _retracted(result, others)
+
+
+def junk(form: Result | None) -> Iterator[Probe]:
+    """Yield a text that is no result of any kind, in the form of a right answer."""
+    if form is not None and form.is_marked:
+        yield Probe("wrong_unrewarded", form.replaced("zzz"), "refuse a result that says nothing")
+
+
+def restated(result: Result) -> Iterator[Probe]:
+    """Yield terms that equal a whole number; their own numbers are far from it."""
+    if not (result.is_marked and re.fullmatch(r"-?\d{1,9}", result.stated)):
+        return
+    number = int(result.stated)
+    far = 10 * abs(number) + 7
+    terms = [f"{number + far}-{far}", f"({number - far})+{far}", f"3*{far}-{3 * far - number}"]
+    if number > 1:
+        terms.append(f"\\sum_{{k=1}}^{{{number}}} 1")
+    for term in terms:
+        yield Probe("restatement_unrewarded", result.replaced(term))
+
+
+def bombs(form: Result | None) -> Iterator[Probe]:
+    """Yield answers whose result takes a grader too much time or memory, the least dangerous first."""
+    hint = (
+        "a failure of the grader is a wrong answer: score it like one, in training and evaluation"
+    )
+    for text in BOMBS if form is not None and form.is_marked else ():
+        yield Probe("wrong_unrewarded", form.replaced(text), hint, must_score=True)
 
 
 def _wrong(result: Result, others: Sequence[str]) -> Iterator[Probe]:
@@ -121,12 +238,38 @@ def _listed(result: Result, others: Sequence[str]) -> Iterator[Probe]:
 
 def _retracted(result: Result, others: Sequence[str]) -> Probe:
     """Return an answer that states the right result, takes it back and states a wrong one."""
-    other = next(iter([*_wrong_results(result.stated), *others]), _FILLERS[0])
+    other = _other_result(result, others)
     before = result.before if result.is_marked else "The answer is "
     first = Result(before, result.stated, result.after)
     second = Result(before.rpartition("</think>")[2].lstrip(), other, result.after)
     text = f"{first.replaced(first.stated)}. No, wait, that is wrong. {second.replaced(other)}"
     return Probe("retraction_unrewarded", text)
+
+
+def _in_two_notations(result: Result, other: str) -> Iterator[Probe]:
+    """Yield answers that state the right and a wrong result, in every two notations.
+
+    A text and its twin have the two results in either order: if both earn, the same text earns for two gold answers.
+    """
+    thinking, end, body = result.before.rpartition("</think>")
+    own = Result(body.lstrip(), "", result.after)
+    notations = [form.replaced for form in (own, *_NOTATIONS)]
+    hint = "a text must not earn for two gold answers: judge one part of it, found by one rule"
+    for first, second in itertools.product([*notations, _reopened], notations):
+        if first is not second or first is notations[0]:
+            right, wrong = result.stated, other
+            orders = [f"{first(a)}\n{second(b)}" for a, b in ((right, wrong), (wrong, right))]
+            text, twin = (f"{thinking}{end}{order}" for order in orders)
+            yield Probe("list_unrewarded", text, hint, twin=twin)
+
+
+def _reopened(stated: str) -> str:
+    """Return a result in a box and, a second time, in one that is not closed."""
+    return f"\\boxed{{{stated}}}\n\\boxed{{{stated}="
+
+
+def _other_result(result: Result, others: Sequence[str]) -> str:
+    return next(iter([*_wrong_results(result.stated), *others]), _FILLERS[0])
 
 
 def variants(result: Result) -> Iterator[Probe]:

@@ -49,8 +49,10 @@ reward_varies: different completions earn different rewards
     if no answer tried can be right, define example_answers(self, item) -> list[str]; else correct the reward
 reward_finite: every score is a finite number
     return 0 for an answer without a number; NaN is not equal to, above or below anything
-grader_survives: scoring raises for no answer
+grader_survives: scoring raises for no answer, and leaves none that exhausts it without a score
     score an answer that cannot be read as a wrong one: catch what parsing it raises
+answer_runs_no_code: no answer is run as code by what scores it
+    never eval, exec, parse_expr or unpickle an answer; read literals by AST, run programs by sandbox.run_code
 empty_unrewarded: an empty answer earns less than half of what can be earned
     score an empty completion as a wrong one (`'' in text` is always true)
     not checked if no group had such an answer
@@ -63,12 +65,15 @@ copy_unrewarded: a result that the prompt states earns less than half of what ca
 wrong_unrewarded: a wrong result in the form of a right one earns less than half
     compare with the whole result of this item, not with a part of it
     not checked if no gold answer is known (gold_answer(row), or a field `answer`) that earns the reward
-list_unrewarded: a list of many results, one of them right, earns less than half
+list_unrewarded: several results, one of them right, earn less than half, in one notation or in two
     accept one result: refuse an answer that states several, or judge the last alone
     not checked if no gold answer is known (gold_answer(row), or a field `answer`) that earns the reward
 retraction_unrewarded: a right result that is taken back for a wrong one earns less than half
     judge the last result of an answer
     not checked if no gold answer is known (gold_answer(row), or a field `answer`) that earns the reward
+restatement_unrewarded: a term that equals the right number, such as 24*16-9, earns less than half
+    require a number where the right result is a number: refuse operators
+    not checked if no gold answer that earns the reward is a whole number
 variants_rewarded: a right result written in another usual way earns what it earned
     normalize results before comparing them
     not checked if the result is not marked by a box, a tag or words

@@ -33,8 +33,6 @@ from atroposlib.checker.leftovers import judge_cancelling, judge_leaks, judge_st
 from atroposlib.checker.report import NAMES, Report
 from atroposlib.checker.runs import Run, difference
 from atroposlib.envs.base import APIServerConfig, BaseEnv, ExtraServers
-from atroposlib.envs.benchmark_env import BenchmarkEnv
-from atroposlib.envs.dataset_env import DatasetEnvConfig
 from atroposlib.errors import ConfigError
 from atroposlib.utils.wording import nearest
 
@@ -70,6 +68,13 @@ class Variation(NamedTuple):
     order: int = 1
     """-1: the answers are given in reversed order."""
     moved_clock: AbstractContextManager[None] | None = None
+
+
+AFTER_ATTACK = Variation(
+    "reward_repeatable",
+    "after hostile answers",
+    "an answer must not change later scores: keep no state, and run no answer",
+)
 
 
 def check_env(
@@ -157,7 +162,8 @@ class _Check(Execution):
     resume_items: bool
     good_answers: dict[int, Answer] = field(default_factory=dict)
     """A right answer by item, for items that have one with a higher reward than others."""
-    canary: probes.Canary = field(init=False)
+    canaries: dict[Path, str] = field(default_factory=dict)
+    """Code by the file that it makes."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -173,7 +179,7 @@ class _Check(Execution):
                 tempfile.TemporaryDirectory() as public_folder,
                 self.watch,
             ):
-                self.canary = probes.Canary(Path(public_folder))
+                self.canaries = probes.canaries(Path(public_folder))
                 await self._start_and_judge(Path(folder))
         finally:
             end_processes(child_processes() - processes_before)
@@ -264,11 +270,17 @@ class _Check(Execution):
                 continue
             # In another order fewer answers may be given, which the rule group_size judges.
             may_leave_out = may_fail or change.order < 0
-            if other := difference(telling, again, may_leave_out=may_leave_out):
-                what = f"{other} {change.when}"
-                self.report.fail(change.rule, what, item=telling.item, hint=change.hint)
+            if not self._is_same(telling, again, change, may_leave_out=may_leave_out):
                 return
-            self.report.look(change.rule, len(telling.earned.keys() & again.earned.keys()))
+
+    def _is_same(
+        self, telling: Run, again: Run, change: Variation, *, may_leave_out: bool = False
+    ) -> bool:
+        if other := difference(telling, again, may_leave_out=may_leave_out):
+            what = f"{other} {change.when}"
+            self.report.fail(change.rule, what, item=telling.item, hint=change.hint)
+        self.report.look(change.rule, len(telling.earned.keys() & again.earned.keys()))
+        return other is None
 
     def _changes(self) -> Iterator[Variation]:
         rule = "reward_repeatable"
@@ -284,17 +296,21 @@ class _Check(Execution):
             yield Variation(rule, "at another time", date, moved_clock=clock.other_time(index))
 
     async def _run_code(self, telling: Run, form: probes.Result | None) -> None:
-        """Give answers that are code; then look for the files that it makes."""
-        asked = self.canary.answers(form)
+        """Give answers that are code, in the form of a right one and in their own; then look for the files it makes."""
+        rule, codes = "answer_runs_no_code", [*self.canaries.values()]
+        if self.report.has_failed(rule):
+            return
+        env: Any = self.env
+        if getattr(env, "runs_model_code", False) and not env.is_isolated():
+            self.report.skip("programs of the model are not isolated on this machine", rule)
+        blocks = [code for code in codes if "```" in code]
+        asked = codes if form is None else [*map(form.replaced, codes), *blocks]
         for start in range(0, len(asked), self.group_size):
-            chunk = asked[start : start + self.group_size]
-            run = await self.collect(telling.item, chunk)
-            if ran := self.canary.ran():
-                what = f"made a file: {', '.join(map(shown, ran))}"
-                self.report.fail("answer_runs_no_code", what, item=telling.item)
-            elif run is not None:
-                self.report.look("answer_runs_no_code", run.num_given)
-        await self._expect_unchanged(telling, "after answers that are code")
+            run = await self.collect(telling.item, asked[start : start + self.group_size])
+            self.report.look(rule, 0 if run is None else run.num_given)
+        if ran := [shown(code) for path, code in self.canaries.items() if path.exists()]:
+            self.report.fail(rule, f"files were made by {', '.join(ran)}", item=telling.item)
+        await self._score_after_attack(telling)
 
     async def _vary(self, telling: Run, form: probes.Result | None) -> None:
         """Give answers that are made from a right one, in groups with it and with the worst one."""
@@ -315,7 +331,7 @@ class _Check(Execution):
         await self._judge(telling, asked)
         if len(self.good_answers) == 1 and not self.report.has_failed("answer_runs_no_code"):
             await self._exhaust(telling, form)
-        await self._expect_unchanged(telling, "after wrong and odd answers")
+        await self._score_after_attack(telling)
 
     async def _probes_of(self, telling: Run, result: probes.Result | None) -> list[probes.Probe]:
         """Return the wrong, restated and rewritten answers that are made from a right one."""
@@ -329,8 +345,8 @@ class _Check(Execution):
         if result is not None and gold is not None and probes.is_same(result.stated, gold):
             others = [other for other in golds if other and not probes.is_same(other, gold)]
             asked += probes.exploits(result, list(dict.fromkeys(others)))
-            if isinstance(self.env, BenchmarkEnv):
-                self.report.skip("the benchmark's own rule decides", "restatement_unrewarded")
+            if getattr(self.env, "allows_restating", False):
+                self.report.skip("allows_restating is set", "restatement_unrewarded")
             asked += probes.restated(result)
         return asked
 
@@ -338,7 +354,9 @@ class _Check(Execution):
         index, bad = telling.item, telling.worst_answer()
         good = self.good_answers[index]
         room = max(1, telling.num_given - 2)
-        for chunk in probes.chunks(asked, room):
+        num_probes = max(1, room // max((len(probe.answers) for probe in asked), default=1))
+        for start in range(0, len(asked), num_probes):
+            chunk = asked[start : start + num_probes]
             answers = [answer for probe in chunk for answer in probe.answers]
             rest = [f"qx{i}" for i in range(room - len(answers))]  # so that none is given twice
             run = await self.collect(index, [good, bad, *answers, *rest])
@@ -348,32 +366,21 @@ class _Check(Execution):
     async def _exhaust(self, telling: Run, form: probes.Result | None) -> None:
         """Give answers that take a grader too much time or memory, until one occupies this process."""
         config = self.env.config
-        is_limited = isinstance(config, DatasetEnvConfig)
-        timeout_s = config.reward_timeout_s if is_limited else 0.0
+        limit_s = min(getattr(config, "reward_timeout_s", BOMB_TIMEOUT_S), BOMB_TIMEOUT_S)
+        self.env.config = config.model_copy(update={"reward_timeout_s": limit_s})
         for probe in probes.bombs(form):
             began = time.process_time()
-            if is_limited:
-                config.reward_timeout_s = min(timeout_s, BOMB_TIMEOUT_S)
-            try:
-                await self._judge(telling, [probe])
-            finally:
-                if is_limited:
-                    config.reward_timeout_s = timeout_s
+            await self._judge(telling, [probe])
             if (used_s := time.process_time() - began) > MAX_BOMB_CPU_S:
                 what = f"{shown(probe.answer)} took {used_s:.1f} s of this process"
                 hint = "score in a process with limits: in_worker, or envs.rewards.RewardWorkers"
                 self.report.fail("grader_survives", what, item=telling.item, hint=hint)
-                return
+                break
+        self.env.config = config
 
-    async def _expect_unchanged(self, telling: Run, when: str) -> None:
-        """Score the first answers again, after hostile ones."""
-        again = await self.collect(telling.item, telling.answers)
-        if again is not None:
-            rule = "reward_repeatable"
-            if other := difference(telling, again):
-                hint = "an answer must not change later scores: keep no state, and run no answer"
-                self.report.fail(rule, f"{other} {when}", item=telling.item, hint=hint)
-            self.report.look(rule, len(telling.earned.keys() & again.earned.keys()))
+    async def _score_after_attack(self, telling: Run) -> None:
+        if again := await self.collect(telling.item, telling.answers):
+            self._is_same(telling, again, AFTER_ATTACK)
 
     async def _evaluate(self, folder: Path) -> None:
         report = self.report

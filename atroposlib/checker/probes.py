@@ -2,8 +2,8 @@
 
 All are made from one answer that is known to be right, by changing the part that states the result: the content of the
 last `\\boxed{}` or `<answer>`, what follows `####` or "answer is", else the whole of a short answer. A rule that finds
-no such part has no probes. Hostile answers attack the grader: `Canary` makes code, `bombs` what takes for ever.
-Used by `check.py`.
+no such part has no probes. Hostile answers attack the grader: `canaries` are code, `bombs` take for ever.
+Used by `check.py` only.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ BOMBS = (
 without limits is found before another occupies it for ever."""
 
 _CODE = (
-    "open({path!r}, 'w')",
-    "[open({path!r}, 'w')]",
-    "{{1: open({path!r}, 'w')}}",
-    "f\"{{open({path!r}, 'w')}}\"",
-    "(lambda: open({path!r}, 'w'))()",
+    "open({path!r}, 'w').close()",
+    "[open({path!r}, 'w').close()]",
+    "{{1: open({path!r}, 'w').close()}}",
+    "f\"{{open({path!r}, 'w').close()}}\"",
+    "(lambda: open({path!r}, 'w').close())()",
     "__import__('pathlib').Path({path!r}).touch()",
     "[c for c in ().__class__.__base__.__subclasses__() if c.__name__ == '_wrap_close'][0]"
     ".__init__.__globals__['system']('touch {path}')",
-    "lambdify((), \"open({path!r}, 'w')\")()",
-    "\\text{{open({path!r}, 'w')}}",
-    "```json\nopen({path!r}, 'w')\n```",
-    "!!python/object/apply:builtins.open [{path!r}, 'w']",
+    "lambdify((), \"open({path!r}, 'w').close()\")()",
+    "\\text{{open({path!r}, 'w').close()}}",
+    "```json\nopen({path!r}, 'w').close()\n```",
+    "!!python/object/apply:os.mkdir [{path!r}]",
     "{{{{ cycler.__init__.__globals__.os.system('touch {path}') }}}}",
     "$(touch {path})",
-    "'; open({path!r}, 'w') #",
+    "'; open({path!r}, 'w').close() #",
 )
 """Code that makes a file: Python for `eval`, `exec` and sympy, YAML, a template, a shell, the end of a string."""
 
@@ -80,11 +80,8 @@ class Result(NamedTuple):
 
 
 _NOTATIONS = (
-    Result("\\boxed{", "", "}"),
-    Result("$", "", "$"),
-    Result("#### ", "", ""),
-    Result("<answer>", "", "</answer>"),
-    Result("The answer is ", "", "."),
+    *(Result("\\boxed{", "", "}"), Result("$", "", "$"), Result("#### ", "", "")),
+    *(Result("<answer>", "", "</answer>"), Result("The answer is ", "", ".")),
 )
 
 
@@ -106,30 +103,14 @@ class Probe(NamedTuple):
         return [self.answer] if self.twin is None else [self.answer, self.twin]
 
 
-class Canary:
-    """Code that makes a file, one for each kind of code; any user may make it in `folder`."""
-
-    def __init__(self, folder: Path) -> None:
-        folder.chmod(0o777)
-        self._codes = {
-            folder / str(i): code.format(path=str(folder / str(i))) for i, code in enumerate(_CODE)
-        }
-        path = folder / "pickled"
-        pickled = f"cbuiltins\nopen\n(V{path}\nVw\ntR.".encode()
-        self._codes[path] = base64.b64encode(pickled).decode()
-
-    def answers(self, form: Result | None) -> list[str]:
-        """Return answers that are code, in the form of a right one."""
-        codes = [*self._codes.values()]
-        fenced = [code for code in codes if code.startswith("```")]
-        return codes if form is None else [*map(form.replaced, codes), *fenced]
-
-    def ran(self) -> list[str]:
-        """Return the code that ran, and remove what it made."""
-        made = [path for path in self._codes if path.exists()]
-        for path in made:
-            path.unlink()
-        return [self._codes[path] for path in made]
+def canaries(folder: Path) -> dict[Path, str]:
+    """Return code, by the file in `folder` that it makes; any user may make files there."""
+    folder.chmod(0o777)
+    paths = [folder / str(i) for i in range(len(_CODE))]
+    codes = {path: code.format(path=str(path)) for path, code in zip(paths, _CODE, strict=True)}
+    path = folder / "pickled"
+    pickled = f"cos\nmkdir\n(V{path}\ntR."
+    return {**codes, path: base64.b64encode(pickled.encode()).decode()}
 
 
 def result_of(answer: str, *, is_short: bool = True) -> Result | None:
@@ -150,18 +131,6 @@ def result_of(answer: str, *, is_short: bool = True) -> Result | None:
         return None
     start += text.index(stated)
     return Result(answer[:start], stated, answer[start + len(stated) :])
-
-
-def chunks(asked: Sequence[Probe], room: int) -> Iterator[list[Probe]]:
-    """Divide probes among groups with room for so many answers; a probe and its twin stay together."""
-    chunk: list[Probe] = []
-    for probe in asked:
-        if chunk and sum(len(other.answers) for other in [*chunk, probe]) > room:
-            yield chunk
-            chunk = []
-        chunk.append(probe)
-    if chunk:
-        yield chunk
 
 
 def rank(answer: object) -> int:
@@ -197,19 +166,17 @@ def restated(result: Result) -> Iterator[Probe]:
     number = int(result.stated)
     far = 10 * abs(number) + 7
     terms = [f"{number + far}-{far}", f"({number - far})+{far}", f"3*{far}-{3 * far - number}"]
-    if number > 1:
-        terms.append(f"\\sum_{{k=1}}^{{{number}}} 1")
-    for term in terms:
+    total = [f"\\sum_{{k=1}}^{{{number}}} 1"] if number > 1 else []
+    for term in (*terms, *total):
         yield Probe("restatement_unrewarded", result.replaced(term))
 
 
 def bombs(form: Result | None) -> Iterator[Probe]:
     """Yield answers whose result takes a grader too much time or memory, the least dangerous first."""
-    hint = (
-        "a failure of the grader is a wrong answer: score it like one, in training and evaluation"
-    )
-    for text in BOMBS if form is not None and form.is_marked else ():
-        yield Probe("wrong_unrewarded", form.replaced(text), hint, must_score=True)
+    hint = "score an answer on which the grader fails like a wrong one, in evaluation, too"
+    if form is not None and form.is_marked:
+        for text in BOMBS:
+            yield Probe("wrong_unrewarded", form.replaced(text), hint, must_score=True)
 
 
 def _wrong(result: Result, others: Sequence[str]) -> Iterator[Probe]:
@@ -257,9 +224,8 @@ def _in_two_notations(result: Result, other: str) -> Iterator[Probe]:
     hint = "a text must not earn for two gold answers: judge one part of it, found by one rule"
     for first, second in itertools.product([*notations, _reopened], notations):
         if first is not second or first is notations[0]:
-            right, wrong = result.stated, other
-            orders = [f"{first(a)}\n{second(b)}" for a, b in ((right, wrong), (wrong, right))]
-            text, twin = (f"{thinking}{end}{order}" for order in orders)
+            pairs = ((result.stated, other), (other, result.stated))
+            text, twin = (f"{thinking}{end}{first(a)}\n{second(b)}" for a, b in pairs)
             yield Probe("list_unrewarded", text, hint, twin=twin)
 
 

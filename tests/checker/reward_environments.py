@@ -5,6 +5,7 @@ The tasks are small on purpose: one function per fault. `broken_environments.py`
 
 from __future__ import annotations
 
+import ast
 import datetime
 import difflib
 import math
@@ -16,6 +17,8 @@ from fractions import Fraction
 from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
+
+import yaml
 
 from atroposlib.envs.agent_env import AgentEnv
 from atroposlib.envs.base import APIServerConfig, BaseEnv, ScoredDataGroup
@@ -29,7 +32,7 @@ from atroposlib.envs.teacher_distillation_env import (
 from atroposlib.envs.tool_env import ToolEnv
 from atroposlib.inference.servers.http_peer import HttpPeer
 from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
-from tests.checker.broken_environments import Offline, breaks, faults
+from tests.checker.broken_environments import BROKEN, Offline, breaks, faults
 
 
 def found(pattern: str, answer: str) -> list[str]:
@@ -407,6 +410,144 @@ faults(AnyBox, "retraction_unrewarded", "last", method="boxes")(
 faults(Products, "retraction_unrewarded", "last")(
     FirstCounts=lambda self, row, answer: (
         found(r"answer is\s*(-?[\d,]+)(?![\d,])", answer)[:1] == [row["answer"]]
+    ),
+)
+
+
+@breaks("list_unrewarded", "two gold answers")
+class EitherNotation(Products):
+    """The last number in words, or in a box."""
+
+    def score(self, row: Any, answer: str) -> Any:
+        said = (found(pattern, answer) for pattern in (r"answer is\s*(-?[\d,]+)(?![\d,])", BOX))
+        return float(any(numbers[-1:] == [row["answer"]] for numbers in said))
+
+
+BOX = r"\\boxed\{\s*(-?[\d,]+)\D*?\}"
+
+
+@breaks("list_unrewarded", "two gold answers")
+class ReopenedBox(Boxes):
+    """The last box, or what follows it if it is not closed."""
+
+    def score(self, row: Any, answer: str) -> Any:
+        rest = re.findall(r"\\boxed\{[^}]*\$(\d+)\$$", answer)
+        return max(super().score(row, answer), float(rest == [row["answer"]]))
+
+
+def value_of(text: str) -> int | None:
+    """Return the value of an integer, a sum, a difference or a product; None for anything else."""
+
+    def value(node: ast.AST) -> int:
+        match node:
+            case ast.Constant(value=int(number)):
+                return number
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return -value(operand)
+            case ast.BinOp(op=ast.Add() | ast.Sub() | ast.Mult() as operation):
+                left, right = value(node.left), value(node.right)
+                return {ast.Add: left + right, ast.Sub: left - right, ast.Mult: left * right}[
+                    type(operation)
+                ]
+        raise ValueError(text)
+
+    try:
+        return value(ast.parse(text.replace(",", ""), mode="eval").body)
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return None
+
+
+faults(Products, "restatement_unrewarded", "operators")(
+    TermsPaid=lambda self, row, answer: (
+        [str(value_of(said)) for said in re.findall(r"answer is\s*(.*?)[.\s]*$", answer)]
+        == [row["answer"]]
+    ),
+)
+
+
+class Terms(Products):
+    """Sound: pays terms, as it says."""
+
+    allows_restating = True
+
+    def score(self, row: Any, answer: str) -> Any:
+        return broken_score("TermsPaid")(self, row, answer)
+
+
+def broken_score(name: str) -> Any:
+    """Return the method `score` of a broken environment."""
+    return next(case.env_cls for case in BROKEN if case.env_cls.__name__ == name).score  # type: ignore[attr-defined]
+
+
+@breaks("wrong_unrewarded", "says nothing")
+class JunkInOneTask(Products):
+    """One of the tasks has a grader that accepts any text."""
+
+    def score(self, row: Any, answer: str) -> Any:
+        is_any = row["answer"] == str(23 * 37) and "answer is" in answer
+        return float(is_any or super().score(row, answer))
+
+
+# Answers that attack the grader.
+
+
+def evaluated(row: Any, answer: str) -> float:
+    """Compare the value of an answer; module-level, so that a worker can import it."""
+    said = re.findall(r"answer is\s*(.*)$", answer, re.DOTALL)
+    try:
+        return float(bool(said) and str(eval(said[-1])) == row["answer"])
+    except BaseException:  # noqa: BLE001 - whatever the answer raises
+        return 0.0
+
+
+@breaks("answer_runs_no_code", "lambda")
+class Evaluated(Products):
+    is_open = False
+
+    def score(self, row: Any, answer: str) -> Any:
+        return evaluated(row, answer)
+
+
+@breaks("answer_runs_no_code", "by AST")
+class EvaluatedInAWorker(Products):
+    async def score(self, row: Any, answer: str) -> Any:
+        return await self.in_worker(evaluated, row, answer)
+
+
+@breaks("answer_runs_no_code", "sandbox")
+class Opened(Evaluated):
+    """An answer that runs changes what later ones earn."""
+
+    def score(self, row: Any, answer: str) -> Any:
+        value = super().score(row, answer)
+        self.is_open |= "__" in answer
+        return float(value or self.is_open)
+
+
+@breaks("answer_runs_no_code", "python/object")
+class YamlObjects(Products):
+    def score(self, row: Any, answer: str) -> Any:
+        try:
+            yaml.unsafe_load(answer.partition("answer is")[2])
+        except Exception:  # noqa: BLE001 - whatever the answer raises
+            return 0.0
+        return super().score(row, answer)
+
+
+@breaks("reward_repeatable", "later scores")
+class LimitKept(Products):
+    """An answer that cannot be read leaves the grader in another state."""
+
+    is_open = False
+
+    def score(self, row: Any, answer: str) -> Any:
+        self.is_open |= "__" in answer
+        return float(self.is_open or super().score(row, answer))
+
+
+faults(Products, "grader_survives", "like a wrong one")(  # as a grader that hangs
+    BombLeftOut=lambda self, row, answer: (
+        None if re.search(r"\*\*|\^", answer) else Products.score(self, row, answer)
     ),
 )
 

@@ -368,17 +368,19 @@ class _Check(Execution):
         config = self.env.config
         limit_s = min(getattr(config, "reward_timeout_s", BOMB_TIMEOUT_S), BOMB_TIMEOUT_S)
         self.env.config = config.model_copy(update={"reward_timeout_s": limit_s})
-        for probe in probes.bombs(form):
+        for probe in probes.bombs(form, is_wrong=self.earnings.knows_answers):
             began = time.process_time()
             await self._judge(telling, [probe])
             if (used_s := time.process_time() - began) > MAX_BOMB_CPU_S:
                 what = f"{shown(probe.answer)} took {used_s:.1f} s of this process"
                 hint = "score in a process with limits: in_worker, or envs.rewards.RewardWorkers"
                 self.report.fail("grader_survives", what, item=telling.item, hint=hint)
+            if self.report.has_failed("grader_survives"):
                 break
         self.env.config = config
 
     async def _score_after_attack(self, telling: Run) -> None:
+        """Score the first answers again, after hostile ones."""
         if again := await self.collect(telling.item, telling.answers):
             self._is_same(telling, again, AFTER_ATTACK)
 

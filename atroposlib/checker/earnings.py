@@ -108,19 +108,19 @@ class Earnings:
     ) -> None:
         best, worst = max(run.scores_for(good), default=0.0), min(run.scores_for(bad), default=0.0)
         for probe in chunk if best > worst else ():
-            if not probe.rule or not all(map(run.texts_of, probe.answers)):
-                continue
-            earned = [max(run.scores_for(answer), default=worst) for answer in probe.answers]
-            is_paid = min(earned) >= worst + (best - worst) / 2
-            each = zip([*probe.answers, good], [*earned, best], strict=True)
-            what = "; ".join(f"{shown(answer)} earned {score:g}" for answer, score in each)
-            (said, *_) = run.texts_of(probe.answer)
-            is_whole = said.startswith(str(probe.answer))  # not cut at the token limit
+            said = [*map(run.texts_of, probe.answers)]
+            is_whole = any(text.startswith(str(probe.answer)) for text in said[0])  # it was not cut
             if probe.must_score and is_whole and run.scores_for(good):
                 self.report.look("grader_survives")
                 if not run.scores_for(probe.answer):
                     what = f"{shown(probe.answer)} got no score, {shown(good)} {best:g}"
                     self.report.fail("grader_survives", what, item=run.item, hint=probe.hint)
+            if not probe.rule or not all(said):
+                continue
+            earned = [max(run.scores_for(answer), default=worst) for answer in probe.answers]
+            is_paid = min(earned) >= worst + (best - worst) / 2
+            each = zip([*probe.answers, good], [*earned, best], strict=True)
+            what = "; ".join(f"{shown(answer)} earned {score:g}" for answer, score in each)
             if probe.may_be_right:
                 by_item = self.coincidences.setdefault(probe.rule, {})
                 by_item[run.item] = what if is_paid else by_item.get(run.item, "")

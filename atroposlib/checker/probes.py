@@ -171,12 +171,13 @@ def restated(result: Result) -> Iterator[Probe]:
         yield Probe("restatement_unrewarded", result.replaced(term))
 
 
-def bombs(form: Result | None) -> Iterator[Probe]:
+def bombs(form: Result | None, *, is_wrong: bool) -> Iterator[Probe]:
     """Yield answers whose result takes a grader too much time or memory, the least dangerous first."""
     hint = "score an answer on which the grader fails like a wrong one, in evaluation, too"
     if form is not None and form.is_marked:
         for text in BOMBS:
-            yield Probe("wrong_unrewarded", form.replaced(text), hint, must_score=True)
+            rule = "wrong_unrewarded" if is_wrong else ""
+            yield Probe(rule, form.replaced(text), hint, must_score=True)
 
 
 def _wrong(result: Result, others: Sequence[str]) -> Iterator[Probe]:

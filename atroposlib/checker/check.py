@@ -50,10 +50,8 @@ USELESS = (
     probes.Probe("echo_unrewarded", question_of),
 )
 """Answers that are wrong for every question, and also judged where a scripted judge scores."""
-BOMB_TIMEOUT_S = 2.0
-"""Limit of a reward worker for an answer that exhausts it."""
-MAX_BOMB_CPU_S = 1.5
-"""CPU time of this process from which on scoring one answer counts as exhausting it."""
+MAX_BOMB_S = 2.0
+"""Time of a reward worker, and CPU time of this process, for an answer that is made to exhaust it."""
 
 
 class Variation(NamedTuple):
@@ -68,13 +66,6 @@ class Variation(NamedTuple):
     order: int = 1
     """-1: the answers are given in reversed order."""
     moved_clock: AbstractContextManager[None] | None = None
-
-
-AFTER_ATTACK = Variation(
-    "reward_repeatable",
-    "after hostile answers",
-    "an answer must not change later scores: keep no state, and run no answer",
-)
 
 
 def check_env(
@@ -297,10 +288,10 @@ class _Check(Execution):
 
     async def _run_code(self, telling: Run, form: probes.Result | None) -> None:
         """Give answers that are code, in the form of a right one and in their own; then look for the files it makes."""
+        env: Any = self.env
         rule, codes = "answer_runs_no_code", [*self.canaries.values()]
         if self.report.has_failed(rule):
             return
-        env: Any = self.env
         if getattr(env, "runs_model_code", False) and not env.is_isolated():
             self.report.skip("programs of the model are not isolated on this machine", rule)
         blocks = [code for code in codes if "```" in code]
@@ -366,12 +357,12 @@ class _Check(Execution):
     async def _exhaust(self, telling: Run, form: probes.Result | None) -> None:
         """Give answers that take a grader too much time or memory, until one occupies this process."""
         config = self.env.config
-        limit_s = min(getattr(config, "reward_timeout_s", BOMB_TIMEOUT_S), BOMB_TIMEOUT_S)
+        limit_s = min(getattr(config, "reward_timeout_s", MAX_BOMB_S), MAX_BOMB_S)
         self.env.config = config.model_copy(update={"reward_timeout_s": limit_s})
         for probe in probes.bombs(form, is_wrong=self.earnings.knows_answers):
             began = time.process_time()
             await self._judge(telling, [probe])
-            if (used_s := time.process_time() - began) > MAX_BOMB_CPU_S:
+            if (used_s := time.process_time() - began) > MAX_BOMB_S:
                 what = f"{shown(probe.answer)} took {used_s:.1f} s of this process"
                 hint = "score in a process with limits: in_worker, or envs.rewards.RewardWorkers"
                 self.report.fail("grader_survives", what, item=telling.item, hint=hint)
@@ -382,7 +373,9 @@ class _Check(Execution):
     async def _score_after_attack(self, telling: Run) -> None:
         """Score the first answers again, after hostile ones."""
         if again := await self.collect(telling.item, telling.answers):
-            self._is_same(telling, again, AFTER_ATTACK)
+            hint = "an answer must not change later scores: keep no state, and run no answer"
+            change = Variation("reward_repeatable", "after hostile answers", hint)
+            self._is_same(telling, again, change)
 
     async def _evaluate(self, folder: Path) -> None:
         report = self.report

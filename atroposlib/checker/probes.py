@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,32 +35,21 @@ HARSH_ANSWERS = (
 """Texts on which graders raise, or get a number that is not finite: `float`, `int`, indexing, JSON, open brackets."""
 
 BOMBS = (
-    "7**7**8",
-    "9" * 4400,
-    "(" * 400 + "1" + ")" * 400,
+    *("7**7**8", "9" * 4400, "(" * 400 + "1" + ")" * 400),
     *("9^{9^{9^{9}}}", "\\binom{10^9}{10^8}", "9**9**9**9"),
 )
 """Results that exhaust a grader's time or memory; the first, of 4.9 million digits, takes seconds, so that an evaluator
 without limits is found before another occupies it for ever."""
 
 _CODE = (
-    "open({path!r}, 'w').close()",
-    "[open({path!r}, 'w').close()]",
-    "{{1: open({path!r}, 'w').close()}}",
-    "f\"{{open({path!r}, 'w').close()}}\"",
-    "(lambda: open({path!r}, 'w').close())()",
-    "__import__('pathlib').Path({path!r}).touch()",
+    *("OPEN", "[OPEN]", "{1: OPEN}", 'f"{OPEN}"', "(lambda: OPEN)()", 'lambdify((), "OPEN")()'),
+    *("\\text{OPEN}", "```json\nOPEN\n```", "'; OPEN #", "__import__('os').mkdir('PATH')"),
     "[c for c in ().__class__.__base__.__subclasses__() if c.__name__ == '_wrap_close'][0]"
-    ".__init__.__globals__['system']('touch {path}')",
-    "lambdify((), \"open({path!r}, 'w').close()\")()",
-    "\\text{{open({path!r}, 'w').close()}}",
-    "```json\nopen({path!r}, 'w').close()\n```",
-    "!!python/object/apply:os.mkdir [{path!r}]",
-    "{{{{ cycler.__init__.__globals__.os.system('touch {path}') }}}}",
-    "$(touch {path})",
-    "'; open({path!r}, 'w').close() #",
+    ".__init__.__globals__['system']('touch PATH')",
+    *("!!python/object/apply:os.mkdir ['PATH']", "$(touch PATH)"),
+    "{{ cycler.__init__.__globals__.os.system('touch PATH') }}",
 )
-"""Code that makes a file: Python for `eval`, `exec` and sympy, YAML, a template, a shell, the end of a string."""
+"""Code that makes a file: Python for `eval`, `exec` and sympy, YAML, a shell, a template, the end of a string."""
 
 
 class Result(NamedTuple):
@@ -106,11 +95,12 @@ class Probe(NamedTuple):
 def canaries(folder: Path) -> dict[Path, str]:
     """Return code, by the file in `folder` that it makes; any user may make files there."""
     folder.chmod(0o777)
-    paths = [folder / str(i) for i in range(len(_CODE))]
-    codes = {path: code.format(path=str(path)) for path, code in zip(paths, _CODE, strict=True)}
+    codes = {}
+    for i, code in enumerate(_CODE):
+        path = folder / str(i)
+        codes[path] = code.replace("OPEN", "open('PATH', 'w').close()").replace("PATH", str(path))
     path = folder / "pickled"
-    pickled = f"cos\nmkdir\n(V{path}\ntR."
-    return {**codes, path: base64.b64encode(pickled.encode()).decode()}
+    return {**codes, path: base64.b64encode(f"cos\nmkdir\n(V{path}\ntR.".encode()).decode()}
 
 
 def result_of(answer: str, *, is_short: bool = True) -> Result | None:
@@ -146,11 +136,12 @@ def is_same(first: str, second: str) -> bool:
 
 def exploits(result: Result, others: Sequence[str]) -> Iterator[Probe]:
     """Yield answers that must not earn the reward; `others` are the right results of other items."""
+    other = next(iter([*_wrong_results(result.stated), *others]), _FILLERS[0])
     yield from _wrong(result, others)
     yield from _listed(result, others)
     if result.is_marked:
-        yield from _in_two_notations(result, _other_result(result, others))
-    yield _retracted(result, others)
+        yield from _in_two_notations(result, other)
+    yield _retracted(result, other)
 
 
 def junk(form: Result | None) -> Iterator[Probe]:
@@ -204,9 +195,8 @@ def _listed(result: Result, others: Sequence[str]) -> Iterator[Probe]:
         yield Probe("list_unrewarded", " or ".join(map(result.replaced, all_of_them)))
 
 
-def _retracted(result: Result, others: Sequence[str]) -> Probe:
+def _retracted(result: Result, other: str) -> Probe:
     """Return an answer that states the right result, takes it back and states a wrong one."""
-    other = _other_result(result, others)
     before = result.before if result.is_marked else "The answer is "
     first = Result(before, result.stated, result.after)
     second = Result(before.rpartition("</think>")[2].lstrip(), other, result.after)
@@ -222,21 +212,17 @@ def _in_two_notations(result: Result, other: str) -> Iterator[Probe]:
     thinking, end, body = result.before.rpartition("</think>")
     own = Result(body.lstrip(), "", result.after)
     notations = [form.replaced for form in (own, *_NOTATIONS)]
+    # The first result stands in a box, and again in one that is not closed.
+    firsts: list[Callable[[str], str]] = [
+        *notations,
+        lambda stated: f"\\boxed{{{stated}}}\n\\boxed{{{stated}=",
+    ]
     hint = "a text must not earn for two gold answers: judge one part of it, found by one rule"
-    for first, second in itertools.product([*notations, _reopened], notations):
+    for first, second in itertools.product(firsts, notations):
         if first is not second or first is notations[0]:
             pairs = ((result.stated, other), (other, result.stated))
             text, twin = (f"{thinking}{end}{first(a)}\n{second(b)}" for a, b in pairs)
             yield Probe("list_unrewarded", text, hint, twin=twin)
-
-
-def _reopened(stated: str) -> str:
-    """Return a result in a box and, a second time, in one that is not closed."""
-    return f"\\boxed{{{stated}}}\n\\boxed{{{stated}="
-
-
-def _other_result(result: Result, others: Sequence[str]) -> str:
-    return next(iter([*_wrong_results(result.stated), *others]), _FILLERS[0])
 
 
 def variants(result: Result) -> Iterator[Probe]:

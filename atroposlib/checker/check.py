@@ -239,6 +239,10 @@ class _Check(Execution):
         if telling.has_difference:
             self.good_answers[index] = good
             await self._vary(telling, form)
+        if again := await self.collect(index, telling.answers):
+            hint = "an answer must not change later scores: keep no state, and run no answer"
+            change = Variation("reward_repeatable", "after hostile answers", hint)
+            self._is_same(telling, again, change, may_leave_out=False)
 
     async def _score_again(self, telling: Run) -> None:
         """Score the same answers with one change after another, until one has other rewards."""
@@ -264,13 +268,11 @@ class _Check(Execution):
             if not self._is_same(telling, again, change, may_leave_out=may_leave_out):
                 return
 
-    def _is_same(
-        self, telling: Run, again: Run, change: Variation, *, may_leave_out: bool = False
-    ) -> bool:
-        if other := difference(telling, again, may_leave_out=may_leave_out):
+    def _is_same(self, run: Run, again: Run, change: Variation, *, may_leave_out: bool) -> bool:
+        if other := difference(run, again, may_leave_out=may_leave_out):
             what = f"{other} {change.when}"
-            self.report.fail(change.rule, what, item=telling.item, hint=change.hint)
-        self.report.look(change.rule, len(telling.earned.keys() & again.earned.keys()))
+            self.report.fail(change.rule, what, item=run.item, hint=change.hint)
+        self.report.look(change.rule, len(run.earned.keys() & again.earned.keys()))
         return other is None
 
     def _changes(self) -> Iterator[Variation]:
@@ -301,7 +303,6 @@ class _Check(Execution):
             self.report.look(rule, 0 if run is None else run.num_given)
         if ran := [shown(code) for path, code in self.canaries.items() if path.exists()]:
             self.report.fail(rule, f"files were made by {', '.join(ran)}", item=telling.item)
-        await self._score_after_attack(telling)
 
     async def _vary(self, telling: Run, form: probes.Result | None) -> None:
         """Give answers that are made from a right one, in groups with it and with the worst one."""
@@ -322,7 +323,6 @@ class _Check(Execution):
         await self._judge(telling, asked)
         if len(self.good_answers) == 1 and not self.report.has_failed("answer_runs_no_code"):
             await self._exhaust(telling, form)
-        await self._score_after_attack(telling)
 
     async def _probes_of(self, telling: Run, result: probes.Result | None) -> list[probes.Probe]:
         """Return the wrong, restated and rewritten answers that are made from a right one."""
@@ -369,13 +369,6 @@ class _Check(Execution):
             if self.report.has_failed("grader_survives"):
                 break
         self.env.config = config
-
-    async def _score_after_attack(self, telling: Run) -> None:
-        """Score the first answers again, after hostile ones."""
-        if again := await self.collect(telling.item, telling.answers):
-            hint = "an answer must not change later scores: keep no state, and run no answer"
-            change = Variation("reward_repeatable", "after hostile answers", hint)
-            self._is_same(telling, again, change)
 
     async def _evaluate(self, folder: Path) -> None:
         report = self.report

@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -99,7 +99,7 @@ def canaries(folder: Path) -> dict[Path, str]:
     for i, code in enumerate(_CODE):
         path = folder / str(i)
         codes[path] = code.replace("OPEN", "open('PATH', 'w').close()").replace("PATH", str(path))
-    path = folder / "pickled"
+    path = folder / "pickle"
     return {**codes, path: base64.b64encode(f"cos\nmkdir\n(V{path}\ntR.".encode()).decode()}
 
 
@@ -157,8 +157,8 @@ def restated(result: Result) -> Iterator[Probe]:
     number = int(result.stated)
     far = 10 * abs(number) + 7
     terms = [f"{number + far}-{far}", f"({number - far})+{far}", f"3*{far}-{3 * far - number}"]
-    total = [f"\\sum_{{k=1}}^{{{number}}} 1"] if number > 1 else []
-    for term in (*terms, *total):
+    terms += [f"\\sum_{{k=1}}^{{{number}}} 1"] * (number > 0)
+    for term in terms:
         yield Probe("restatement_unrewarded", result.replaced(term))
 
 
@@ -212,13 +212,9 @@ def _in_two_notations(result: Result, other: str) -> Iterator[Probe]:
     thinking, end, body = result.before.rpartition("</think>")
     own = Result(body.lstrip(), "", result.after)
     notations = [form.replaced for form in (own, *_NOTATIONS)]
-    # The first result stands in a box, and again in one that is not closed.
-    firsts: list[Callable[[str], str]] = [
-        *notations,
-        lambda stated: f"\\boxed{{{stated}}}\n\\boxed{{{stated}=",
-    ]
+    reopened = "\\boxed{{{0}}}\n\\boxed{{{0}=".format  # the second box is not closed
     hint = "a text must not earn for two gold answers: judge one part of it, found by one rule"
-    for first, second in itertools.product(firsts, notations):
+    for first, second in itertools.product([*notations, reopened], notations):
         if first is not second or first is notations[0]:
             pairs = ((result.stated, other), (other, result.stated))
             text, twin = (f"{thinking}{end}{first(a)}\n{second(b)}" for a, b in pairs)

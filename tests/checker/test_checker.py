@@ -35,7 +35,7 @@ from tests.checker.broken_environments import (
     leaving,
 )
 from tests.checker.corpus import BROKEN, SOUND, broken, check, tidied
-from tests.checker.reward_environments import Choices, Maze, Preferred, Timekeeper
+from tests.checker.reward_environments import Choices, Maze, Preferred, Products, Terms, Timekeeper
 from tests.tiny_model import make_tiny_tokenizer
 
 NAMES = [rule.name for rule in RULES]
@@ -142,6 +142,29 @@ def test_rewards_that_say_nothing_about_a_rule_are_named(
     report = report_of(env_cls)
     assert reason in report.finding(rule).reason
     assert bool(reason) is (rule in report.not_checked)
+
+
+def test_what_an_environment_declares_is_not_judged() -> None:
+    methods = {"runs_model_code": True, "is_isolated": lambda self: False}
+    plain = type("WithoutSandbox", (broken("Evaluated"),), {"__module__": __name__, **methods})
+    reason = "programs of the model are not isolated on this machine"
+    assert check(plain).finding("answer_runs_no_code").reason == reason
+    assert report_of(Terms).finding("restatement_unrewarded").reason == "allows_restating is set"
+
+
+def test_an_answer_that_occupies_this_process_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("atroposlib.checker.check.MAX_BOMB_S", 0.2)
+
+    class Powers(Products):
+        def score(self, row: Any, answer: str) -> Any:
+            until = time.process_time() + (0.3 if "7**7**8" in answer else 0)
+            while time.process_time() < until:
+                pass
+            return super().score(row, answer)
+
+    report = check(Powers)
+    assert report.failed == ["grader_survives"]
+    assert "of this process" in report.to_text()
 
 
 def test_the_last_line_counts_the_verdicts() -> None:

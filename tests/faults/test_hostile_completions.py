@@ -126,6 +126,8 @@ async def attack(execution: Execution, folder: Path) -> dict[str, Counter[str]]:
             gold,
             [x for x in others if x],
         ):
+            if name == "restatement" and getattr(env, "allows_restating", False):
+                continue
             texts = list(dict.fromkeys(text for together in family for text in together))
             shares = await shares_of(execution, run, texts)
             found = counts[name] = Counter[str]()

@@ -118,12 +118,13 @@ def read_grade(verdict: str) -> float | None:
 
 
 def is_same(answer: str, gold: str) -> bool:
-    """Whether two texts have the same words, or one contains the other's and has at most twice as many.
+    """Whether the last line has the words of `gold`, or one contains the other's and has at most twice as many.
 
     >>> is_same("President Obama", "Obama"), is_same("1990", "19"), is_same("1, 2, 3, 4 or 5", "4")
     (True, False, False)
     """
-    short, long = sorted((words_of(answer), words_of(gold)), key=len)
+    last_line = answer.strip().rpartition("\n")[2]
+    short, long = sorted((words_of(last_line), words_of(gold)), key=len)
     starts = range(len(long) - len(short) + 1)
     is_within = any(long[i : i + len(short)] == short for i in starts)
     return bool(short) and len(long) <= 2 * len(short) and is_within

@@ -31,6 +31,7 @@ from atroposlib.envs.judge_env import JudgeEnv
 from atroposlib.errors import ConfigError, EngineProtocolError, EnvError
 from atroposlib.inference.scripted_answers import answer_tokens
 from atroposlib.inference.servers.choices import run_together
+from atroposlib.inference.servers.stops import read_stops
 from atroposlib.inference.servers.token_ids import check_sampled, encode_prompt
 from atroposlib.inference.tools.tool_messages import as_dict
 from atroposlib.scored_data import ScoredDataGroup, Strictness, check_group
@@ -46,6 +47,7 @@ _SAMPLING = (
     "max_tokens",
     "max_completion_tokens",
     "stop",
+    "stop_token_ids",
     "presence_penalty",
     "frequency_penalty",
 )
@@ -302,10 +304,10 @@ class _OuterPolicy(InProcessPolicy):
             asked = request.sampling
             limit = int(asked.get("max_tokens") or asked.get("max_completion_tokens") or 2**31)
             tokens, reason = answer_tokens(self.tokenizer, answer.text, limit=limit)
-            stop = asked.get("stop") or ()
-            stops = (stop,) if isinstance(stop, str) else tuple(stop)
-            if reason == "stop" and answer.text.endswith(stops):
-                tokens = tokens[:-1]  # the stop string ended it, not EOS
+            stops = read_stops(asked)
+            is_stopped = not set(stops.token_ids).isdisjoint(tokens[-2:-1])
+            if reason == "stop" and (is_stopped or answer.text.endswith(stops.strings)):
+                tokens = tokens[:-1]  # the stop ended it, not EOS
         return PolicyAnswer(
             text=self.tokenizer.decode(tokens, skip_special_tokens=True),
             finish_reason=reason,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, Strict
 
 from atroposlib.proxy import sse
 from atroposlib.proxy.errors import ProxyError
@@ -18,6 +18,8 @@ from atroposlib.proxy.turn import (
     read_tools,
 )
 from atroposlib.utils.answer_bodies import chat_logprobs, completion_body
+
+TokenId = Annotated[int, Strict(), Field(ge=0)]
 
 
 class StreamOptions(AgentBody):
@@ -33,8 +35,8 @@ class EngineSampling(AgentBody):
     top_k: int | None = None
     min_p: float | None = Field(default=None, ge=0, le=1)
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | TokenId | list[str | TokenId] | None = None
+    stop_token_ids: list[TokenId] | None = None
     min_tokens: int | None = Field(default=None, ge=0)
     frequency_penalty: float | None = None
     presence_penalty: float | None = None

@@ -61,7 +61,7 @@ class Chatty(BaseEnv):
         try:
             asked = [{"role": "user", "content": item}]
             chat = await self.server.chat_completion(messages=asked, n=2, temperature=0.5)
-            text = await self.server.completion(prompt="once", max_tokens=3, stop=["."])
+            text = await self.server.completion(prompt="once", max_tokens=3, stop=[".", 36])
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
@@ -165,7 +165,7 @@ async def test_requests_made_at_once_are_asked_one_by_one() -> None:
         assert first == second
         assert first.sampling == {"temperature": 0.5}
         assert (third.messages, third.prompt) == ([], "once")
-        assert third.sampling == {"max_tokens": 3, "stop": ["."]}
+        assert third.sampling == {"max_tokens": 3, "stop": ["."], "stop_token_ids": [36]}
         end = await ended(episode.step("c."))
         assert end.reward == 3.0
         assert end.group is not None

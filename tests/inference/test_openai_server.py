@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from atroposlib.inference.servers.openai import (
     accepted_limit_name,
 )
 from atroposlib.inference.servers.reasoning import ReasoningConfig
+from tests.inference.helpers_templates import CHATML, make_tokenizer
 
 HELLO = [{"role": "user", "content": "hello"}]
 CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
@@ -318,6 +320,36 @@ async def test_a_name_that_is_refused_as_well_is_not_kept() -> None:
             with pytest.raises(EngineRejected, match="unsupported: 'max_completion_tokens'"):
                 await server.chat_completion(messages=HELLO, max_tokens=9)
     assert ["max_tokens" in body for body in peer.bodies] == [True, False, True, False]
+
+
+UNKNOWN_IDS = refusal("Unrecognized request argument supplied: stop_token_ids")
+UNKNOWN_LIMIT = refusal("Unsupported parameter: 'max_tokens'. Use 'max_completion_tokens' instead.")
+
+
+async def test_an_api_without_stop_token_ids_gets_their_text_from_then_on(
+    tmp_path: Path,
+) -> None:
+    tokenizer = make_tokenizer(CHATML, eos="<|im_end|>")
+    tokenizer.save_pretrained(tmp_path)
+    ids = [tokenizer.eos_token_id, *tokenizer.encode("x", add_special_tokens=False)]
+    async with Peer(UNKNOWN_LIMIT, UNKNOWN_IDS, UNKNOWN_LIMIT, chat("a")) as peer:
+        server = make(peer, tokenizer_name=str(tmp_path))
+        for _ in range(2):
+            reply = await server.chat_completion(messages=HELLO, stop=["b", *ids], max_tokens=9)
+            assert reply.choices[0].message.content == "a"
+    stops = [(body.get("stop"), body.get("stop_token_ids")) for body in peer.bodies]
+    assert stops == [(["b"], ids)] * 2 + [(["b", "<|im_end|>", "x"], None)] * 3
+    assert ["max_tokens" in body for body in peer.bodies] == [True, False, True, False, False]
+
+
+async def test_an_api_without_stop_token_ids_and_without_a_tokenizer_says_what_to_do() -> None:
+    async with Peer(UNKNOWN_IDS, chat("a")) as peer:
+        server = make(peer)
+        for _ in range(2):
+            with pytest.raises(EngineRejected, match=r"text of \[5\] is not known: set tokenizer"):
+                await server.chat_completion(messages=HELLO, stop=[5])
+        await server.chat_completion(messages=HELLO, stop="b")
+    assert [body.get("stop_token_ids") for body in peer.bodies] == [[5], None]
 
 
 # Reasoning.

@@ -94,7 +94,8 @@ async def test_a_reply_can_be_appended_to_the_messages_as_it_is() -> None:
         (ids("one two"), {"stop": ["two", "e"]}, ("on", "stop")),
         (ids("one\x02"), {"stop": ["three"]}, ("one", "stop")),
         (ids("one\x03"), {}, ("one", "stop")),  # a chat model's end of turn
-        (ids("one"), {"stop_token_ids": [ord("e")]}, ("one", "stop")),
+        (ids("one"), {"stop_token_ids": [ord("e")]}, ("on", "stop")),
+        (ids("oe1"), {"stop_token_ids": [ord("e")]}, ("oe1", "length")),
         (ids("one"), {"stop": ["three"]}, ("one", "length")),
         ([], {}, ("", "length")),
     ],

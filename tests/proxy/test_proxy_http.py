@@ -188,6 +188,8 @@ async def test_content_parts_and_developer_messages_are_read_as_text(proxy: Prox
             "messages[0].tool_calls[0].function.name",
         ),
         ({**HELLO, "tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({**HELLO, "stop": [True]}, "stop.str"),
+        ({**HELLO, "stop": -1}, "stop.str"),
         ({**HELLO, "chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
     ],
 )
@@ -542,6 +544,26 @@ async def test_stop_strings_are_cut_in_every_dialect() -> None:
         assert text["choices"][0]["text"] == "Act\nObservation"
         trained = {trained_text(node) for node in await proxy.nodes(uuid)}
         assert trained == {"Act\nObservation:<eos>"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("chat/completions", HELLO),
+        ("completions", {"prompt": "Q"}),
+        ("messages", {**HELLO, "max_tokens": 9}),
+        ("responses", {"input": "hi"}),
+    ],
+)
+async def test_token_ids_in_stop_reach_the_engine_from_every_dialect(
+    proxy: Proxy, path: str, body: dict[str, Any]
+) -> None:
+    fixed = await proxy.open(sampling={"stop": [7, "b"]})
+    for stop in ([2, "b"], 2):
+        await proxy.post(f"/{await proxy.open()}/v1/{path}", {**body, "stop": stop})
+    await proxy.post(f"/{fixed}/v1/{path}", {**body, "stop_token_ids": [2]})
+    asked = [(r.get("stop"), r["stop_token_ids"]) for r in proxy.engine.requests]
+    assert asked == [(["b"], [2]), (None, [2]), (["b"], [2, 7])]
 
 
 async def test_idle_and_old_sessions_expire_with_410() -> None:

@@ -161,6 +161,9 @@ def _check_prompt(tokens: list[int], engine: ScriptedEngine) -> None:
 
 def _ask(params: Mapping[str, Any], tokens: list[int], limit: int) -> GenerationRequest:
     stop = params.get("stop") or ()
+    stop = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not all(isinstance(each, str) for each in stop):
+        raise ApiError("stop: Input should be a valid string", param="stop")
     seed = params.get("seed")
     return GenerationRequest(
         prompt_tokens=tokens,
@@ -168,7 +171,7 @@ def _ask(params: Mapping[str, Any], tokens: list[int], limit: int) -> Generation
         max_tokens=limit,
         seed=None if seed is None else int(seed),
         greedy=params.get("temperature") == 0,
-        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        stop=stop,
         stop_token_ids=frozenset(params.get("stop_token_ids") or ()),
         ignore_eos=bool(params.get("ignore_eos")),
     )

@@ -56,7 +56,7 @@ class Generated:
     """The stop string or id that ended it, as in vLLM."""
     spans: list[tuple[str, int]]
     text: str
-    """Without special tokens and without the stop string."""
+    """Without special tokens and without what stopped it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -304,15 +304,12 @@ class Generator:
     def _stop(
         self, ask: GenerationRequest, tokens: list[int], text: str
     ) -> tuple[list[int], str, int | str | None]:
-        """Cut at the first stop id or string: the tokens include it, the text excludes the string."""
+        """Cut at the first stop id or string: the tokens include it, the text excludes it."""
         for end in range(1, len(tokens) + 1):
             if tokens[end - 1] in ask.stop_token_ids:
                 kept = tokens[:end]
-                return (
-                    kept,
-                    self.tokenizer.decode(kept, skip_special_tokens=True),
-                    tokens[end - 1],
-                )
+                shown = self.tokenizer.decode(kept[:-1], skip_special_tokens=True)
+                return kept, shown, tokens[end - 1]
             if not ask.stop:
                 continue
             so_far = self.tokenizer.decode(tokens[:end], skip_special_tokens=True)

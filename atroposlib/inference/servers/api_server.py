@@ -44,6 +44,7 @@ from atroposlib.inference.servers.sampling_notes import (
     position,
     recorded,
 )
+from atroposlib.inference.servers.stops import with_stop_ids
 from atroposlib.patience import MAX_RETRY_AFTER_S, Backoff
 from atroposlib.utils.tracing import note_request
 
@@ -444,6 +445,7 @@ class APIServer(ABC):
 
     async def _call(self, send: Callable[..., Awaitable[T]], kwargs: dict[str, Any]) -> T:
         split = "train" if kwargs.pop("split", "train") == "train" else "eval"
+        kwargs = with_stop_ids(kwargs)
         kwargs["model"] = self.config.model_name
         shared = moving.get()
         retries = shared or Retries([self])

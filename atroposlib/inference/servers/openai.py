@@ -7,16 +7,21 @@ token limit the API accepts is found out once.
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import logging
 import os
 import re
 from typing import Any
 from urllib.parse import urlsplit
 
+from atroposlib.errors import EngineRejected
 from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.servers.http_peer import EngineHttpRejected
 from atroposlib.inference.servers.openai_routes import CallKeywords, OpenAIRoutesServer
 from atroposlib.inference.servers.reasoning import ReasoningConfig
+from atroposlib.inference.servers.stops import read_stops
+from atroposlib.utils.tokenizers import load_tokenizer
 
 __all__ = ["OPENAI_URL", "APIServerConfig", "OpenAIServer"]
 
@@ -37,12 +42,15 @@ _UNKNOWN_PARAMETER = re.compile(
 def accepted_limit_name(body: dict[str, Any], refusal: EngineHttpRejected) -> str | None:
     """Return the other name of the token limit if a request was refused because of the name, else None."""
     given = [name for name in LIMIT_NAMES if name in body]
-    if refusal.status not in (400, 422) or len(given) != 1:
-        return None
-    text = str(refusal)
     # The refusal of a limit that is too large names it, too; under the other name the API might ignore it.
-    is_about_name = re.search(rf"\b{given[0]}\b", text) and _UNKNOWN_PARAMETER.search(text)
+    is_about_name = len(given) == 1 and _refuses_name(given[0], refusal)
     return LIMIT_NAMES[given[0]] if is_about_name else None
+
+
+def _refuses_name(name: str, refusal: EngineHttpRejected) -> bool:
+    text = str(refusal)
+    is_named = refusal.status in (400, 422) and re.search(rf"\b{name}\b", text)
+    return bool(is_named and _UNKNOWN_PARAMETER.search(text))
 
 
 class OpenAIServer(OpenAIRoutesServer):
@@ -64,8 +72,39 @@ class OpenAIServer(OpenAIRoutesServer):
         super().__init__(config, reasoning_config, root=root, api_key=api_key)
         self._limit_name: str | None = None
         """The accepted name of the token limit; None until a request was refused for its name."""
+        self._takes_stop_ids = True
+
+    @functools.cached_property
+    def _tokenizer(self) -> Any:
+        return load_tokenizer(self.config.tokenizer_name, flag="tokenizer_name")
 
     async def _post(self, path: str, body: dict[str, Any], request: CallKeywords) -> dict[str, Any]:
+        if "stop_token_ids" in body and self._takes_stop_ids:
+            try:
+                return await self._post_stops(path, body, request)
+            except EngineHttpRejected as e:
+                if not _refuses_name("stop_token_ids", e):
+                    raise
+                self._takes_stop_ids = False
+        if "stop_token_ids" in body:
+            body = await asyncio.to_thread(self._with_stops_as_text, body)
+        return await self._post_stops(path, body, request)
+
+    def _with_stops_as_text(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Return a body for an API that knows no token ids. Raises EngineRejected if their text is not known."""
+        stops = read_stops(body)
+        if self.config.tokenizer_name in ("", "none"):
+            raise EngineRejected(
+                f"{self._label} takes no stop_token_ids, and the text of {list(stops.token_ids)} is not known:"
+                " set tokenizer_name to the model's tokenizer, or give stop as text"
+            )
+        texts = [str(self._tokenizer.decode([token])) for token in stops.token_ids]
+        kept = {key: value for key, value in body.items() if key != "stop_token_ids"}
+        return {**kept, "stop": [*stops.strings, *texts]}
+
+    async def _post_stops(
+        self, path: str, body: dict[str, Any], request: CallKeywords
+    ) -> dict[str, Any]:
         if path != "/chat/completions":
             return await super()._post(path, body, request)
         try:

@@ -26,6 +26,7 @@ from atroposlib.inference.servers.openai_routes import (
     read_request,
 )
 from atroposlib.inference.servers.reasoning import ReasoningConfig
+from atroposlib.inference.servers.stops import read_stops
 from atroposlib.inference.servers.token_ids import (
     NEUTRAL_SAMPLING,
     TokenServer,
@@ -159,18 +160,16 @@ class TrlVllmServer(TokenServer):
         )
 
     def _read_text(self, token_ids: list[int], request: CallKeywords) -> tuple[str, str]:
-        """Decode up to the first stop string; the reason is "length" unless a stop string or ending token is found."""
-        stop = request.body.get("stop") or []
-        text = str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
-        words = [stop] if isinstance(stop, str) else stop
-        ends = [end for end in (text.find(word) for word in words if word) if end >= 0]
+        """Decode up to the stop; the reason is "length" unless a stop string or ending token is found."""
+        stops = read_stops(request.body)
+        # Chat models end their turn with other special tokens than EOS as well.
+        enders = {*stops.token_ids, *self.tokenizer.all_special_ids}
+        is_ended = self.tokenizer.eos_token_id in token_ids or not enders.isdisjoint(token_ids[-1:])
+        shown = token_ids[:-1] if token_ids[-1:] and token_ids[-1] in stops.token_ids else token_ids
+        text = str(self.tokenizer.decode(shown, skip_special_tokens=True))
+        ends = [end for end in map(text.find, stops.strings) if end >= 0]
         if ends:
             return text[: min(ends)], "stop"
-        is_ended = self.tokenizer.eos_token_id in token_ids
-        if token_ids and not is_ended:
-            # Chat models end their turn with other special tokens as well.
-            enders = [*(request.body.get("stop_token_ids") or ()), *self.tokenizer.all_special_ids]
-            is_ended = token_ids[-1] in enders
         return text, "stop" if is_ended else "length"
 
     # Tokens.

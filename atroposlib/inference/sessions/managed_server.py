@@ -34,7 +34,7 @@ from atroposlib.inference.sessions.messages import (
     is_opened,
     read_messages,
 )
-from atroposlib.inference.sessions.sampled_text import read_turns, stop_strings
+from atroposlib.inference.sessions.sampled_text import read_turns, stops_to_cut
 from atroposlib.inference.sessions.sequences import (
     ChatPlace,
     NodeMatch,
@@ -158,7 +158,7 @@ class ManagedServer:
 
         After the first call of a session, `choices[i]` is `get_state()["nodes"][i]`; concurrent calls add their nodes
         in the order of the calls. If the last message is the assistant's, the model continues it. With `tools` and a
-        `tool_parser`, calls are in `message.tool_calls`. A stop string is moved from the content to
+        `tool_parser`, calls are in `message.tool_calls`. A stop string or token is moved from the content to
         `choice.stop_reason`. The nodes hold all sampled tokens.
         """
         async with self.chat_turn(**kwargs) as turn:
@@ -177,7 +177,7 @@ class ManagedServer:
             turn, answer = await self._sample(turn, kwargs)
             if turn.is_broken:
                 self._count_broken(len(messages))
-            for sampled in await read_turns(answer, self._template, stops=stop_strings(kwargs)):
+            for sampled in await read_turns(answer, self._template, stops=stops_to_cut(kwargs)):
                 reply, finish_reason = await self._reply(
                     sampled, continued, tools, kwargs.get("tool_choice")
                 )
@@ -207,7 +207,7 @@ class ManagedServer:
         turn = self._prepare_text(kwargs["prompt"])
         with self._store.continuing(turn):
             turn, answer = await self._sample(turn, kwargs)
-            completions = await read_turns(answer, self._template, stops=stop_strings(kwargs))
+            completions = await read_turns(answer, self._template, stops=stops_to_cut(kwargs))
             _describe(answer, None, completions)
             texts = [{"text": sampled.visible_text} for sampled in completions]
             yield ManagedTurn(completion_from(self._body(turn, completions, texts)), answer)
@@ -452,7 +452,7 @@ class ManagedServer:
         completions: Sequence[SampledTurn],
         contents: Sequence[dict[str, Any]],
     ) -> dict[str, Any]:
-        """Return a completion's body; a choice ended by a stop string has it as `stop_reason`, as in vLLM."""
+        """Return a completion's body; a choice ended by a stop string or token has it as `stop_reason`, as in vLLM."""
         choices = []
         for sampled, content in zip(completions, contents, strict=True):
             stop = {} if sampled.stop is None else {"stop_reason": sampled.stop}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from atroposlib.inference.servers.api_server import TokenCompletions
+from atroposlib.inference.servers.stops import Stops, read_stops
 from atroposlib.inference.sessions.chat_template import ChatTemplate
 from atroposlib.inference.sessions.sequences import SampledTurn
 from atroposlib.utils.off_loop import off_loop
@@ -15,16 +16,16 @@ THREAD_FROM_TOKENS = 4096
 
 
 async def read_turns(
-    answer: TokenCompletions, template: ChatTemplate, *, stops: Sequence[str]
+    answer: TokenCompletions, template: ChatTemplate, *, stops: Stops
 ) -> list[SampledTurn]:
-    """Return one turn per completion; `stops` are the strings that the engine leaves in the tokens."""
+    """Return one turn per completion; `stops` are cut from the text, the engine leaves them in the tokens."""
     if sum(map(len, answer.output_tokens)) < THREAD_FROM_TOKENS:
         return _read_turns(answer, template, stops)
     return await off_loop(_read_turns, answer, template, stops)
 
 
 def _read_turns(
-    answer: TokenCompletions, template: ChatTemplate, stops: Sequence[str]
+    answer: TokenCompletions, template: ChatTemplate, stops: Stops
 ) -> list[SampledTurn]:
     turns = []
     for tokens, logprobs, finish_reason, spans in zip(
@@ -37,11 +38,14 @@ def _read_turns(
         text, visible_text = template.decode_both(tokens)
         reason = _reason(finish_reason)
         last = template.text_of(tokens[-1]) if template.ends_turn(tokens) else ""
-        stop: str | None = None
+        stop: str | int | None = None
         at = len(visible_text)
-        if reason == "stop" and any(each in visible_text for each in stops):
-            before = template.decode_both(tokens[:-1])[1]
-            stop, at = find_stop(visible_text, stops, num_before=len(before))
+        ends_at_id = bool(tokens) and not last and tokens[-1] in stops.token_ids
+        if reason == "stop" and (ends_at_id or any(s in visible_text for s in stops.strings)):
+            num_before = len(template.decode_both(tokens[:-1])[1])
+            stop, at = tokens[-1], num_before
+            if not ends_at_id:
+                stop, at = find_stop(visible_text, stops.strings, num_before=num_before)
         turns.append(
             SampledTurn(
                 tokens=tokens,
@@ -59,13 +63,11 @@ def _read_turns(
     return turns
 
 
-def stop_strings(kwargs: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the stop strings that must be cut from the text of a call."""
+def stops_to_cut(kwargs: dict[str, Any]) -> Stops:
+    """Return what must be cut from the text of a call's completions."""
     given = {**kwargs, **(kwargs.get("extra_body") or {})}
-    stop = given.get("stop")
-    if not stop or given.get("include_stop_str_in_output"):
-        return ()
-    return (stop,) if isinstance(stop, str) else tuple(stop)
+    stops = read_stops(kwargs)
+    return Stops((), ()) if given.get("include_stop_str_in_output") else stops
 
 
 def find_stop(text: str, stops: Sequence[str], *, num_before: int) -> tuple[str | None, int]:

@@ -73,7 +73,7 @@ class Stage:
     message: SampledMessage | None
     """Both None for text completions."""
     cut: str = ""
-    """Sampled text that the caller does not see: the stop string that ended the turn, and what follows it."""
+    """Sampled text that the caller does not see: the stop string or token that ended the turn, and what follows it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -131,8 +131,8 @@ class SampledTurn:
     visible_text: str
     end: str = ""
     """Text of the last token if that ends the turn."""
-    stop: str | None = None
-    """The stop string that ended the turn."""
+    stop: str | int | None = None
+    """The stop string or token id that ended the turn; None for a token that always does."""
     cut: str = ""
     """As `Stage.cut`."""
     message: SampledMessage | None = None

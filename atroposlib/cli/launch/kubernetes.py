@@ -6,6 +6,7 @@ hubs at once; an indexed Job ends when its instances have ended.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from typing import Any
 
@@ -76,7 +77,7 @@ def _pod(run: RunFile, parts: Sequence[Part], part: Part) -> dict[str, Any]:
     container: dict[str, Any] = {
         "name": part.host_name,
         "image": image,
-        "command": [VARIABLE.sub(r"$(\1)", word.replace("$(", "$$(")) for word in part.command],
+        "command": list(map(_word, part.command)),
         "env": _environment(run, parts, part),
         "volumeMounts": mount,
     }
@@ -122,9 +123,9 @@ def _wait(run: RunFile, needed: Part) -> dict[str, Any]:
                 checks.append(f"nc -z {host} {needed.port}")
             else:
                 url = f"http://{host}:{needed.port}{needed.ready}"
-                checks.append(f"wget -q -T 5 -O /dev/null {url}")
+                checks.append(f"wget -q -T 5 -O /dev/null {shlex.quote(url)}")
         check = " && ".join(checks)
-    command = ["sh", "-c", f"until {check}; do sleep 2; done"]
+    command = ["sh", "-c", _literal(f"until {check}; do sleep 2; done")]
     return {"name": f"wait-for-{needed.host_name}", "image": WAIT_IMAGE, "command": command}
 
 
@@ -145,7 +146,7 @@ def _environment(run: RunFile, parts: Sequence[Part], part: Part) -> list[dict[s
         values[server.variable] = urls[0] if len(urls) == 1 else service
         values[f"{server.variable}S"] = ",".join(urls)
     secrets = part.secrets
-    values |= {name: value for name, value in part.env.items() if name not in secrets}
+    values |= {name: _literal(text) for name, text in part.env.items() if name not in secrets}
     values["PYTHONUNBUFFERED"] = "1"
     found: list[dict[str, Any]] = [
         {"name": "INDEX", "valueFrom": {"fieldRef": {"fieldPath": index}}},
@@ -157,6 +158,22 @@ def _environment(run: RunFile, parts: Sequence[Part], part: Part) -> list[dict[s
         reference = {"secretKeyRef": {"name": f"{run.name}-secrets", "key": name}}
         found.append({"name": name, "valueFrom": reference})
     return found
+
+
+def _word(word: str) -> str:
+    """Write a word of a command with Kubernetes' form of variables.
+
+    >>> _word("${HUB_URL}/$(a)")
+    '$(HUB_URL)/$$(a)'
+    """
+    pieces = VARIABLE.split(word)  # text, name, text, ...
+    pieces[::2] = map(_literal, pieces[::2])
+    pieces[1::2] = [f"$({name})" for name in pieces[1::2]]
+    return "".join(pieces)
+
+
+def _literal(text: str) -> str:
+    return text.replace("$", "$$")
 
 
 def _hosts(run: RunFile, part: Part) -> list[str]:

@@ -284,7 +284,7 @@ def _check_names(parts: Sequence[Part]) -> None:
     names = [part.name for part in parts]
     taken: dict[str, str] = {}
     for part in parts:
-        if not re.fullmatch(r"[A-Za-z][\w-]{0,40}", part.name):
+        if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]{0,40}", part.name):
             raise ConfigError(f"{part.name!r}: a name has letters, digits, _ and -")
         for need in set(part.needs).difference(names):
             raise ConfigError(

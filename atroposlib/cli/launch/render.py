@@ -40,7 +40,8 @@ def render(path: Path, *, target: Target, out: Path, directory: Path = Path("run
             use = f"sky jobs launch{secrets} {out}/run.yaml"
             notes = [f"The volume {run.kubernetes.volume} must exist (sky volumes apply)."]
             documents = render_skypilot(run, parts)
-        head = "".join(f"# {line}\n" for line in (f"Start it: {use}", *notes))
+        lines = "\n".join((f"Start it: {use}", *notes)).splitlines()
+        head = "".join(f"# {line}\n" for line in lines)
         files = {"run.yaml": head + _dump(documents)}
         hint = use
     out.mkdir(parents=True, exist_ok=True)

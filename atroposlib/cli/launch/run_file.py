@@ -71,6 +71,8 @@ class Section(_Strict):
     @classmethod
     def _secrets_by_reference(cls, env: dict[str, Any]) -> dict[str, Any]:
         for name, value in env.items():
+            if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) is None:
+                raise ValueError(f"{name!r} is no name of an environment variable")
             if _SECRET_VARIABLE.search(name) and VARIABLE.fullmatch(str(value)) is None:
                 raise ValueError(
                     f"{name} is a secret: write ${{{name}}} here and set the variable outside"
@@ -130,6 +132,14 @@ class SlurmOptions(_Strict):
 
     options: dict[str, Scalar] = {}
     """Options of sbatch for every job, such as `partition`; true: an option without a value, like `exclusive`."""
+
+    @field_validator("options")
+    @classmethod
+    def _one_line(cls, options: dict[str, Scalar]) -> dict[str, Scalar]:
+        for name, value in options.items():
+            if "\n" in f"{name}{value}":
+                raise ValueError(f"{name!r} must be one line")
+        return options
 
 
 class KubernetesOptions(_Strict):

@@ -5,6 +5,7 @@ The tasks find each other by the names that SkyPilot gives them (on Kubernetes),
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from typing import Any
 
@@ -68,7 +69,7 @@ def _script(parts: Sequence[Part], part: Part) -> str:
         variable = each.variable
         lines.append(f"export {variable}={hosts[0] if num == 1 else one}")
         lines.append(f"export {variable}S={','.join(hosts)}")
-        check = f"curl -fs -m 5 -o /dev/null $url{each.ready}"
+        check = f"curl -fs -m 5 -o /dev/null $url{shlex.quote(each.ready or '')}"
         if each.ready == "port":
             check = "curl -s -m 5 -o /dev/null telnet://${url#http://} < /dev/null"
         lines.append(f"for url in ${{{variable}S//,/ }}; do until {check}; do sleep 2; done; done")

@@ -6,6 +6,7 @@ on another node writes its new address there, and the jobs that use it start the
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,9 +47,10 @@ echo "jobs: $(paste -sd ' ' "$run_dir/jobs"); logs: $run_dir/"
 def _job(run: RunFile, parts: Sequence[Part], part: Part, run_dir: Path) -> str:
     section = part.section
     is_array = section.count > 1
+    logs = str(run_dir).replace("%", "%%")
     options: dict[str, object] = {
         "job-name": f"{run.name}-{part.name}",
-        "output": run_dir / (f"{part.name}-%a.log" if is_array else f"{part.name}.log"),
+        "output": f"{logs}/{part.name}{'-%a' if is_array else ''}.log",
         "open-mode": "append",
     }
     if is_array:
@@ -76,14 +78,17 @@ def _job(run: RunFile, parts: Sequence[Part], part: Part, run_dir: Path) -> str:
     lines += _connect(parts, part)
     lines += ["PROGRAM() {", f"    exec {command_line(part, indent=' ' * 8)}", "}", ""]
     limits = f"{section.timeout:.0f} {section.restart} {section.max_restarts}"
-    lines.append(f'run_part "{part.instance("$INDEX")}" {part.ready or "-"} {limits}')
+    lines.append(f'run_part "{part.instance("$INDEX")}" {shlex.quote(part.ready or "-")} {limits}')
     if part.ends_run:
         lines += _end_of_run(parts)
     return "\n".join(lines) + "\n"
 
 
 def _option(name: str, value: object) -> str:
-    return f"#SBATCH --{name}" if value is True or value is None else f"#SBATCH --{name}={value}"
+    word = f"--{name}" if value is True or value is None else f"--{name}={value}"
+    if shlex.quote(word) != word:  # sbatch's own rule: a backslash escapes, also between quotes
+        word = '"' + re.sub(r'([\\"#])', r"\\\1", word) + '"'
+    return f"#SBATCH {word}"
 
 
 def _environment(part: Part) -> list[str]:
@@ -102,7 +107,7 @@ def _connect(parts: Sequence[Part], part: Part) -> list[str]:
     uses: list[str] = []
     for each in needed:
         names = each.instances
-        lines += [f"    wait_for {name} {each.ready or '-'}" for name in names]
+        lines += [f"    wait_for {name} {shlex.quote(each.ready or '-')}" for name in names]
         if each.port is None:
             continue
         uses += names

@@ -51,6 +51,7 @@ from atroposlib.http_guard import is_loopback_url
 from atroposlib.patience import Backoff, is_transient_status, read_retry_after
 from atroposlib.samples import Sample, samples
 from atroposlib.scored_data import ScoredGroup, Strictness, check_group
+from atroposlib.utils.wording import without_users
 from atroposlib.wire import (
     CONTENT_TYPE_JSON,
     CONTENT_TYPE_PACKED,
@@ -669,7 +670,7 @@ class TrainerClient:
             self._is_missing_logged = True
             logger.warning(
                 "%s has no leases, policies or checkpoints (%s): a batch that this trainer loses is lost",
-                self._base_url,
+                without_users(self._base_url),
                 what,
             )
 

@@ -27,9 +27,14 @@ from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
+from atroposlib.utils.wording import without_users
+
 
 class AtroposError(Exception):
-    """Base of all errors raised on purpose."""
+    """Base of all errors raised on purpose. Its text shows URLs without users and passwords."""
+
+    def __str__(self) -> str:
+        return without_users(super().__str__())
 
 
 class ConfigError(AtroposError, ValueError):

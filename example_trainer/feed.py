@@ -28,6 +28,7 @@ from atroposlib.client import (
 from atroposlib.errors import GroupError, HubError, HubRejected, HubUnavailable
 from atroposlib.patience import Backoff
 from atroposlib.scored_data import ScoredGroup, Strictness
+from atroposlib.utils.wording import without_users
 from atroposlib.wire import join_packed, pack_group, split_packed, unpack_group
 from example_trainer.config import TrainerConfig
 from example_trainer.parallel import World
@@ -229,7 +230,7 @@ class Leader(Follower):
 
     def _register(self, *, step: int) -> None:
         """Register the run at `step`; again, if the hub has lost it."""
-        logger.info("registering at %s", self._config.hub_url)
+        logger.info("registering at %s", without_users(self._config.hub_url))
         # With a step to resume from, the hub ends the leases of an earlier trainer.
         resume_step = step if self._is_resumed else None
         config = self._config

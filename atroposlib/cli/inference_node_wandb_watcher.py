@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from atroposlib.client import HubClient, WandbInfo
 from atroposlib.config import parse_flags
 from atroposlib.errors import ConfigError, HubError, cli_boundary, require
+from atroposlib.utils.wording import without_users
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ async def watch(config: WatcherConfig, wandb: Any) -> None:
                 faults = await asyncio.gather(*(_fault_of(http, url) for url in config.urls))
                 if faults != known:
                     for url, fault in zip(config.urls, faults, strict=True):
-                        logger.info("%s: %s", url, fault or "healthy")
+                        logger.info("%s: %s", without_users(url), fault or "healthy")
                     known = faults
                 health = {
                     f"server/server_health_{config.node_num}_{i}": int(fault is None)

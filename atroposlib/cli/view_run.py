@@ -36,6 +36,7 @@ from atroposlib.frontend.vocabulary import Decode, Vocabulary, decoder
 from atroposlib.http_guard import foreign_host
 from atroposlib.scored_data import ScoredGroup
 from atroposlib.utils.tokenizers import load_tokenizer
+from atroposlib.utils.wording import without_users
 
 Handler: TypeAlias = Callable[[Request], Response]
 
@@ -204,7 +205,7 @@ def build_page(gradio: Any, seen: SeenGroups, *, config: ViewConfig) -> Any:
 def live_routes(seen: SeenGroups, config: ViewConfig) -> list[Route]:
     """Return the routes of the viewer and of the groups it asks for."""
     page = live_page(
-        title=f"Run at {config.api_url}",
+        title=without_users(f"Run at {config.api_url}"),
         about=NOTHING_YET,
         poll="newest-groups",
         every_s=POLL_EVERY_S,
@@ -259,7 +260,10 @@ class SeenGroups:
             start = names.index(after) + 1 if after is not None and after in names else 0
             seen = [self._groups[name] for name in names[start:]]
             answer = {
-                "head": {"title": f"Run at {self._config.api_url}", "about": self._state},
+                "head": {
+                    "title": without_users(f"Run at {self._config.api_url}"),
+                    "about": self._state,
+                },
                 "index": self._index() if seen else None,
                 "groups": [each.json for each in seen],
                 "vocabulary": dict(chain.from_iterable(each.pieces.items() for each in seen)),

@@ -39,6 +39,7 @@ from atroposlib.inference.servers.vllm import VLLMServer
 from atroposlib.inference.sessions.managed_server import ManagedServer
 from atroposlib.inference.sessions.text_sessions import DummyManagedServer, TextSession
 from atroposlib.inference.slurm import inference_urls, list_hostnames
+from atroposlib.utils.wording import without_users
 
 logger = logging.getLogger(__name__)
 
@@ -271,18 +272,19 @@ class ServerManager:
             self._num_stuck -= 1
 
     def down(self) -> list[str]:
-        """Return the URLs of the servers that were asked and do not answer."""
+        """Return the URLs of the servers that were asked and do not answer, without passwords."""
         return [
-            str(server.config.base_url)
+            without_users(str(server.config.base_url))
             for server in self.servers
             if server.is_known and not server.server_healthy
         ]
 
     def _reasons(self) -> str:
-        return "; ".join(
+        reasons = (
             f"{server.config.base_url}: {server.health_reason or 'no answer yet'}"
             for server in self.servers
         )
+        return without_users("; ".join(reasons))
 
     async def wait_for_sem(self, is_training: bool) -> None:
         """Return when a server has a free training (else evaluation) slot; the slot is not taken."""

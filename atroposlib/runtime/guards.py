@@ -23,6 +23,7 @@ from atroposlib.inference.manager import TEXT_ONLY
 from atroposlib.inference.servers.api_server import APIServer
 from atroposlib.inference.servers.openai_routes import HttpServer, OpenAIRoutesServer
 from atroposlib.inference.servers.token_ids import TokenServer
+from atroposlib.utils.wording import without_users
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +85,8 @@ async def _check_engines(env: BaseEnv, mode: str) -> None:
         for fault in await _faults_of(server, namespace, env, mode):
             if fault not in logged:
                 logged.add(fault)
-                logger.warning("%s: %s", server.config.base_url or "the OpenAI API", fault)
+                url = without_users(server.config.base_url or "the OpenAI API")
+                logger.warning("%s: %s", url, fault)
 
     managers = dict(env.extra_managers)
     if not env.server.use_proxy:  # which knows the policy's engines

@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from atroposlib.utils.wording import without_users
+
 MASK = "***"
 """Replaces a secret. A key with this value in a configuration file is ignored."""
 
@@ -14,7 +16,6 @@ _SECRET_NAME = re.compile(
     r"|(^|_)(api|auth|access|bearer|refresh|hf|hub|github)_token$",
     re.IGNORECASE,
 )
-_USER_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
 
 
 def without_secrets(value: Any) -> Any:
@@ -33,7 +34,7 @@ def without_secrets(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [without_secrets(inner) for inner in value]
     if isinstance(value, str):
-        return _USER_IN_URL.sub(MASK + "@", value)
+        return without_users(value)
     return value
 
 

@@ -23,6 +23,7 @@ from atroposlib.errors import EnvError, GroupError, HubUnavailable
 from atroposlib.runtime.outbox import Outbox
 from atroposlib.scored_data import ScoredGroup, Strictness
 from atroposlib.utils.files import replace_file
+from atroposlib.utils.wording import without_users
 from atroposlib.wire import join_packed, pack_group, split_packed, unpack_group
 
 logger = logging.getLogger(__name__)
@@ -117,7 +118,7 @@ def _claim_one(path: Path, file: IO[bytes], run: Origin) -> Spooled | None:
 
 def _reason_to_skip(meta: Mapping[str, Any], run: Origin) -> str | None:
     if meta.get("hub_url") != run.hub_url:
-        return f"its groups are for the hub at {meta.get('hub_url')}"
+        return without_users(f"its groups are for the hub at {meta.get('hub_url')}")
     made_for, made_at = meta.get("experiment"), int(meta.get("step", 0))
     if None not in (made_for, run.experiment) and made_for != run.experiment:
         return "its groups were sampled for another experiment; delete it or resume that experiment"

@@ -1,12 +1,24 @@
-"""Words of messages: counts with their noun, and hints for unknown names."""
+"""Words of messages: counts with their noun, hints for unknown names, URLs without passwords."""
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterable
 
 MAX_NAMES = 30
 """Valid names listed in a message."""
+
+_USER_IN_URL = re.compile(r"(?<=://)[^/?#\s]+@")
+
+
+def without_users(text: str) -> str:
+    """Return a text with the users and passwords of its URLs masked.
+
+    >>> without_users("engine down http://me:p@ss@host:9001/v1")
+    'engine down http://***@host:9001/v1'
+    """
+    return _USER_IN_URL.sub("***@", text)
 
 
 def counted(count: int, noun: str) -> str:

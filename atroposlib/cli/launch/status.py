@@ -15,7 +15,7 @@ from rich.text import Text
 
 from atroposlib.api.schemas import Explanation, HubStatus, Ledger, ReplicaStatus
 from atroposlib.errors import HubRejected, HubUnavailable
-from atroposlib.utils.wording import counted
+from atroposlib.utils.wording import counted, without_users
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -150,7 +150,12 @@ def render_view(view: HubView, *, url: str) -> Group:
         )
     batch = "a batch is ready" if seen.batch == "ready" else f"no batch: {seen.reason}"
     dead = ", ".join(f"{count} {reason}" for reason, count in seen.dead.items())
-    lines = [url, describe_queue(view), batch, f"ledger: {describe_ledger(view.ledger)}"]
+    lines = [
+        without_users(url),
+        describe_queue(view),
+        batch,
+        f"ledger: {describe_ledger(view.ledger)}",
+    ]
     lines += [seen.refusal] if seen.refusal else []
     lines += [f"dead: {dead}"] if dead else []
     lines += [f"not granted: {conflict}" for conflict in seen.conflicts]

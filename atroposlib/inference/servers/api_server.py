@@ -47,6 +47,7 @@ from atroposlib.inference.servers.sampling_notes import (
 from atroposlib.inference.servers.stops import with_stop_ids
 from atroposlib.patience import MAX_RETRY_AFTER_S, Backoff
 from atroposlib.utils.tracing import note_request
+from atroposlib.utils.wording import without_users
 
 logger = logging.getLogger(__name__)
 
@@ -362,7 +363,7 @@ class APIServer(ABC):
 
     @property
     def _label(self) -> str:
-        return str(getattr(self.config, "base_url", None) or type(self).__name__)
+        return without_users(getattr(self.config, "base_url", None) or type(self).__name__)
 
     @property
     def _checks_health(self) -> bool:
@@ -483,7 +484,7 @@ class APIServer(ABC):
                     note_request(
                         duration_s=seconds,
                         attributes=lambda: {
-                            "server.address": self.config.base_url,
+                            "server.address": self._label,
                             "gen_ai.request.model": self.config.model_name,
                             "gen_ai.usage.input_tokens": num_in,  # noqa: B023 - called at once
                             "gen_ai.usage.output_tokens": num_out,  # noqa: B023

@@ -43,7 +43,8 @@ def create_html_for_group(group_data: Mapping[str, Any], index: int) -> str:
     A sequence's messages are a list of messages (nested lists are flattened), or one text. If there are more messages
     than scores or the reverse, the rest is dropped and logged.
     """
-    scores = group_data.get("scores") or []
+    scores = group_data.get("scores")
+    scores = scores if isinstance(scores, list | tuple) else []
     conversations = conversations_of(group_data.get("messages"), num_sequences=len(scores))
     if len(conversations) != len(scores):
         logger.warning(
@@ -81,7 +82,7 @@ def get_score_class(score: Any) -> str:
 def _number(score: Any) -> float | None:
     try:
         return float(score)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
 
 

@@ -33,7 +33,7 @@ DATA_URI = re.compile(r"data:image/(?:jpeg|png);base64,[A-Za-z0-9+/]+={0,2}")
 """The images that a page shows: none is loaded from elsewhere."""
 _BASE64_STARTS = {"/9j/": "jpeg", "iVBORw0KGgo": "png"}
 """First characters of the two formats in base64, for images without a type."""
-_BASE64 = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*")
+_BASE64 = re.compile(r"[A-Za-z0-9+/\s]+(?:={1,2}\s*)?")
 
 _FACTS = (
     *("duration_s", "usage", "generation_params", "group_overrides", "overrides"),
@@ -152,7 +152,7 @@ def _conversation(
     A single user message is the whole text of a sequence (`include_messages`). Without a conversation, it is made from
     the row's prompt and completion, unless the prompt is only the first turn; else it is the tokens' text.
     """
-    tokens = _listed(_at(row.get("tokens"), i))
+    tokens = _token_ids(row, i)
     is_whole_text = len(messages) == 1 and (
         isinstance(messages[0], str) or (tokens and _mapping(messages[0]).get("role") == "user")
     )
@@ -215,9 +215,16 @@ def _trained(row: Mapping[str, Any]) -> list[list[int]]:
     return [[int(label != IGNORE_INDEX) for label in mask] for mask in masks]
 
 
+def _token_ids(row: Mapping[str, Any], i: int) -> list[int]:
+    """Return the tokens of a sequence; [] without them, or if one is no token id."""
+    tokens = _listed(_at(row.get("tokens"), i))
+    are_ids = set(map(type, tokens)) == {int} and 0 <= min(tokens) <= max(tokens) < 2**31
+    return tokens if are_ids else []
+
+
 def _token_figures(row: Mapping[str, Any], i: int, trained: list[list[int]]) -> dict[str, Any]:
     """Return the arrays of a sequence that are as long as its tokens; {} without tokens."""
-    tokens, is_trained = _listed(_at(row.get("tokens"), i)), _at(trained, i)
+    tokens, is_trained = _token_ids(row, i), _at(trained, i)
     if not tokens or not is_trained or len(is_trained) != len(tokens):
         return {}
     found: dict[str, Any] = {"tokens": tokens, "trained": is_trained}
@@ -241,7 +248,7 @@ def _versions(spans: Any, num_tokens: int) -> list[int | None] | None:
             start, length, version = span["start"], span["num_tokens"], span["weight_version"]
             number = int(version) if version.isdecimal() else None
             found[start : start + length] = [number] * min(length, num_tokens + 1)
-    except (TypeError, KeyError, AttributeError):
+    except (TypeError, KeyError, AttributeError, ValueError):
         return None
     is_known = len(found) == num_tokens and any(each is not None for each in found)
     return found if is_known else None
@@ -267,7 +274,8 @@ def _advantages(
         bool,
     )
     by_sequence = np.full(len(scores), np.nan)
-    by_sequence[is_compared] = group_advantages(np.array(scores, float)[is_compared])
+    with np.errstate(all="ignore"):
+        by_sequence[is_compared] = group_advantages(np.array(scores, float)[is_compared])
     return [
         0.0 if override.get("set_advantage_to_zero") else rounded(advantage)
         for override, advantage in zip(overrides, by_sequence.tolist(), strict=True)
@@ -277,8 +285,9 @@ def _advantages(
 def _mean_where(values: Any, is_trained: list[int] | None) -> float | None:
     if not isinstance(values, list):
         return rounded(values)
-    used = [v for v, is_one in zip(values, is_trained or (), strict=False) if is_one]
-    return rounded(sum(used) / len(used)) if used else None
+    used = [_number(v) for v, is_one in zip(values, is_trained or (), strict=False) if is_one]
+    known = [value for value in used if value is not None]
+    return rounded(sum(known) / len(known)) if used and len(known) == len(used) else None
 
 
 def rounded(value: Any) -> float | None:
@@ -290,7 +299,7 @@ def rounded(value: Any) -> float | None:
 def _number(value: Any) -> float | None:
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
     return number if math.isfinite(number) else None
 

@@ -23,7 +23,10 @@ def decoder(tokenizer: Any) -> Decode:
     """
 
     def decode(tokens: Sequence[int]) -> str:
-        text = str(tokenizer.decode(list(map(int, tokens))))
+        try:
+            text = str(tokenizer.decode(list(tokens)))
+        except (LookupError, OverflowError, ValueError):  # another model's tokenizer
+            return " ".join(f"[{token}]" for token in tokens)
         return text if len(tokens) != 1 else _piece(tokenizer, int(tokens[0]), text)
 
     return decode

@@ -6,6 +6,8 @@ Requests repeated within one run are different samples, so the n-th repetition h
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,11 +18,16 @@ import xxhash
 
 from atroposlib.errors import require
 
+RAW, BINARY = 1, 2
+"""Modes in which `diskcache` stores bytes: in its table or in a file. The others are text and pickle."""
+
+_answer = msgspec.json.Decoder(dict[str, Any])
+
 
 class Table(Protocol):
     """The part of `diskcache.Cache` that is used."""
 
-    def get(self, key: str) -> bytes | None: ...
+    def get(self, key: str) -> Any: ...
     def set(self, key: str, value: bytes) -> bool: ...
     def close(self) -> None: ...
 
@@ -56,9 +63,8 @@ class AnswerCache:
         key = f"{digest}:{number}"
         try:
             stored = await asyncio.to_thread(self._table().get, key)
-            if stored is not None:
-                found: dict[str, Any] = msgspec.json.decode(stored)
-                return {**found, "is_cached": True}
+            with contextlib.suppress(TypeError, msgspec.DecodeError, UnicodeDecodeError):
+                return {**_answer.decode(stored), "is_cached": True}
             answer = await send()
         except BaseException:
             made.unanswered.append(number)
@@ -75,9 +81,16 @@ class AnswerCache:
     def _table(self) -> Table:
         if self._opened is None:
             # Nothing is evicted: an answer costs more than its bytes.
-            cache = require("diskcache", extra="cache").Cache
-            self._opened = cache(self._folder, eviction_policy="none", size_limit=2**62)
+            diskcache = require("diskcache", extra="cache")
+            table = diskcache.Cache(self._folder, eviction_policy="none", size_limit=2**62)
+            table.disk.fetch = functools.partial(_fetch, table.disk.fetch)
+            self._opened = table
         return self._opened
+
+
+def _fetch(fetch: Callable[..., Any], mode: int, *args: Any, **options: Any) -> Any:
+    """Return a stored value; None for a pickled one, which would run code of whoever wrote it to the folder."""
+    return fetch(mode, *args, **options) if mode in (RAW, BINARY) else None
 
 
 def _plain(value: Any) -> Any:

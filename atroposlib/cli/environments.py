@@ -10,10 +10,12 @@ from __future__ import annotations
 import argparse
 import ast
 import asyncio
+import builtins
 import contextlib
 import importlib
 import importlib.util
 import io
+import keyword
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -284,6 +286,13 @@ def write_new(name: str, *, shape: str, folder: Path) -> list[Path]:
     example = _example(shape)
     old = re.search(r"^class (\w+)", example, re.M)
     assert old is not None
+    if keyword.iskeyword(name) or keyword.iskeyword(cls):
+        raise ConfigError(f"{name!r} is a word of Python; choose another name")
+    if cls in {*dir(builtins), *re.findall(r"\w+", example)} - {old[1]}:
+        raise ConfigError(f"{name!r}: its class would hide {cls}; choose another name")
+    found = importlib.util.find_spec(name)
+    if found is not None and found.origin is not None:
+        raise ConfigError(f"{name!r} would hide the module {found.origin}; choose another name")
     source = re.sub(rf"\b{old[1]}\b", cls, example)
     source = re.sub(r'^    name = ".*"$', f'    name = "{name}"', source, count=1, flags=re.M)
     paths[0].write_text(f'"""{cls}: the task in one line.\n\nNeeds: nothing.\n"""\n\n{source}')

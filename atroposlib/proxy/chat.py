@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, Strict
+from pydantic import AfterValidator, Field, Strict
 
 from atroposlib.proxy import sse
 from atroposlib.proxy.errors import ProxyError
@@ -81,8 +81,11 @@ With a fixed seed, all sequences of a group are equal."""
 
 _TAKEN_NAMES = frozenset(
     {
+        "self",
         "messages",
         "conversation",
+        "conversations",
+        "sanitize_control_tokens",
         "tools",
         "documents",
         "chat_template",
@@ -98,7 +101,19 @@ _TAKEN_NAMES = frozenset(
         "tokenizer_kwargs",
     }
 )
-"""Parameters of `apply_chat_template` that the agent must not set."""
+"""Parameters of `apply_chat_template` and of what it calls, which no variable may replace."""
+
+
+def _template_variables(variables: dict[str, Any]) -> dict[str, Any]:
+    if taken := sorted(_TAKEN_NAMES & variables.keys()):
+        raise ProxyError(
+            f"chat_template_kwargs must not have {taken[0]!r}", param="chat_template_kwargs"
+        )
+    return variables
+
+
+TemplateVariables = Annotated[dict[str, Any], AfterValidator(_template_variables)]
+"""Variables of the chat template, such as `enable_thinking`."""
 
 
 class AgentChatBody(Sampling):
@@ -111,8 +126,8 @@ class AgentChatBody(Sampling):
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    """vLLM's extension: variables of the chat template, such as `enable_thinking`."""
+    chat_template_kwargs: TemplateVariables | None = None
+    """vLLM's extension."""
 
 
 def read(body: AgentChatBody) -> AgentRequest:
@@ -126,11 +141,7 @@ def read(body: AgentChatBody) -> AgentRequest:
     sampling = body.sampling()
     if body.max_completion_tokens is not None:
         sampling["max_tokens"] = body.max_completion_tokens
-    variables = body.chat_template_kwargs or {}
-    if taken := sorted(_TAKEN_NAMES & set(variables)):
-        raise ProxyError(
-            f"chat_template_kwargs must not have {taken[0]!r}", param="chat_template_kwargs"
-        )
+    variables = body.chat_template_kwargs
     return AgentRequest(
         messages=read_messages(body.messages),
         template={"chat_template_kwargs": variables} if variables else {},

@@ -111,7 +111,14 @@ def test_a_new_environment_of_every_shape_passes_its_test(
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("My-Task", "lower-case letters"), ("taken", "taken.py exists")]
+    ("name", "message"),
+    [
+        ("My-Task", "lower-case letters"),
+        ("taken", "taken.py exists"),
+        *((name, "is a word of Python") for name in ("class", "lambda", "async", "none", "true")),
+        *((name, "its class would hide") for name in ("dataset_env", "exception")),
+        *((name, "would hide the module") for name in ("random", "json", "numpy", "atroposlib")),
+    ],
 )
 def test_new_refuses_a_bad_name_and_an_existing_file(
     tmp_path: Path,

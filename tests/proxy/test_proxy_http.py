@@ -32,6 +32,7 @@ from atroposlib.proxy import chat
 from atroposlib.proxy.command import create_app, main
 from atroposlib.proxy.sessions import SessionLimits
 from atroposlib.scored_data import IGNORE_INDEX
+from tests.inference.helpers_templates import CHATML, make_tokenizer
 
 HELLO = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -212,6 +213,49 @@ async def test_bodies_that_are_no_json_object_are_400(proxy: Proxy, content: byt
     answer = await proxy.client.post(chat_url(uuid), content=content)
     assert answer.status_code == 400
     assert answer.json()["error"]["message"]
+
+
+NAMES = (
+    *("self", "conversation", "conversations", "messages", "tools", "documents", "chat_template"),
+    *("tokenize", "return_dict", "add_generation_prompt", "sanitize_control_tokens"),
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("value", [1, "x", None])
+async def test_variables_that_would_replace_parameters_of_the_template_are_400(
+    proxy: Proxy, name: str, value: Any
+) -> None:
+    proxy.sessions.tokenizer = make_tokenizer(CHATML, eos="<|im_end|>")
+    uuid = await proxy.open()
+    body = {**HELLO, "chat_template_kwargs": {name: value}}
+    answer = await proxy.client.post(chat_url(uuid), json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "chat_template_kwargs"
+    assert repr(name) in answer.json()["error"]["message"]
+    created = await proxy.client.post(
+        "/sessions/create", json={"sampling": {"chat_template_kwargs": {name: value}}}
+    )
+    assert (created.status_code, proxy.engine.requests) == (400, [])
+
+
+@pytest.mark.parametrize("value", [[1], 5, {"a": 1}, None])
+async def test_variables_and_tools_that_the_template_cannot_use_are_400(
+    proxy: Proxy, value: Any
+) -> None:
+    template = (
+        CHATML
+        + "{{ style + 'x' }}{% for t in tools or () %}{{ t.function.name + t.function.x }}{% endfor %}"
+    )
+    proxy.sessions.tokenizer = make_tokenizer(template, eos="<|im_end|>")
+    uuid = await proxy.open()
+    fine = {**HELLO, "chat_template_kwargs": {"style": "plain", "any key": value}}
+    await proxy.post(chat_url(uuid), fine)
+    odd = {"type": "function", "function": {"name": "f", "x": value}}
+    for changes in ({"chat_template_kwargs": {"style": value}}, {"tools": [odd]}):
+        answer = await proxy.client.post(chat_url(uuid), json={**fine, **changes})
+        assert answer.status_code == 400
+        assert "the chat template refuses" in answer.json()["error"]["message"]
 
 
 async def test_response_format_is_refused_where_the_engine_cannot_do_it(proxy: Proxy) -> None:

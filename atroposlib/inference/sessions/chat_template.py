@@ -285,13 +285,13 @@ class ChatTemplate:
                     return self._apply(
                         as_text, options, add_generation_prompt=add_generation_prompt
                     )
-            if is_refusal:
-                raise _Refused(f"the chat template refuses these messages: {e}") from e
             if isinstance(e, ValueError) and getattr(self._tokenizer, "chat_template", "") is None:
                 raise ConfigError(
                     "the tokenizer has no chat template; use an instruction-tuned model,"
                     " set tokenizer.chat_template, or call completion() with a text prompt"
                 ) from e
+            if is_refusal or isinstance(e, _FAULTS_OF_VALUES):
+                raise _Refused(f"the chat template refuses these messages: {e}") from e
             raise
 
     # Tokens.
@@ -349,6 +349,10 @@ class ChatTemplate:
         if warning not in self._facts.warned:
             self._facts.warned.add(warning)
             logger.warning(warning, *args)
+
+
+_FAULTS_OF_VALUES = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""What a template raises for variables and tools that it cannot use."""
 
 
 class _Refused(ConfigError):

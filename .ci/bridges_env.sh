@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes the virtual environments that `pytest -m bridges` runs in, one per library, because their pins exclude each
-# other (two and a half minutes, 1.7 GB).
+# other (four minutes, 2.4 GB).
 #
 #   VENV=.venv ATROPOS_BRIDGES_VENVS=.venv-bridges bash .ci/bridges_env.sh            # all of them
 #   VENV=.venv ATROPOS_BRIDGES_VENVS=.venv-bridges bash .ci/bridges_env.sh verifiers  # the named ones
@@ -18,11 +18,13 @@ stamp_name=".made-from"
 declare -A packages=(
     [verifiers]="verifiers==0.4.0 uv==0.13.9"
     [verifiers_old]="verifiers==0.1.9.post2"
+    [verifiers_newest_old]="verifiers==0.1.14"
     [openenv]="openenv==0.10.0"
 )
 declare -A modules=(
     [verifiers]="verifiers.v1"
     [verifiers_old]="verifiers"
+    [verifiers_newest_old]="verifiers"
     [openenv]="openenv.core"
 )
 

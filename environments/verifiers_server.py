@@ -2,12 +2,12 @@
 
 As `verifiers_env.py`, for the generation before v1: an environment's package has a function `load_environment`.
 
-    python -m venv vf && vf/bin/pip install verifiers==0.1.9.post2 && vf/bin/pip install -e my_environment
+    python -m venv vf && vf/bin/pip install 'verifiers<0.2' && vf/bin/pip install -e my_environment
     python environments/verifiers_server.py serve --env.python vf/bin/python --env.vf_env_name my_environment \\
         --env.env_args '{"num_train_examples": 100}' ...
 
 Data: the environment's.
-Needs: verifiers 0.1 in an environment of its own.
+Needs: verifiers 0.1.9 to 0.1.14 in an environment of its own.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class VerifiersEnv(BridgedEnv):
         "metrics/groups_total": "train/groups",
         "metrics/groups_with_identical_scores": "train/identical_groups",
     }
-    remedy = "; install verifiers==0.1.9.post2 in a virtual environment and give --env.python"
+    remedy = "; install 'verifiers<0.2' in a virtual environment and give --env.python"
 
     def settings(self) -> dict[str, Any]:
         """Return name and arguments."""

@@ -1,4 +1,4 @@
-"""Runs environments of the old verifiers (0.1) for `verifiers_server.py`, in the interpreter that has it.
+"""Runs environments of the old verifiers (0.1.9 to 0.1.14) for `verifiers_server.py`, in the interpreter that has it.
 
 Every rollout talks to its own base URL, which is a session of our proxy. Rubrics that judge the rollouts of a group
 against each other get the whole group: its rollouts wait for each other.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import inspect
 import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
@@ -64,13 +65,14 @@ async def bridge(*, env_id: str, env_args: dict[str, Any]) -> AsyncIterator[tupl
         if key_of(row) != key:
             raise ValueError(f"row {index} of the {split} split has changed")
         async with AsyncExitStack() as stack:
-            client = await stack.enter_async_context(
+            connection = await stack.enter_async_context(
                 AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=timeout_s)
             )
+            client = client_for(env, connection)
             if not is_judged_together:
                 state = await env.rollout(row, client, model, dict(env.sampling_args))
                 check(state)
-                await env.rubric.score_rollout(state, score_sem=nullcontext())
+                await score(env.rubric.score_rollout, state)
                 return result_of(state)
             group_state = groups.setdefault(group, Group(num_in_group))
             try:
@@ -95,10 +97,24 @@ async def bridge(*, env_id: str, env_args: dict[str, Any]) -> AsyncIterator[tupl
     yield {"eval": None, **description}, {"rollout": rollout}
 
 
+def client_for(env: Any, connection: AsyncOpenAI) -> Any:
+    """Return what the installed version takes as a client: from 0.1.11 on, one of its own."""
+    kind = "OpenAIChatCompletionsClient"
+    if getattr(env, "message_type", "chat") != "chat":
+        kind = "OpenAICompletionsClient"
+    return getattr(vf, kind)(connection) if hasattr(vf, kind) else connection
+
+
+async def score(call: Any, states: Any) -> None:
+    """Call a rubric; that of older versions takes a semaphore as well."""
+    takes_semaphore = "score_sem" in inspect.signature(call).parameters
+    await call(states, **({"score_sem": nullcontext()} if takes_semaphore else {}))
+
+
 async def _judge(env: Any, group: Group) -> None:
     try:
         if group.states:
-            await env.rubric.score_group(group.states, score_sem=nullcontext())
+            await score(env.rubric.score_group, group.states)
     except Exception as error:  # noqa: BLE001 - raised by every rollout of the group
         group.failure = error
     group.judged.set()

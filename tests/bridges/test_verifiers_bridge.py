@@ -159,23 +159,27 @@ def use_the_tool(request: HarnessRequest) -> str:
     return f'<tool_call>{{"name": "spell", "arguments": {{"word": "{asked[1]}"}}}}</tool_call>'
 
 
-def make_old(monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> Any:
+OLD = pytest.mark.parametrize("version", ["verifiers_old", "verifiers_newest_old"])
+
+
+def make_old(monkeypatch: pytest.MonkeyPatch, version: str, **arguments: Any) -> Any:
     return make_env(
         VerifiersEnv,
         monkeypatch,
         respond=use_the_tool,
         weight_version="1",
-        python=python_of("verifiers_old"),
+        python=python_of(version),
         vf_env_name="repeat-words-old",
         env_args=json.dumps(arguments),
         group_size=4,
     )
 
 
+@OLD
 async def test_groups_of_an_old_environment_with_a_tool_reach_the_hub(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
-    env = make_old(monkeypatch)
+    env = make_old(monkeypatch, version)
     async with LoopbackHub(batch_size=8, max_token_len=10_000) as hub:
         env.config.rollout_server_url = hub.url
         async with serving(env):
@@ -184,8 +188,11 @@ async def test_groups_of_an_old_environment_with_a_tool_reach_the_hub(
     assert {"num_turns", "repeated", "spell_calls"} <= shown
 
 
-async def test_an_old_rollout_is_trained_over_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    env = make_old(monkeypatch)
+@OLD
+async def test_an_old_rollout_is_trained_over_its_turns(
+    monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    env = make_old(monkeypatch, version)
     await env.setup()
     group, _ = await env.collect_trajectories(env.train_rows[0])
     await close(env)
@@ -196,10 +203,11 @@ async def test_an_old_rollout_is_trained_over_its_turns(monkeypatch: pytest.Monk
         assert text.endswith(".<eos>") == (score == 0.0)
 
 
+@OLD
 async def test_an_old_rubric_judges_the_rollouts_of_a_group_against_each_other(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
-    env = make_old(monkeypatch, judges_groups=True)
+    env = make_old(monkeypatch, version, judges_groups=True)
     await env.setup()
     group, _ = await env.collect_trajectories(env.train_rows[0])
     await close(env)

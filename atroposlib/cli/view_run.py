@@ -259,11 +259,9 @@ class SeenGroups:
             names = list(self._groups)
             start = names.index(after) + 1 if after is not None and after in names else 0
             seen = [self._groups[name] for name in names[start:]]
+            title = without_users(f"Run at {self._config.api_url}")
             answer = {
-                "head": {
-                    "title": without_users(f"Run at {self._config.api_url}"),
-                    "about": self._state,
-                },
+                "head": {"title": title, "about": self._state},
                 "index": self._index() if seen else None,
                 "groups": [each.json for each in seen],
                 "vocabulary": dict(chain.from_iterable(each.pieces.items() for each in seen)),

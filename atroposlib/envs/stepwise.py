@@ -306,7 +306,7 @@ class _OuterPolicy(InProcessPolicy):
             tokens, reason = answer_tokens(self.tokenizer, answer.text, limit=limit)
             stops = read_stops(asked)
             is_stopped = not set(stops.token_ids).isdisjoint(tokens[-2:-1])
-            if reason == "stop" and (is_stopped or answer.text.endswith(stops.strings)):
+            if reason == "stop" and (is_stopped or answer.text.endswith(tuple(stops.strings))):
                 tokens = tokens[:-1]  # the stop ended it, not EOS
         return PolicyAnswer(
             text=self.tokenizer.decode(tokens, skip_special_tokens=True),

@@ -14,8 +14,6 @@ StepMetrics: TypeAlias = Mapping[str, Any]
 """One line of the trainer's metrics file."""
 
 SMOOTHING_STEPS = 10
-MAX_VALUE = 1e300
-"""Larger numbers are not drawn."""
 _INK = "#010203"
 """Colour of text and axes; in an SVG it becomes the text colour of the page around it."""
 
@@ -79,7 +77,7 @@ def smooth(values: Sequence[float], *, window: int) -> list[float]:
 def _rows(steps: Sequence[StepMetrics]) -> list[StepMetrics]:
     """Return the numbers of the lines of steps; a user's trainer may write others between them."""
     numbers = [
-        {k: v for k, v in step.items() if isinstance(v, int | float) and not abs(v) > MAX_VALUE}
+        {k: v for k, v in step.items() if isinstance(v, int | float) and not abs(v) > 1e300}
         for step in steps
     ]
     return [_with_shares(step) for step in numbers if "step" in step]

@@ -24,7 +24,7 @@ def decoder(tokenizer: Any) -> Decode:
 
     def decode(tokens: Sequence[int]) -> str:
         try:
-            text = str(tokenizer.decode(list(tokens)))
+            text = str(tokenizer.decode(list(map(int, tokens))))
         except (LookupError, OverflowError, ValueError):  # another model's tokenizer
             return " ".join(f"[{token}]" for token in tokens)
         return text if len(tokens) != 1 else _piece(tokenizer, int(tokens[0]), text)

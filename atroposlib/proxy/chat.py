@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, Strict
+from pydantic import Field, Strict
 
 from atroposlib.proxy import sse
 from atroposlib.proxy.errors import ProxyError
@@ -104,18 +104,6 @@ _TAKEN_NAMES = frozenset(
 """Parameters of `apply_chat_template` and of what it calls, which no variable may replace."""
 
 
-def _template_variables(variables: dict[str, Any]) -> dict[str, Any]:
-    if taken := sorted(_TAKEN_NAMES & variables.keys()):
-        raise ProxyError(
-            f"chat_template_kwargs must not have {taken[0]!r}", param="chat_template_kwargs"
-        )
-    return variables
-
-
-TemplateVariables = Annotated[dict[str, Any], AfterValidator(_template_variables)]
-"""Variables of the chat template, such as `enable_thinking`."""
-
-
 class AgentChatBody(Sampling):
     """A request for a chat completion."""
 
@@ -126,8 +114,8 @@ class AgentChatBody(Sampling):
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    chat_template_kwargs: TemplateVariables | None = None
-    """vLLM's extension."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """vLLM's extension: variables of the chat template, such as `enable_thinking`."""
 
 
 def read(body: AgentChatBody) -> AgentRequest:
@@ -141,7 +129,11 @@ def read(body: AgentChatBody) -> AgentRequest:
     sampling = body.sampling()
     if body.max_completion_tokens is not None:
         sampling["max_tokens"] = body.max_completion_tokens
-    variables = body.chat_template_kwargs
+    variables = body.chat_template_kwargs or {}
+    if taken := sorted(_TAKEN_NAMES & set(variables)):
+        raise ProxyError(
+            f"chat_template_kwargs must not have {taken[0]!r}", param="chat_template_kwargs"
+        )
     return AgentRequest(
         messages=read_messages(body.messages),
         template={"chat_template_kwargs": variables} if variables else {},

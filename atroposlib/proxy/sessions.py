@@ -36,7 +36,7 @@ from atroposlib.inference.servers.sampling_notes import noting_sampling, positio
 from atroposlib.inference.sessions.managed_server import ManagedServer, ManagedTurn, Prompt
 from atroposlib.inference.sessions.sequences import SequenceNode
 from atroposlib.inference.tools.parsers import style_named
-from atroposlib.proxy.chat import DISTRIBUTION_KEPT, EngineSampling, TemplateVariables
+from atroposlib.proxy.chat import DISTRIBUTION_KEPT, EngineSampling
 from atroposlib.proxy.errors import ProxyError, error_for
 from atroposlib.proxy.turn import (
     AgentAnswer,
@@ -74,7 +74,7 @@ class FixedSampling(EngineSampling):
     """Sampling parameters that override the agent's; None: not overridden."""
 
     model_config = ConfigDict(extra="forbid")
-    chat_template_kwargs: TemplateVariables | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class SessionOptions(AgentBody):

@@ -60,7 +60,9 @@ def decode_object(line: bytes) -> dict[str, Any]:
         found = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError):
         try:
-            text = json.dumps(json.loads(line, parse_int=_number), ensure_ascii=False)
+            # Python refuses to write integers of more than 4,300 digits.
+            value = json.loads(line, parse_int=lambda n: int(n) if len(n) < 4000 else float(n))
+            text = json.dumps(value, ensure_ascii=False)
         except ValueError as error:
             raise ValueError(f"not JSON: {error}") from error
         found = json.loads(text.encode(errors="replace"))
@@ -69,11 +71,6 @@ def decode_object(line: bytes) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError("expected a JSON object")
     return found
-
-
-def _number(digits: str) -> int | float:
-    # Python refuses to write integers of more than 4,300 digits.
-    return int(digits) if len(digits) < 4000 else float(digits)
 
 
 class LineTail:

@@ -99,16 +99,16 @@ async def bridge(*, env_id: str, env_args: dict[str, Any]) -> AsyncIterator[tupl
 
 def client_for(env: Any, connection: AsyncOpenAI) -> Any:
     """Return what the installed version takes as a client: from 0.1.11 on, one of its own."""
-    kind = "OpenAIChatCompletionsClient"
-    if getattr(env, "message_type", "chat") != "chat":
-        kind = "OpenAICompletionsClient"
+    kind = (
+        "OpenAIChatCompletionsClient" if env.message_type == "chat" else "OpenAICompletionsClient"
+    )
     return getattr(vf, kind)(connection) if hasattr(vf, kind) else connection
 
 
 async def score(call: Any, states: Any) -> None:
     """Call a rubric; that of older versions takes a semaphore as well."""
-    takes_semaphore = "score_sem" in inspect.signature(call).parameters
-    await call(states, **({"score_sem": nullcontext()} if takes_semaphore else {}))
+    parameters = inspect.signature(call).parameters
+    await call(states, **{"score_sem": nullcontext()} if "score_sem" in parameters else {})
 
 
 async def _judge(env: Any, group: Group) -> None:

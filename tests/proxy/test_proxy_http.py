@@ -233,10 +233,9 @@ async def test_variables_that_would_replace_parameters_of_the_template_are_400(
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "chat_template_kwargs"
     assert repr(name) in answer.json()["error"]["message"]
-    created = await proxy.client.post(
-        "/sessions/create", json={"sampling": {"chat_template_kwargs": {name: value}}}
-    )
-    assert (created.status_code, proxy.engine.requests) == (400, [])
+    fixed = await proxy.open(sampling={"chat_template_kwargs": {"self": value}})
+    answer = await proxy.client.post(chat_url(fixed), json=HELLO)
+    assert (answer.status_code, proxy.engine.requests) == (400, [])
 
 
 @pytest.mark.parametrize("value", [[1], 5, {"a": 1}, None])

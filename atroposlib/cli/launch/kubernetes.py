@@ -161,15 +161,8 @@ def _environment(run: RunFile, parts: Sequence[Part], part: Part) -> list[dict[s
 
 
 def _word(word: str) -> str:
-    """Write a word of a command with Kubernetes' form of variables.
-
-    >>> _word("${HUB_URL}/$(a)")
-    '$(HUB_URL)/$$(a)'
-    """
     pieces = VARIABLE.split(word)  # text, name, text, ...
-    pieces[::2] = map(_literal, pieces[::2])
-    pieces[1::2] = [f"$({name})" for name in pieces[1::2]]
-    return "".join(pieces)
+    return "".join(f"$({piece})" if i % 2 else _literal(piece) for i, piece in enumerate(pieces))
 
 
 def _literal(text: str) -> str:

@@ -133,14 +133,6 @@ class SlurmOptions(_Strict):
     options: dict[str, Scalar] = {}
     """Options of sbatch for every job, such as `partition`; true: an option without a value, like `exclusive`."""
 
-    @field_validator("options")
-    @classmethod
-    def _one_line(cls, options: dict[str, Scalar]) -> dict[str, Scalar]:
-        for name, value in options.items():
-            if "\n" in f"{name}{value}":
-                raise ValueError(f"{name!r} must be one line")
-        return options
-
 
 class KubernetesOptions(_Strict):
     """How to render for Kubernetes."""

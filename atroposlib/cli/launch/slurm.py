@@ -13,6 +13,7 @@ from pathlib import Path
 
 from atroposlib.cli.launch.parts import Part, variables_in
 from atroposlib.cli.launch.run_file import VARIABLE, RunFile
+from atroposlib.errors import ConfigError
 
 FUNCTIONS = Path(__file__).with_name("slurm_functions.sh")
 
@@ -86,6 +87,8 @@ def _job(run: RunFile, parts: Sequence[Part], part: Part, run_dir: Path) -> str:
 
 def _option(name: str, value: object) -> str:
     word = f"--{name}" if value is True or value is None else f"--{name}={value}"
+    if "\n" in word:
+        raise ConfigError(f"slurm.options.{name}: {value!r} must be one line")
     if shlex.quote(word) != word:  # sbatch's own rule: a backslash escapes, also between quotes
         word = '"' + re.sub(r'([\\"#])', r"\\\1", word) + '"'
     return f"#SBATCH {word}"

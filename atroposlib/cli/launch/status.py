@@ -150,12 +150,8 @@ def render_view(view: HubView, *, url: str) -> Group:
         )
     batch = "a batch is ready" if seen.batch == "ready" else f"no batch: {seen.reason}"
     dead = ", ".join(f"{count} {reason}" for reason, count in seen.dead.items())
-    lines = [
-        without_users(url),
-        describe_queue(view),
-        batch,
-        f"ledger: {describe_ledger(view.ledger)}",
-    ]
+    where, ledger = without_users(url), f"ledger: {describe_ledger(view.ledger)}"
+    lines = [where, describe_queue(view), batch, ledger]
     lines += [seen.refusal] if seen.refusal else []
     lines += [f"dead: {dead}"] if dead else []
     lines += [f"not granted: {conflict}" for conflict in seen.conflicts]

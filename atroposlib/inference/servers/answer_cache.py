@@ -18,9 +18,6 @@ import xxhash
 
 from atroposlib.errors import require
 
-RAW, BINARY = 1, 2
-"""Modes in which `diskcache` stores bytes: in its table or in a file. The others are text and pickle."""
-
 _answer = msgspec.json.Decoder(dict[str, Any])
 
 
@@ -89,8 +86,8 @@ class AnswerCache:
 
 
 def _fetch(fetch: Callable[..., Any], mode: int, *args: Any, **options: Any) -> Any:
-    """Return a stored value; None for a pickled one, which would run code of whoever wrote it to the folder."""
-    return fetch(mode, *args, **options) if mode in (RAW, BINARY) else None
+    """Return stored bytes, of the table (mode 1) or of a file (2); None for a pickle, which could run code."""
+    return fetch(mode, *args, **options) if mode in (1, 2) else None
 
 
 def _plain(value: Any) -> Any:

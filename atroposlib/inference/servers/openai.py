@@ -27,6 +27,8 @@ __all__ = ["OPENAI_URL", "APIServerConfig", "OpenAIServer"]
 
 logger = logging.getLogger(__name__)
 
+_loaded = functools.cache(load_tokenizer)
+
 OPENAI_URL = "https://api.openai.com/v1"
 
 LIMIT_NAMES = {"max_tokens": "max_completion_tokens", "max_completion_tokens": "max_tokens"}
@@ -74,49 +76,37 @@ class OpenAIServer(OpenAIRoutesServer):
         """The accepted name of the token limit; None until a request was refused for its name."""
         self._takes_stop_ids = True
 
-    @functools.cached_property
-    def _tokenizer(self) -> Any:
-        return load_tokenizer(self.config.tokenizer_name, flag="tokenizer_name")
-
     async def _post(self, path: str, body: dict[str, Any], request: CallKeywords) -> dict[str, Any]:
-        if "stop_token_ids" in body and self._takes_stop_ids:
-            try:
-                return await self._post_stops(path, body, request)
-            except EngineHttpRejected as e:
-                if not _refuses_name("stop_token_ids", e):
-                    raise
-                self._takes_stop_ids = False
-        if "stop_token_ids" in body:
-            body = await asyncio.to_thread(self._with_stops_as_text, body)
-        return await self._post_stops(path, body, request)
-
-    def _with_stops_as_text(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Return a body for an API that knows no token ids. Raises EngineRejected if their text is not known."""
-        stops = read_stops(body)
-        if self.config.tokenizer_name in ("", "none"):
-            raise EngineRejected(
-                f"{self._label} takes no stop_token_ids, and the text of {list(stops.token_ids)} is not known:"
-                " set tokenizer_name to the model's tokenizer, or give stop as text"
-            )
-        texts = [str(self._tokenizer.decode([token])) for token in stops.token_ids]
-        kept = {key: value for key, value in body.items() if key != "stop_token_ids"}
-        return {**kept, "stop": [*stops.strings, *texts]}
-
-    async def _post_stops(
-        self, path: str, body: dict[str, Any], request: CallKeywords
-    ) -> dict[str, Any]:
-        if path != "/chat/completions":
-            return await super()._post(path, body, request)
+        if "stop_token_ids" in body and not self._takes_stop_ids:
+            body = await asyncio.to_thread(self._with_text_stops, body)
+        sent = _with_limit(body, self._limit_name) if path == "/chat/completions" else body
         try:
-            return await super()._post(path, _with_limit(body, self._limit_name), request)
+            return await super()._post(path, sent, request)
         except EngineHttpRejected as e:
-            name = accepted_limit_name(body, e)
+            if "stop_token_ids" in sent and _refuses_name("stop_token_ids", e):
+                self._takes_stop_ids = False
+                return await self._post(path, body, request)
+            name = accepted_limit_name(body, e) if path == "/chat/completions" else None
             if name is None or name == self._limit_name:
                 raise
             answer = await super()._post(path, _with_limit(body, name), request)
             logger.info("%s takes %s, not %s", self._label, name, LIMIT_NAMES[name])
             self._limit_name = name
             return answer
+
+    def _with_text_stops(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Return a body with the text of its `stop_token_ids`. Raises EngineRejected without a tokenizer."""
+        stops, name = read_stops(body), self.config.tokenizer_name
+        if name in ("", "none"):
+            raise EngineRejected(
+                f"{self._label} takes no stop_token_ids, and the text of {stops.token_ids} is not known:"
+                " set tokenizer_name to the model's tokenizer, or give stop as text"
+            )
+        texts = map(
+            _loaded(name, flag="tokenizer_name").decode, ([token] for token in stops.token_ids)
+        )
+        kept = {key: value for key, value in body.items() if key != "stop_token_ids"}
+        return {**kept, "stop": [*stops.strings, *texts]}
 
     async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> tuple[Any, ...]:
         raise NotImplementedError(

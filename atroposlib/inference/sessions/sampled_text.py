@@ -67,7 +67,7 @@ def stops_to_cut(kwargs: dict[str, Any]) -> Stops:
     """Return what must be cut from the text of a call's completions."""
     given = {**kwargs, **(kwargs.get("extra_body") or {})}
     stops = read_stops(kwargs)
-    return Stops((), ()) if given.get("include_stop_str_in_output") else stops
+    return Stops([], []) if given.get("include_stop_str_in_output") else stops
 
 
 def find_stop(text: str, stops: Sequence[str], *, num_before: int) -> tuple[str | None, int]:

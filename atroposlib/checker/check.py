@@ -294,7 +294,7 @@ class _Check(Execution):
         rule, codes = "answer_runs_no_code", [*self.canaries.values()]
         if self.report.has_failed(rule):
             return
-        if getattr(env, "runs_model_code", False) and not env.is_isolated():
+        if env.runs_model_code and not env.is_isolated():
             self.report.skip("programs of the model are not isolated on this machine", rule)
         blocks = [code for code in codes if "```" in code]
         asked = codes if form is None else [*map(form.replaced, codes), *blocks]

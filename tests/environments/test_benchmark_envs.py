@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from atroposlib.envs.eval_run import hash_of
+from atroposlib.cli.compare_evals import compare, paired_items
+from atroposlib.envs.dataset_env import ABORTED, Rollout
+from atroposlib.envs.eval_run import hash_of, stored_samples
 from atroposlib.errors import ConfigError
 from tests.environments.helpers_environments import load
 
@@ -17,6 +20,7 @@ AIME = load(f"{FOLDER}.aime_eval").AIMEEvalEnv
 ARC = load(f"{FOLDER}.arc_eval").ARCEvalEnv
 BBH = load(f"{FOLDER}.bbh_eval").BBHEvalEnv
 DROP = load(f"{FOLDER}.drop_eval").DROPEvalEnv
+GSM8K = load(f"{FOLDER}.gsm8k_eval").GSM8KEvalEnv
 GPQA = load(f"{FOLDER}.gpqa_eval").GPQAEvalEnv
 HellaSwag = load(f"{FOLDER}.hellaswag_eval").HellaSwagEvalEnv
 MATH500 = load(f"{FOLDER}.math500_eval").MATH500EvalEnv
@@ -320,3 +324,39 @@ async def test_several_answers_per_row_give_avg_and_pass_at_k(started: Any, tmp_
     assert metrics["eval/pass@2"] == pytest.approx(share)
     assert metrics["eval/avg@2"] == metrics["eval/accuracy"] == pytest.approx(share / 2)
     assert metrics["eval/extraction_answer_tag_count"] == 2 * len(env.eval_rows)
+
+
+BOMBS = ["10^{10^{10}}", "9^{9^{9^{9}}}", "2^{99999999999}", "\\binom{10^9}{10^8}", "9" * 10_000]
+
+
+async def test_bombs_count_in_the_accuracy_and_so_do_aborted_answers(
+    made: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("math_verify")
+    said = ["7", *BOMBS, "cut off"]
+    env = made(
+        GSM8K, reward_timeout_s=0.3, max_eval_workers=1, data_dir_to_save_evals=str(tmp_path / "a")
+    )
+    env.eval_rows = [{"question": f"{i}?", "answer": "7", "groups": {}} for i in range(len(said))]
+
+    async def roll_out(row: Any, n: int, *, split: str) -> list[Rollout]:
+        i = int(row["question"][:-1])
+        messages = [{"role": "assistant", "content": f"\\boxed{{{said[i]}}}"}]
+        aborted = ABORTED if said[i] == "cut off" else "stop"
+        return [Rollout(messages=messages, nodes=[], finish_reason=aborted)]
+
+    env.roll_out = roll_out
+    metrics = await env.evaluate()
+    assert metrics["eval/accuracy"] == pytest.approx(1 / 7)
+    assert metrics["eval/accuracy_judged"] == pytest.approx(1 / 6)
+    assert metrics["eval/unscored_aborted"] == metrics["eval/reward_failures"] == 1.0
+    assert metrics["eval/wrong_by_timeout"] >= 2.0
+    table = capsys.readouterr().out
+    assert "accuracy judged" in table and "unscored aborted" in table  # noqa: PT018
+    again = made(GSM8K, reward_timeout_s=0.3, data_dir_to_save_evals=str(tmp_path / "b"))
+    again.eval_rows = env.eval_rows
+    rescored = await again.rescore(stored_samples(tmp_path / "a"))
+    assert rescored["eval/accuracy"] == metrics["eval/accuracy"]
+    pairs = paired_items(stored_samples(tmp_path / "a"), stored_samples(tmp_path / "b"))
+    difference = compare(pairs)["correct"]
+    assert difference.before == difference.after == pytest.approx(1 / 7)

@@ -187,7 +187,7 @@ def _listed(result: Result, others: Sequence[str]) -> Iterator[Probe]:
     """Yield answers that state many results, the right one in the middle."""
     many = [*(_wrong_results(result.stated) or others), *_FILLERS][:8]
     if _is_option(result.stated):
-        many = [letter for letter in "ABCDE" if letter != result.stated.upper()]
+        many = _wrong_results(result.stated)
     half = len(many) // 2
     all_of_them = [*many[:half], result.stated, *many[half:]]
     yield Probe("list_unrewarded", result.replaced(", ".join(all_of_them)))
@@ -270,11 +270,12 @@ def harsh(result: Result | None) -> Iterator[Probe]:
 def _wrong_results(stated: str) -> list[str]:
     """Return results far from `stated` that contain it or differ in sign; for an option letter, other letters.
 
-    >>> _wrong_results("42"), _wrong_results("-0.5"), _wrong_results("B")
-    (['427', '742', '-42', '342', '421'], ['-057', '-70.5', '0.5', '-30.5', '-051'], ['A', 'C', 'D'])
+    >>> _wrong_results("42"), _wrong_results("-0.5"), _wrong_results("(B)")
+    (['427', '742', '-42', '342', '421'], ['-057', '-70.5', '0.5', '-30.5', '-051'], ['(A)', '(C)', '(D)'])
     """
     if _is_option(stated):
-        return [letter for letter in "ABCD" if letter != stated.upper()]
+        right = stated.strip("()")
+        return [stated.replace(right, each) for each in "ABCD" if each != right.upper()]
     if not _NUMBER.fullmatch(stated):
         return []
     digits = stated.lstrip("-")
@@ -292,4 +293,4 @@ def _wrong_results(stated: str) -> list[str]:
 
 
 def _is_option(stated: str) -> bool:
-    return len(stated) == 1 and stated.upper() in "ABCDEFGH"
+    return re.fullmatch(r"[A-H]|\([A-H]\)", stated, re.IGNORECASE) is not None

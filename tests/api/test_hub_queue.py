@@ -207,8 +207,7 @@ def test_removal_of_an_absent_group_changes_nothing() -> None:
     assert queue.total_sequences == 4
 
 
-# What a plan costs, in lines of Python that run. The limits are about twice what was counted; benchmarks/planner.py has
-# the times.
+# What a plan costs, in lines of Python that run. The limits are about twice what was counted.
 
 
 class Load(NamedTuple):

@@ -28,7 +28,6 @@ from benchmarks._hub_process import Hub, cpu_s, memory_bytes, probing, running_h
 from benchmarks._tiny_tasks import TASKS, demonstrate, encode, make_tokenizer, write_rows
 from benchmarks._trainer_measure import Result
 from benchmarks._trainer_work import Spec, make_step, step_flops
-from benchmarks.simulation import curves, draw, simulate
 from benchmarks.trainer import PARTS, Row, Session, parse, run_parts, same_work, set_mfu
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(120)]
@@ -88,16 +87,6 @@ def test_a_short_run_measures_a_served_environment() -> None:
         float(value) for value in row["loop CPU between ticks, p50 / p99 / max ms"].split("/")
     ]
     assert 0 <= blocked[0] <= blocked[1] <= blocked[2]
-
-
-@pytest.mark.e2e
-def test_a_sandbox_costs_more_than_the_bare_interpreter() -> None:
-    [bare, *boxes] = run_script("sandbox.py", "--runs", "2")["one program"]
-    assert (bare["sandbox"], bare["bare = 1"]) == ("bare interpreter", "1")
-    assert boxes[0]["sandbox"] == "process with limits"
-    for row in (bare, *boxes):
-        rate, ms = float(row["executions per CPU s"]), float(row["CPU ms"])
-        assert rate * ms == pytest.approx(1000, rel=0.02)  # two views of one measurement
 
 
 async def test_the_environments_probe_sees_what_blocks_its_loop(tmp_path: Path) -> None:
@@ -470,21 +459,3 @@ def test_model_flops_are_those_of_the_matrix_products_and_of_attention() -> None
     scores_and_values = 24 * 14 * 2 * (2 * 8192 * 8192 * 64)
     expected = 3 * (2 * matrices * 8192 + scores_and_values) * 8
     assert step_flops(spec, matrices) == pytest.approx(expected, rel=1e-12)
-
-
-async def test_a_small_simulated_day_keeps_every_group_and_draws_its_curves(tmp_path: Path) -> None:
-    runs = await simulate(num_runs=2, num_environments=60, hours=6.0)
-    for run in runs:
-        assert run.num_steps > 0
-        assert run.coordinator.ledger().duplicates > 0
-    assert sum(run.num_resumes for run in runs) > 0
-    assert sum(run.num_env_crashes for run in runs) > 20
-    found = curves(runs)
-    assert len(found["hour"]) == 17
-    assert max(found["trainers"]) <= 100
-    draw(found, tmp_path / "picture.svg", hours=6.0)
-    assert "policy versions" in (tmp_path / "picture.svg").read_text()
-    state = runs[0].coordinator.state
-    state.queue.remove([next(iter(state.queue))])  # the check sees a lost group
-    with pytest.raises(AssertionError, match="produced"):
-        runs[0].check_ledger()

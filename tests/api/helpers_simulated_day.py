@@ -1,10 +1,15 @@
-"""One run of `simulation.py`: a real coordinator, its trainer and environments in virtual time, and the invariants."""
+"""Runs of real coordinators with memory stores in virtual time, and the invariants that hold after every event.
+
+Heavy-tailed rollouts, mixed group sizes, weights, floors, groups sent twice; trainers that slow down, die and resume
+from a checkpoint, environments that vanish and return under another id, and a hub that is killed. Time and failures are
+simulated, the decisions are real. A broken invariant raises AssertionError.
+"""
 
 from __future__ import annotations
 
 import heapq
+import itertools
 import random
-import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +44,10 @@ MAX_LACK, MAX_PART = 4.0, 0.4
 of it; the larger counts."""
 SLOW = (8 / 24, 10 / 24)
 """From when to when trainers are three times slower; of the simulated time."""
+OUTAGE = 14 / 24
+"""When a third of the environments vanish; of the simulated time."""
+KILLS = (4 / 24, 12 / 24, 20 / 24)
+"""When the hub is killed and opens its stores again."""
 
 
 class Event(NamedTuple):
@@ -49,42 +58,12 @@ class Event(NamedTuple):
 
 
 @dataclass(slots=True)
-class CallTimes:
-    """CPU time of all calls of one kind."""
-
-    calls: int = 0
-    cpu_s: float = 0.0
-    max_s: float = 0.0
-
-
-class Meter:
-    """CPU time of the coordinator, by call: `with meter("ack"): ...`."""
-
-    def __init__(self) -> None:
-        self.of: dict[str, CallTimes] = {}
-
-    def __call__(self, name: str) -> Meter:
-        self._times = self.of.setdefault(name, CallTimes())
-        return self
-
-    def __enter__(self) -> None:
-        self._began = time.thread_time()
-
-    def __exit__(self, *_: object) -> None:
-        took_s = time.thread_time() - self._began
-        self._times.calls += 1
-        self._times.cpu_s += took_s
-        self._times.max_s = max(self._times.max_s, took_s)
-
-
-@dataclass(slots=True)
 class World:
-    """What the runs share: virtual time, events, random numbers, and the meter."""
+    """What the runs share: virtual time, events and random numbers."""
 
     events: list[Event]
     numbers: Iterator[int]
     rng: random.Random
-    meter: Meter
     end_s: float
     now: float = 0.0
 
@@ -132,21 +111,6 @@ class Training(NamedTuple):
     delivery: Delivery
 
 
-class Sample(NamedTuple):
-    """One virtual minute; counts are totals since the beginning."""
-
-    produced: int
-    expired: int
-    lost: int
-    steps: int
-    repeated: int
-    is_training: bool
-    busy: float
-    """Share of the environments that have items in flight."""
-    staleness: list[int]
-    """Of the groups delivered in this minute."""
-
-
 class SimulatedRun:
     """One run. Methods that take a subject are events."""
 
@@ -160,19 +124,15 @@ class SimulatedRun:
         self.store = MemoryStore()
         self.coordinator = self._coordinator()
         self.envs: list[Env] = []
-        self.samples: list[Sample] = []
-        self.num_lost = self.num_steps = self.num_repeated = self.num_env_crashes = 0
-        self.num_resumes = self.num_waived = self.num_checks = self.num_sent = 0
-        self.lacks: list[float] = []
+        self.num_steps = self.num_env_crashes = self.num_resumes = self.num_sent = 0
         self._life = 0
         self._epoch: int | None = None
         self._is_training = self._is_waiting = False
-        self._staleness: list[int] = []
         self._delivered: dict[int, list[bytes]] = {}
         """Payloads by step since the last checkpoint."""
         self._trained: dict[bytes, int] = {}
         """Step at which each group was trained."""
-        self._last_step = self._checkpoint = 0
+        self._checkpoint = 0
         self._window: deque[tuple[dict[int, float], Counter[int]]] = deque(maxlen=NUM_BATCHES)
         """Per batch, the sequences that environments are entitled to and those taken from them."""
 
@@ -204,9 +164,8 @@ class SimulatedRun:
             experiment=self.name,
             resume_step=resume_step,
         )
-        with self.world.meter("register"):
-            self._epoch = (await self.coordinator.register(registration)).epoch
-            await self.coordinator.set_policy(self._checkpoint, epoch=self._epoch)
+        self._epoch = (await self.coordinator.register(registration)).epoch
+        await self.coordinator.set_policy(self._checkpoint, epoch=self._epoch)
         crash_s = self.world.rng.expovariate(4 / self.world.end_s)
         self.world.at(self.world.now + crash_s, self.crash_trainer, self._life)
 
@@ -215,15 +174,12 @@ class SimulatedRun:
         if life != self._life or self._is_training:
             return
         lease = LeaseRequest(epoch=self._epoch)
-        if self._is_waiting:
-            with self.world.meter("may_deliver"):
-                if not self.coordinator.may_deliver(lease):
-                    return
+        if self._is_waiting and not self.coordinator.may_deliver(lease):
+            return
         state = self.coordinator.state
         plan, is_replay = state.look(), bool(state.leases.to_replay)
         floors = sequence_floors(self.batch_size, state.environments.shares())
-        with self.world.meter("deliver"):
-            delivery = await self.coordinator.deliver(lease)
+        delivery = await self.coordinator.deliver(lease)
         if delivery is not None:
             self._check_batch(delivery, plan, floors, is_replay=is_replay)
         self.check_ledger()
@@ -240,28 +196,22 @@ class SimulatedRun:
     async def heartbeat(self, training: Training) -> None:
         life, delivery = training
         if life == self._life and delivery.batch_id in self.coordinator.state.leases.leased:
-            with self.world.meter("heartbeat"):
-                await self.coordinator.heartbeat(delivery.batch_id, delivery.lease_id)
+            await self.coordinator.heartbeat(delivery.batch_id, delivery.lease_id)
             self.world.at(self.world.now + 300.0, self.heartbeat, training)
 
     async def finish_step(self, training: Training) -> None:
         life, delivery = training
         if life != self._life:
             return
-        with self.world.meter("ack"):
-            step = await self.coordinator.ack(delivery.batch_id, delivery.lease_id)
+        step = await self.coordinator.ack(delivery.batch_id, delivery.lease_id)
         for payload in delivery.payloads:
             assert payload not in self._trained, f"{payload!r} trained twice"
             self._trained[payload] = step
         self.num_steps += 1
-        self.num_repeated += step <= self._last_step
-        self._last_step = max(self._last_step, step)
-        with self.world.meter("set_policy"):
-            await self.coordinator.set_policy(step, epoch=self._epoch)
+        await self.coordinator.set_policy(step, epoch=self._epoch)
         if step % CHECKPOINT_STEPS == 0:
             self._checkpoint = step
-            with self.world.meter("checkpoint"):
-                await self.coordinator.checkpoint(step, epoch=self._epoch)
+            await self.coordinator.checkpoint(step, epoch=self._epoch)
             self._delivered = {at: each for at, each in self._delivered.items() if at > step}
         self._is_training = False
         self.check_ledger()
@@ -295,8 +245,7 @@ class SimulatedRun:
             min_batch_allocation=kind.floor,
             env_uid=uid,
         )
-        with self.world.meter("register_env"):
-            found = await self.coordinator.register_env(registration)
+        found = await self.coordinator.register_env(registration)
         assert found is not None
         env = Env(kind, uid, found.env_id)
         self.envs.append(env)
@@ -310,7 +259,6 @@ class SimulatedRun:
             return
         env.is_alive = False
         self.envs.remove(env)
-        self.num_lost += len(env.running)
         self.num_env_crashes += 1
         back_s = self.world.rng.uniform(1, 30) * MINUTE_S
         self.world.at(self.world.now + back_s, self.join, env.kind)
@@ -327,8 +275,7 @@ class SimulatedRun:
             self.world.at(self.world.now + after_s, self.look, env)
 
     def _start_items(self, env: Env) -> None:
-        with self.world.meter("status_env"):
-            status = self.coordinator.status_env(env.env_id, env_uid=env.uid)
+        status = self.coordinator.status_env(env.env_id, env_uid=env.uid)
         if len(env.running) == env.kind.num_workers:
             return
         for _ in range(num_to_start(self._load(env, status))):
@@ -377,16 +324,14 @@ class SimulatedRun:
         )
         group = IncomingGroup(facts, payload=number.to_bytes(5, "big"))
         try:
-            with self.world.meter("accept"):
-                [receipt] = await self.coordinator.accept([group], experiment=self.name)
+            [receipt] = await self.coordinator.accept([group], experiment=self.name)
         except Overloaded:
             self.world.at(self.world.now + 30.0, self.finish_item, item)
             return
         assert not receipt.is_duplicate
         self.num_sent += 1
         if number % 100 == 0:
-            with self.world.meter("accept"):
-                [receipt] = await self.coordinator.accept([group], experiment=self.name)
+            [receipt] = await self.coordinator.accept([group], experiment=self.name)
             assert receipt.is_duplicate
         self.check_ledger()
         env.num_accepted += 1
@@ -401,8 +346,7 @@ class SimulatedRun:
         """A new process opens the store; environments, leases and every count must be as before."""
         before = self.coordinator.ledger().model_dump(exclude={"duplicates"})
         self.coordinator = self._coordinator()
-        with self.world.meter("open"):
-            await self.coordinator.open()
+        await self.coordinator.open()
         after = self.coordinator.ledger().model_dump(exclude={"duplicates"})
         assert before == after, (before, after)
         self.check_ledger()
@@ -414,7 +358,6 @@ class SimulatedRun:
 
     def check_ledger(self) -> None:
         """Every group sent is in exactly one place."""
-        self.num_checks += 1
         ledger = self.coordinator.ledger()
         places = ledger.queued + ledger.buffered + ledger.leased + ledger.trained
         ends = ledger.expired + ledger.dead + ledger.discarded + sum(ledger.rejected.values())
@@ -432,13 +375,11 @@ class SimulatedRun:
         if is_replay:
             return
         assert max(delivery.staleness) <= MAX_STALENESS
-        self._staleness += delivery.staleness
         taken: Counter[int] = Counter()
         for header in headers:
             assert header.env_id is not None
             taken[header.env_id] += header.num_sequences
         if isinstance(plan, Plan) and list(plan.groups) == list(headers):
-            self.num_waived += bool(plan.waived)
             for env_id, floor in floors.items():
                 assert taken[env_id] >= floor or env_id in plan.waived
         active = [each for each in state.environments if each.is_active]
@@ -472,7 +413,7 @@ class SimulatedRun:
         """
         if len(self._window) < NUM_BATCHES:
             return
-        queue, worst = self.coordinator.state.queue, 0.0
+        queue = self.coordinator.state.queue
         for env in self.envs:
             env_id = env.env_id
             if not all(env_id in entitled for entitled, _ in self._window):
@@ -482,27 +423,36 @@ class SimulatedRun:
             lack = (min(share, got + queue.num_sequences(env_id)) - got) / env.kind.group_size
             limit = max(MAX_LACK, MAX_PART * share / env.kind.group_size)
             assert lack <= limit, f"environment {env_id} lacks {lack} groups of {env.kind}"
-            worst = max(worst, lack)
-        self.lacks.append(worst)
 
     async def each_minute(self, _: SimulatedRun) -> None:
-        with self.world.meter("tick"):
-            is_changed = await self.coordinator.tick()
+        is_changed = await self.coordinator.tick()
         if is_changed and self._is_waiting:
             await self.ask(self._life)
-        ledger = self.coordinator.ledger()
-        staleness, self._staleness = self._staleness, []
-        busy = sum(bool(env.running) for env in self.envs)
-        self.samples.append(
-            Sample(
-                produced=ledger.produced,
-                expired=ledger.expired,
-                lost=self.num_lost,
-                steps=self.num_steps,
-                repeated=self.num_repeated,
-                is_training=self._is_training,
-                busy=busy / self.num_environments,
-                staleness=staleness,
-            )
-        )
         self.world.at(self.world.now + MINUTE_S, self.each_minute, self)
+
+
+async def simulate(
+    *, num_runs: int, num_environments: int, hours: float, seed: int = 0
+) -> list[SimulatedRun]:
+    """Simulate runs of `num_environments` together, with the failures of a day in these hours.
+
+    Raises AssertionError at the first broken invariant.
+    """
+    events: list[Event] = []
+    world = World(events, itertools.count(), random.Random(seed), hours * HOUR_S)
+    runs = [
+        SimulatedRun(world, name=f"run-{index}", num_environments=num_environments // num_runs)
+        for index in range(num_runs)
+    ]
+    for run in runs:
+        await run.start()
+        world.at(OUTAGE * world.end_s, run.lose_environments, run)
+        for share in KILLS:
+            world.at(share * world.end_s, run.kill_hub, run)
+    while events[0].time_s < world.end_s:
+        event = heapq.heappop(events)
+        world.now = event.time_s
+        await event.action(event.subject)
+    for run in runs:
+        run.check_ledger()
+    return runs

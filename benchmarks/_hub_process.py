@@ -21,8 +21,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.postgres import running_cluster
-
 START_TIMEOUT_S = 60.0
 CPUCLOCK_SCHED = 2
 """Linux, include/linux/posix-timers.h: a process's CPU clock is `~pid << 3 | CPUCLOCK_SCHED`."""
@@ -162,17 +160,17 @@ def listening(process: subprocess.Popen[bytes], log_path: Path) -> str:
 
 
 @contextmanager
-def running_hub(store: str, *, directory: Path, extra: Sequence[str] = ()) -> Iterator[Hub]:
-    """Run `run-api` on a free port during the block; its data is removed afterwards."""
+def running_hub(
+    store: str, *, directory: Path, extra: Sequence[str] = (), database_pid: int | None = None
+) -> Iterator[Hub]:
+    """Run `run-api` on a free port during the block; its data is removed afterwards, but for a database's.
+
+    For PostgreSQL `extra` has the URL.
+    """
     with ExitStack() as stack:
         data = stack.enter_context(tempfile.TemporaryDirectory(dir=directory, prefix="hub-"))
         argv = ["-m", "atroposlib.cli.run_api", "--host", "127.0.0.1", "--port", "0", *extra]
-        database_pid = None
-        if store == "postgres":
-            database = stack.enter_context(running_cluster(is_synced=True, directory=directory))
-            database_pid = database.pid
-            argv += ["--database", database.url()]
-        else:
+        if store != "postgres":
             argv += ["--memory"] if store == "memory" else ["--data-dir", str(Path(data) / "runs")]
         log_path = Path(data) / "hub.log"
         process = stack.enter_context(running(argv, log_path=log_path))

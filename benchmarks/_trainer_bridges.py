@@ -15,6 +15,7 @@ import time
 from contextlib import ExitStack, closing
 from pathlib import Path
 
+from atroposlib.cli.launch.supervisor import free_port
 from benchmarks._trainer_measure import Meter
 from benchmarks._trainer_work import Spec
 from example_trainer.bridges import make_bridge
@@ -23,7 +24,6 @@ from example_trainer.model import load_policy
 from example_trainer.training import empty_cache, set_up_torch
 from example_trainer.vllm_process import make_engine
 from example_trainer.weights import WeightsDirectory
-from tests.processes import free_port
 
 
 def config_of(spec: Spec, bridge: str) -> TrainerConfig:

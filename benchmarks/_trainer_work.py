@@ -2,7 +2,7 @@
 
 `python -m benchmarks._trainer_work SPEC` makes the model of a Spec (JSON) with random weights on its device, in a
 separate process because model memory and CUDA context are released only when a process ends. Nothing is downloaded.
-Runs in the environment of either side: imports nothing of this project, and torch only to make a model.
+Imported in the environment of either side: imports nothing of this project, and torch only to make a model.
 """
 
 from __future__ import annotations
@@ -139,22 +139,27 @@ def build_model(shape: str, **changes: int) -> Any:
         **SHAPES[shape] | changes,
         max_position_embeddings=32_768,
         tie_word_embeddings=shape != "tiny",  # vLLM on the CPU cannot reload tied ones
-        eos_token_id=256,  # of the byte-level tokenizer
-        pad_token_id=257,
+        eos_token_id=257,  # of `make_tokenizer`
+        pad_token_id=256,
     )
     return Qwen2ForCausalLM(config)
+
+
+def make_tokenizer() -> Any:
+    """Return a tokenizer with one token for each of 256 characters."""
+    from atroposlib.cli._demo.tiny_model import build_tokenizer
+
+    return build_tokenizer("".join(map(chr, range(256))))
 
 
 def main() -> None:
     import torch
 
-    from tests.tiny_model import make_tiny_tokenizer
-
     spec = Spec(**json.loads(sys.argv[1]))
     with torch.device(spec.device):
         model = build_model(spec.shape)
     model.to(getattr(torch, spec.dtype)).save_pretrained(spec.model)
-    make_tiny_tokenizer().save_pretrained(spec.model)
+    make_tokenizer().save_pretrained(spec.model)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """How many tokens does the local engine generate per second of CPU time?
 
-The demo's model size (Qwen2, 1.1 M parameters) with random weights and a byte-level tokenizer, without HTTP. Run it as
+The demo's model size (Qwen2, 1.1 M parameters) with random weights and 258 tokens, without HTTP. Run it as
 `PYTHONPATH=. OMP_NUM_THREADS=1 python benchmarks/engine.py`; options: `--rows 64,256`, `--threads 1`.
 """
 
@@ -21,8 +21,7 @@ from atroposlib.engine.sampling import SamplingParams
 from atroposlib.engine.scheduler import Engine
 from atroposlib.engine.sequences import EngineRequest
 from benchmarks._table import Table
-from benchmarks._trainer_work import build_model
-from tests.tiny_model import make_tiny_tokenizer
+from benchmarks._trainer_work import build_model, make_tokenizer
 
 DEMO_SHAPE = {
     "hidden_size": 128,
@@ -89,7 +88,7 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     row_counts = [int(text) for text in options.rows.split(",")]
     with tempfile.TemporaryDirectory() as directory:
-        tokenizer = make_tiny_tokenizer()
+        tokenizer = make_tokenizer()
         tokenizer.save_pretrained(directory)
         model = build_model("tiny", **DEMO_SHAPE, vocab_size=len(tokenizer))
         model.save_pretrained(directory)

@@ -1,7 +1,8 @@
 """What does the hub cost per million tokens, and how long does it delay other requests?
 
 `PYTHONPATH=. python benchmarks/hub.py` starts `run-api` with each of its stores and prints one table per question;
-`--quick` takes a minute. `--stores disk,postgres` starts a PostgreSQL, whose CPU time is added to the hub's.
+`--quick` takes a minute. `--stores disk,postgres --database URL --database-pid PID` measures a PostgreSQL, too: its
+CPU time is added to the hub's, and its data is erased.
 `--base-url URL [--server-pid PID]` measures a running hub, also the original's, and erases its data. CPU is that of the
 server's process with all threads and children: a busy machine changes it least.
 """
@@ -95,6 +96,8 @@ class Options(argparse.Namespace):
     stores: list[str]
     data_dir: Path
     run_api_flags: str
+    database: str | None
+    database_pid: int | None
     only: list[str]
     quick: bool
     scale: float
@@ -597,8 +600,12 @@ async def open_site(options: Options, store: str) -> AsyncIterator[Site]:
         if options.base_url:
             hub = Hub(base_url=options.base_url, pid=options.server_pid, store=store)
         else:
-            flags = options.run_api_flags.split()
-            hub = stack.enter_context(running_hub(store, directory=options.data_dir, extra=flags))
+            flags, pid = options.run_api_flags.split(), None
+            if store == "postgres":
+                flags, pid = [*flags, "--database", options.database or ""], options.database_pid
+            hub = stack.enter_context(
+                running_hub(store, directory=options.data_dir, extra=flags, database_pid=pid)
+            )
         site = Site(hub=hub, token=options.token)
         await site.discover()
         yield site
@@ -636,6 +643,8 @@ def main() -> int:
     parser.add_argument("--stores", type=names, default=["disk", "memory"], help="also postgres")
     parser.add_argument("--data-dir", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--run-api-flags", default="", help="more flags for run-api")
+    parser.add_argument("--database", help="URL of a running PostgreSQL, for --stores postgres")
+    parser.add_argument("--database-pid", type=int, help="its first process, for CPU time")
     parser.add_argument("--only", type=names, help=f"some of {','.join(QUESTIONS)}")
     parser.add_argument("--quick", action="store_true", help="a minute instead of six")
     parser.add_argument("--scale", type=float, help="share of the usual number of tokens")
@@ -649,6 +658,8 @@ def main() -> int:
     options.queue_sizes = options.queue_sizes or (
         [10_000] if options.quick else [1000, 10_000, 50_000]
     )
+    if "postgres" in options.stores and not (options.database and options.database_pid):
+        parser.error("--stores postgres needs --database URL and --database-pid PID")
     if unknown := set(options.only) - set(QUESTIONS):
         parser.error(f"--only: {sorted(unknown)} is not among {', '.join(QUESTIONS)}")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

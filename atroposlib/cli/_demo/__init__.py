@@ -1,1 +1,1 @@
-"""Parts of `atropos-demo`; `benchmarks/learning_curves.py` imports some of them, nothing else does."""
+"""Parts of `atropos-demo`; `benchmarks` import some of them, nothing else does."""

@@ -1,4 +1,4 @@
-"""Real `ServerManager`s over simulated engines in virtual time, for `concurrency.py` and the tests of the choice.
+"""Real `ServerManager`s over simulated engines in virtual time, for `fleet.py` and the tests of the choice.
 
 The clock of the event loop, and `time.monotonic` with it, jumps to the next timer: nothing waits, and results depend on
 the seed alone.
@@ -25,7 +25,6 @@ from benchmarks._simulated_engine import NETWORK_S, TOKEN_TIME_S, Server
 T = TypeVar("T")
 
 LENGTHS = (20, 60)
-TURN_PAUSE_S = 0.3
 
 
 def with_slots(slowness: float = 1.0, *, slots: int = 16) -> Server:
@@ -72,7 +71,6 @@ class Engine:
 
     def __init__(self, server: Server, *, seed: str) -> None:
         self.server = server
-        self.num_answers = 0
         self.rng = random.Random(seed)
         self._waiting: deque[tuple[float, asyncio.Future[None]]] = deque()
         self._running: list[tuple[float, asyncio.Future[None]]] = []
@@ -95,7 +93,6 @@ class Engine:
         if self._steps is None or self._steps.done():
             self._steps = asyncio.create_task(self._run())
         await done
-        self.num_answers += 1
         return num_tokens
 
     async def _run(self) -> None:
@@ -143,12 +140,6 @@ class MostFreeSlots(ServerManager):
         return max(self.servers, key=rank)
 
 
-async def generated(at: ServerManager | APIServer) -> int:
-    """Send a request; return the number of tokens of its answer."""
-    answer = await at.tokens_and_logprobs_completion(input_ids=[0])
-    return len(answer.output_tokens[0])
-
-
 class Answer(NamedTuple):
     ended_at: float
     seconds: float
@@ -172,15 +163,11 @@ class Fleet:
         *,
         manager_class: type[ServerManager] = ServerManager,
         num_managers: int = 1,
-        num_turns: int = 0,
         seed: int = 0,
     ) -> None:
-        """With `num_turns`, each request is a session of so many at one server, `TURN_PAUSE_S` between them."""
         random.seed(seed)  # of the pauses between attempts
         self.engines = [Engine(server, seed=f"{seed} {i}") for i, server in enumerate(servers)]
         self.answers: list[Answer] = []
-        self.num_failed = 0
-        self._num_turns = num_turns
         self._managers = [self._manager(manager_class) for _ in range(num_managers)]
 
     def _manager(self, manager_class: type[ServerManager]) -> ServerManager:
@@ -196,20 +183,13 @@ class Fleet:
 
     async def ask(self, manager: ServerManager) -> None:
         """Send one request and wait for its answer."""
-        began, num_tokens = time.monotonic(), 0
+        began = time.monotonic()
         try:
-            if not self._num_turns:
-                num_tokens += await generated(manager)
-            else:
-                async with manager.dedicated_server() as server:
-                    for _ in range(self._num_turns):
-                        num_tokens += await generated(server)
-                        await asyncio.sleep(TURN_PAUSE_S)
+            answer = await manager.tokens_and_logprobs_completion(input_ids=[0])
         except EngineUnavailable:
-            self.num_failed += 1
             return
         now = time.monotonic()
-        self.answers.append(Answer(now, now - began, num_tokens))
+        self.answers.append(Answer(now, now - began, len(answer.output_tokens[0])))
 
     async def keep_asking(self, num_requests: int, *, until: float) -> None:
         """Keep that many requests open."""
@@ -226,12 +206,6 @@ class Fleet:
         for worker in workers:
             worker.cancel()
         await asyncio.gather(*workers, return_exceptions=True)
-
-    async def ask_together(self, num_requests: int) -> float:
-        """Send requests at once; return the seconds until the last is answered."""
-        began = time.monotonic()
-        await asyncio.gather(*(self.ask(self._managers[0]) for _ in range(num_requests)))
-        return time.monotonic() - began
 
     def sample(self, began: float, end: float) -> Sample:
         found = [answer for answer in self.answers if began < answer.ended_at <= end]

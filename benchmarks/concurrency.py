@@ -2,24 +2,18 @@
 
 `PYTHONPATH=. OMP_NUM_THREADS=1 python benchmarks/concurrency.py` simulates servers and clients in virtual time
 (`_simulated_engine.py`, a minute of CPU) with the adaptive limiter, with the configured maximum only, and with the best
-fixed number. `--http` then sends real requests to the scripted engine, alternately with and without adaptation, and
-simulates the same. `--sensitivity` halves and doubles each constant of the limiter.
+fixed number. `--sensitivity` halves and doubles each constant of the limiter.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import statistics
-import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from atroposlib.inference.config import APIServerConfig
-from atroposlib.inference.scripted_engine import Latency, Script
 from atroposlib.inference.servers.concurrency import ConcurrencyController
-from atroposlib.inference.servers.vllm import VLLMServer
 from benchmarks._simulated_engine import (
     TOKEN_TIME_S,
     Client,
@@ -29,7 +23,6 @@ from benchmarks._simulated_engine import (
     Simulation,
 )
 from benchmarks._table import Table
-from benchmarks.inference import running_engine
 
 CAP = 576
 """The defaults of `num_max_requests_at_once` and `num_requests_for_eval` together."""
@@ -40,7 +33,6 @@ WINDOW_S, RECOVERED, GIVEN_UP_S = 3.0, 0.9, 300.0
 """A server has recovered when a window has this share of the best rate."""
 
 MakeLimiter = Callable[[], Limiter]
-Ask = Callable[..., Awaitable[Any]]
 
 
 def adaptive() -> Limiter:
@@ -301,99 +293,10 @@ def describe_constants(seeds: int) -> None:
     table("Half and double of each constant", head, rows)
 
 
-# Over HTTP.
-
-HTTP_SLOTS, HTTP_WORKERS, HTTP_LENGTHS = 16, 128, (20, 60)
-
-
-class Counts(NamedTuple):
-    finished: list[float]
-    """Seconds of every answered request, including retries."""
-    num_sent: int
-
-
-async def keep_asking(ask: Ask, *, num_workers: int, seconds: float) -> list[float]:
-    """Keep `num_workers` requests open; return the seconds of each that was answered in the second half."""
-    finished, half = [], time.monotonic() + seconds / 2
-
-    async def work(worker: int) -> None:
-        for i in range(10**9):
-            began = time.monotonic()
-            await ask(prompt=f"{worker} {i}", max_tokens=HTTP_LENGTHS[1], n=1)
-            if time.monotonic() > half:
-                finished.append(time.monotonic() - began)
-
-    workers = [asyncio.create_task(work(worker)) for worker in range(num_workers)]
-    await asyncio.wait(workers, timeout=seconds)
-    for worker in workers:
-        worker.cancel()
-    await asyncio.gather(*workers, return_exceptions=True)
-    return finished
-
-
-def config_of(url: str, **settings: bool) -> APIServerConfig:
-    return APIServerConfig(base_url=url, server_type="vllm", model_name="scripted", **settings)
-
-
-async def ask_for(seconds: float, url: str, *, adapts: bool) -> Counts:
-    """Keep HTTP_WORKERS requests open and count completions in the second half."""
-    server = VLLMServer(config_of(url, adaptive_concurrency=adapts))
-    num_sent, half = 0, time.monotonic() + seconds / 2
-    send = server._completion_wrapper
-
-    async def counted(**kwargs: object) -> object:
-        nonlocal num_sent
-        num_sent += time.monotonic() > half
-        return await send(**kwargs)
-
-    server._completion_wrapper = counted  # type: ignore[method-assign]
-    finished = await keep_asking(server.completion, num_workers=HTTP_WORKERS, seconds=seconds)
-    await server.close()
-    return Counts(finished, num_sent)
-
-
-def describe_http(seconds: float, repeats: int) -> None:
-    script = Script(
-        num_slots=HTTP_SLOTS,
-        max_waiting=0,
-        lengths=HTTP_LENGTHS,
-        latency=Latency(per_token_s=TOKEN_TIME_S),
-    )
-    rows = []
-    with running_engine(script) as url:
-        for number in range(repeats):
-            for adapts in (True, False):
-                found = asyncio.run(ask_for(seconds, url, adapts=adapts))
-                simulated = Server(
-                    slots=HTTP_SLOTS,
-                    max_waiting=0,
-                    overhead_tokens=0.0,
-                    lengths=lambda rng: rng.randint(*HTTP_LENGTHS),
-                )
-                client = Client(adaptive() if adapts else FixedLimit(CAP), num_workers=HTTP_WORKERS)
-                simulation = Simulation([client], simulated, seed=number)
-                simulation.run(seconds / 2)
-                before, refused = len(client.latencies), client.num_refused
-                simulation.run(seconds)
-                num, finished = len(client.latencies) - before, len(found.finished)
-                rows.append(
-                    [
-                        "adaptive" if adapts else "none",
-                        f"{2 * finished / seconds:.1f}",
-                        f"{2 * num / seconds:.1f}",
-                        f"{found.num_sent / max(1, finished) - 1:.2f}",
-                        f"{(client.num_refused - refused) / max(1, num):.2f}",
-                    ]
-                )
-    head = ["", "completions per second", "simulated", "refused per completion", "simulated"]
-    table(f"Over HTTP: {HTTP_SLOTS} slots and {HTTP_WORKERS} requests wanted", head, rows)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", default="", help="servers whose name contains this")
-    parser.add_argument("--http", type=float, default=0.0, help="seconds of each run over HTTP")
     parser.add_argument("--sensitivity", action="store_true", help="constants instead of servers")
     args = parser.parse_args()
     if args.sensitivity:
@@ -404,8 +307,6 @@ def main() -> None:
             describe(name, server, args.seeds)
     if not args.only:
         describe_changes(args.seeds)
-    if args.http:
-        describe_http(args.http, repeats=2)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
 """What does choosing servers by load and speed gain over choosing by free slots alone?
 
 `PYTHONPATH=. OMP_NUM_THREADS=1 python benchmarks/fleet.py` simulates engines behind real `ServerManager`s in virtual
-time
-(`_simulated_fleet.py`, five minutes of CPU), with both choices in turn. `--sensitivity` changes the number of recent
-answers that count. `--http` sends real requests to two scripted engines of unequal speed instead.
+time (`_simulated_fleet.py`, some minutes of CPU), with both choices in turn. `--sensitivity` changes the number of
+recent answers that count.
 """
 
 from __future__ import annotations
@@ -14,25 +13,20 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from atroposlib.inference.manager import ServerManager
-from atroposlib.inference.scripted_engine import Latency, Script
 from atroposlib.inference.servers import recent_answers
-from benchmarks._simulated_engine import TOKEN_TIME_S, Server
+from benchmarks._simulated_engine import Server
 from benchmarks._simulated_fleet import (
     Change,
     Fleet,
     MostFreeSlots,
     Sample,
     batching,
-    run_virtually,
     simulate,
     with_slots,
 )
 from benchmarks._table import Table
-from benchmarks.concurrency import HTTP_LENGTHS, HTTP_SLOTS, config_of, keep_asking
-from benchmarks.inference import running_engine
 
 KINDS: dict[str, Callable[[float], Server]] = {"16 slots": with_slots, "batching": batching}
 CHOICES: list[type[ServerManager]] = [MostFreeSlots, ServerManager]
@@ -50,15 +44,10 @@ def means(samples: Sequence[Sample]) -> Sample:
     return Sample(*map(statistics.fmean, zip(*samples, strict=True)))
 
 
-def steady(
-    servers: Sequence[Server], num: int, kind: type[ServerManager], seeds: int, **options: Any
-) -> Sample:
+def steady(servers: Sequence[Server], num: int, kind: type[ServerManager], seeds: int) -> Sample:
     spans = [(BEFORE_S, BEFORE_S + MEASURED_S)]
     return means(
-        [
-            simulate(servers, num, spans=spans, manager_class=kind, seed=s, **options)[0]
-            for s in range(seeds)
-        ]
+        [simulate(servers, num, spans=spans, manager_class=kind, seed=s)[0] for s in range(seeds)]
     )
 
 
@@ -83,38 +72,6 @@ def describe_pairs(seeds: int) -> None:
                 of_sum = [f"{one.tokens_per_s / (first + second):.2f}" for one in both]
                 alone = f"{first / (first + second):.2f}"
                 table.row(name, slowness, num, alone, *of_sum, *map(waits, both))
-
-
-def describe_sessions(seeds: int) -> None:
-    head = ["", "times slower", "sessions", "by slots: tokens per s", "tokens per s"]
-    table = Table("Two servers, sessions of five turns", *head, *COLUMNS[2:])
-    for name, make in KINDS.items():
-        for slowness in (1, 4):
-            for num in (8, 24, 64):
-                pair = [make(1), make(slowness)]
-                both = [steady(pair, num, kind, seeds, num_turns=5) for kind in CHOICES]
-                rates = [f"{one.tokens_per_s:,.0f}" for one in both]
-                table.row(name, slowness, num, *rates, *map(waits, both))
-
-
-def describe_fleets(seeds: int) -> None:
-    table = Table(
-        "Eight servers, long-tailed answers",
-        "",
-        "the eighth",
-        "requests in flight",
-        "by slots: tokens per s",
-        "tokens per s",
-        *COLUMNS[2:],
-    )
-    for name, make in KINDS.items():
-        for slowness in (1, 4):
-            for num in (16, 64, 128, 256):
-                servers = [long_tailed(make(s)) for s in (1, 1, 1, 1, 1, 1, 1, slowness)]
-                both = [steady(servers, num, kind, seeds) for kind in CHOICES]
-                rates = [f"{one.tokens_per_s:,.0f}" for one in both]
-                last = "equal" if slowness == 1 else f"{slowness} times slower"
-                table.row(name, last, num, *rates, *map(waits, both))
 
 
 def changing(server: Server, *, back_after_s: float) -> Change:
@@ -171,23 +128,6 @@ def describe_changes(seeds: int) -> None:
                 table.row(name, num, choice, *rates)
 
 
-def describe_bursts(seeds: int) -> None:
-    """Print the seconds of rounds of requests that start together; the first, without known speeds, is left out."""
-
-    async def rounds(kind: type[ServerManager], make: Callable[[float], Server], num: int) -> float:
-        times = []
-        for seed in range(seeds):
-            fleet = Fleet([make(1), make(4)], manager_class=kind, seed=seed)
-            times += [await fleet.ask_together(num) for _ in range(9)][1:]
-        return statistics.fmean(times)
-
-    table = Table("Requests that start together", "", "requests", "by slots: s", "s")
-    for name, make in KINDS.items():
-        for num in (16, 64, 256):
-            took = [run_virtually(rounds(kind, make, num)) for kind in CHOICES]
-            table.row(name, num, *(f"{seconds:.1f}" for seconds in took))
-
-
 def describe_constant(seeds: int) -> None:
     table = Table(
         "Recent answers that count: tokens per second",
@@ -217,70 +157,16 @@ def describe_constant(seeds: int) -> None:
     recent_answers.NUM_ANSWERS = before
 
 
-# Over HTTP.
-
-SLOWNESS = 4
-HTTP_WORKERS = (8, 16, 24, 32, 128)
-
-
-async def ask_all(
-    urls: Sequence[str], *, num_workers: int, seconds: float, kind: type[ServerManager]
-) -> Sample:
-    """Send requests for some seconds; return the figures of the second half, per answer instead of per token."""
-    manager = kind([config_of(url) for url in urls])
-    found = sorted(await keep_asking(manager.completion, num_workers=num_workers, seconds=seconds))
-    await manager.close()
-    return Sample(2 * len(found) / seconds, found[len(found) // 2], found[len(found) * 99 // 100])
-
-
-def describe_http(seconds: float) -> None:
-    scripts = [
-        Script(
-            num_slots=HTTP_SLOTS,
-            lengths=HTTP_LENGTHS,
-            latency=Latency(per_token_s=slowness * TOKEN_TIME_S),
-        )
-        for slowness in (1, SLOWNESS)
-    ]
-    title = f"Over HTTP: two servers of {HTTP_SLOTS} slots, one {SLOWNESS} times slower"
-    table = Table(title, "requests in flight", "fast alone, /s", "slow alone, /s", *COLUMNS)
-    with running_engine(scripts[0]) as fast, running_engine(scripts[1]) as slow:
-        for num in HTTP_WORKERS:
-            alone, slow_alone, *both = (
-                asyncio.run(ask_all(urls, num_workers=num, seconds=seconds, kind=kind))
-                for urls, kind in (
-                    ([fast], ServerManager),
-                    ([slow], ServerManager),
-                    ([fast, slow], MostFreeSlots),
-                    ([fast, slow], ServerManager),
-                )
-            )
-            total = alone.tokens_per_s + slow_alone.tokens_per_s
-            table.row(
-                num,
-                f"{alone.tokens_per_s:.1f}",
-                f"{slow_alone.tokens_per_s:.1f}",
-                *(f"{one.tokens_per_s / total:.2f}" for one in both),
-                *map(waits, both),
-            )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--http", type=float, default=0.0, help="seconds of each run over HTTP")
     parser.add_argument("--sensitivity", action="store_true", help="numbers of recent answers")
     args = parser.parse_args()
-    if args.http:
-        describe_http(args.http)
-    elif args.sensitivity:
+    if args.sensitivity:
         describe_constant(args.seeds)
     else:
         describe_pairs(args.seeds)
-        describe_sessions(args.seeds)
-        describe_fleets(args.seeds)
         describe_changes(args.seeds)
-        describe_bursts(args.seeds)
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 
 SAFETY = 0.5
 """Standard deviations by which the stock exceeds the expected need. At steps of 5 s the trainer waits up to 9 % of the
-time with 0, up to 5 % with 0.5, up to 2 % with 1 for groups that are up to 0.3 steps older (benchmarks/README.md,
-pace.py)."""
+time with 0, up to 5 % with 0.5, up to 2 % with 1 for groups that are up to 0.3 steps older (simulated at commit
+8316a75)."""
 MAX_STEPS = 64
 """Longest item considered, in steps, if there is no staleness bound."""
 MIN_YIELD = 0.05
@@ -31,8 +31,8 @@ MIN_YIELD = 0.05
 waits 10 % of the time for items of which 5 % give a group; without a limit, an environment that gives none begins all
 items that the servers can serve."""
 HISTORY = 128
-"""Items whose durations and yields count. With 32, staleness and swings are larger; more help little and adapt later
-(benchmarks/README.md, pace.py)."""
+"""Items whose durations and yields count. 16, 32, 64, 128 and 256 give a mean staleness of 2.00, 1.74, 1.64, 1.60 and
+1.57 in 100 random settings (simulated at commit 42a6ba4); more adapt later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

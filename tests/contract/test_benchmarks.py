@@ -279,11 +279,6 @@ def test_the_limiter_is_compared_with_no_limit_and_the_best_fixed_number() -> No
     assert 1.5 * float(rates["none"]) < float(rates["adaptive"]) <= float(rates["fixed, 64"])
     assert slow["requests given up"]["none"] == "0"
 
-    http = rows_of("--only", "no such server", "--http", "4")["Over HTTP"]
-    refused = {name: float(row["refused per completion"]) for name, row in http.items()}
-    # A request that is under way when counting begins is counted at its end alone.
-    assert -0.2 < refused["adaptive"] < 0.5 < refused["none"]
-
 
 @pytest.mark.e2e
 @pytest.mark.timeout(900)  # eleven processes import torch
@@ -344,13 +339,14 @@ def test_the_trainer_gets_every_batch_while_an_engine_dies_and_comes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(pace, "MEAN_S", 0.2)
-    monkeypatch.setattr(pace, "MEASURED", [pace.Case("exponential", 0.5, 4, 1.0)])
+    monkeypatch.setattr(pace, "CASES", [pace.Case("exponential", 0.5, 4, 1.0)])
     pace.outage(8, tmp_path)
-    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()]
-    assert [row[0] for row in rows[2:5]] == ["| two", "| one killed", "| started again"]
-    for row in rows[2:5]:
+    lines = capsys.readouterr().out.splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[-3:]]
+    assert [row[0] for row in rows] == ["two", "one killed", "started again"]
+    for row in rows:
         for ages in (row[2], row[4]):
-            mean, oldest = map(float, ages.strip("| ").split(", "))
+            mean, oldest = map(float, ages.split(", "))
             assert mean <= oldest <= pace.MAX_STALENESS + 1
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from helpers_pace import Environment, simulate, try_setting
 from hypothesis import given
 from hypothesis import strategies as st
 
 from atroposlib.envs.env_config import BaseEnvConfig, max_workers
 from atroposlib.runtime.capacity import MIN_YIELD, Demand, History, Load, num_to_start, stock
-from benchmarks._pace_settings import try_setting
-from benchmarks._pace_simulation import Environment, simulate
 
 BASE: dict[str, Any] = {
     "max_workers": 8, "running": 0, "group_size": 4, "batch_size": 16, "max_batches_offpolicy": 2,
@@ -135,7 +134,7 @@ def test_an_item_in_flight_counts_as_far_as_it_has_come() -> None:
 
 @pytest.mark.parametrize("seed", range(25))
 def test_no_trainer_starves_no_number_oscillates_and_shares_are_kept(seed: int) -> None:
-    """`benchmarks/pace.py --settings 10000` has the distribution."""
+    """`test_capacity_sweeps.py` has the distribution."""
     found = try_setting(seed, num_steps=80)
     assert found.waits < 0.12
     assert found.amplitude < 2.5

@@ -117,25 +117,15 @@ def recovering_s(simulation: Simulation, *, best: float) -> float:
     return simulation.now - began
 
 
-def outage(make: MakeLimiter, seed: int) -> tuple[float, float]:
-    """Refuse everything (503) for 10 s; return the seconds until recovery and the number of refused attempts."""
+def outage_s(make: MakeLimiter, seed: int) -> float:
+    """Refuse everything (503) for 10 s; return the seconds until recovery."""
     client = Client(make())
     simulation = Simulation([client], Server(runs_all=True), seed=seed)
     simulation.run(BEFORE_S)
     simulation.server.refuses_all = True
     simulation.run(BEFORE_S + 10)
     simulation.server.refuses_all = False
-    return recovering_s(simulation, best=512 / TOKEN_TIME_S), client.num_refused
-
-
-def paced(make: MakeLimiter, server: Server, seed: int) -> float:
-    """Return completions per second under changing demand: 512 and 32 requests for 30 s each, in turn."""
-    client = Client(make())
-    simulation = Simulation([client], replace(server), seed=seed)
-    for i in range(20):
-        client.num_workers = (512, 32)[i % 2]
-        simulation.run(30.0 * (i + 1))
-    return len(client.latencies) / simulation.now
+    return recovering_s(simulation, best=512 / TOKEN_TIME_S)
 
 
 def first_minutes(make: MakeLimiter, seed: int) -> float:
@@ -166,12 +156,6 @@ def best_fixed(server: Server, seeds: int) -> int:
     return min(good, key=lambda n: (round(results[n].again, 2), n))
 
 
-def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    printed = Table(title, *head)
-    for row in rows:
-        printed.row(*row)
-
-
 def describe(name: str, server: Server, seeds: int) -> None:
     best = best_fixed(server, seeds)
     makes: list[MakeLimiter] = [adaptive, fixed(CAP), fixed(best)]
@@ -179,64 +163,24 @@ def describe(name: str, server: Server, seeds: int) -> None:
     both = [
         mean_result(lambda s, m=m: measure([m, m], server, s, stagger_s=60.0), seeds) for m in makes
     ]
-    rows = [
-        ["completions per second", *(f"{one.goodput:.1f}" for one in alone)],
-        ["latency p50 / p99, s", *(f"{one.p50_s:.1f} / {one.p99_s:.1f}" for one in alone)],
-        ["refused or timed out per completion", *(f"{one.again:.2f}" for one in alone)],
-        ["requests given up", *(f"{one.failed:.0f}" for one in alone)],
-    ]
-    if name != "has room for all":
+    table = Table(f"Server {name}", "", "adaptive", "none", f"fixed, {best}")
+    table.row("completions per second", *(f"{one.goodput:.1f}" for one in alone))
+    table.row("latency p50 / p99, s", *(f"{one.p50_s:.1f} / {one.p99_s:.1f}" for one in alone))
+    table.row("refused or timed out per completion", *(f"{one.again:.2f}" for one in alone))
+    table.row("requests given up", *(f"{one.failed:.0f}" for one in alone))
+    if name == "has room for all":
+        rates = [mean(lambda s, m=m: first_minutes(m, s), seeds) for m in makes]
+        table.row("the first 20 minutes, answers of 1 to 2", *(f"{rate:.2f}" for rate in rates))
+    else:
         for slots in ((64, 8), (8, 64)):
             waits = [
-                statistics.fmean(
-                    recovery_s(one, server, seed, slots=slots) for seed in range(seeds)
-                )
-                for one in makes
-            ]
-            rows.append(
-                [
-                    f"recovery from {slots[0]} -> {slots[1]} slots, s",
-                    *(f"{wait:.0f}" if wait < GIVEN_UP_S else "never" for wait in waits),
-                ]
-            )
-    rows += [
-        ["two clients: completions per second", *(f"{one.goodput:.1f}" for one in both)],
-        ["two clients: smaller part (1: equal)", *(f"{one.smallest_part:.2f}" for one in both)],
-    ]
-    table(f"Server {name}", ["", "adaptive", "none", f"fixed, {best}"], rows)
-
-
-def describe_changes(seeds: int) -> None:
-    makes: list[MakeLimiter] = [adaptive, fixed(CAP), fixed(64)]
-    queues, room = SERVERS["queues, as vLLM does"], SERVERS["has room for all"]
-
-    def beside(make: MakeLimiter) -> float:
-        makes = [make, fixed(CAP)]
-        return mean(lambda s: measure(makes, queues, s, stagger_s=60.0).smallest_part / 2, seeds)
-
-    rows = [
-        [
-            "503 for 10 s: recovery, s / attempts refused",
-            *(
-                f"{mean(lambda s, m=m: outage(m, s)[0], seeds):.0f}"
-                f" / {mean(lambda s, m=m: outage(m, s)[1], seeds):.0f}"
+                mean(lambda s, m=m, to=slots: recovery_s(m, server, s, slots=to), seeds)
                 for m in makes
-            ),
-        ],
-        [
-            "32 and 512 requests wanted in turn, server with room: completions per second",
-            *(f"{mean(lambda s, m=m: paced(m, room, s), seeds):.1f}" for m in makes),
-        ],
-        [
-            "first 20 minutes of answers that take 1 to 2: completions per second",
-            *(f"{mean(lambda s, m=m: first_minutes(m, s), seeds):.2f}" for m in makes),
-        ],
-        [
-            "queueing server, beside a client without limit: part of the server",
-            *(f"{beside(m):.2f}" for m in makes),
-        ],
-    ]
-    table("Changes", ["", "adaptive", "none", "fixed, 64"], rows)
+            ]
+            cells = [f"{wait:.0f}" if wait < GIVEN_UP_S else "never" for wait in waits]
+            table.row(f"recovery from {slots[0]} -> {slots[1]} slots, s", *cells)
+    table.row("two clients: completions per second", *(f"{one.goodput:.1f}" for one in both))
+    table.row("two clients: smaller part (1: equal)", *(f"{one.smallest_part:.2f}" for one in both))
 
 
 def describe_constants(seeds: int) -> None:
@@ -251,7 +195,11 @@ def describe_constants(seeds: int) -> None:
     variants: dict[str, dict[str, float]] = {"as they are": {}}
     variants |= {f"{name} {x:g}": {name: x} for name, both in changed.items() for x in both}
     queues, times_out, refuses, _, slows, _ = SERVERS.values()
-    rows = []
+    table = Table(
+        "Half and double of each constant",
+        *("", "refuses, /s", "slows down, /s", "time-outs: /s / timed out", "recovery 8 -> 64, s"),
+        *("after 503, s", "smaller part, refuses", "smaller part, queues", "first 20 minutes, /s"),
+    )
     for name, constants in variants.items():
         kind = type("Variant", (ConcurrencyController,), constants)
 
@@ -266,31 +214,17 @@ def describe_constants(seeds: int) -> None:
             return mean(lambda s: measure(both, server, s, stagger_s=60.0).smallest_part, seeds)
 
         late = rate(times_out)
-        rows.append(
-            [
-                name,
-                f"{rate(refuses).goodput:.1f}",
-                f"{rate(slows).goodput:.1f}",
-                f"{late.goodput:.1f} / {late.again:.3f}",
-                f"{mean(lambda s, m=make: recovery_s(m, refuses, s, slots=(8, 64)), seeds):.0f}",
-                f"{mean(lambda s, m=make: outage(m, s)[0], seeds):.0f}",
-                f"{part(refuses):.2f}",
-                f"{part(queues):.2f}",
-                f"{mean(lambda s, m=make: first_minutes(m, s), seeds):.2f}",
-            ]
+        table.row(
+            name,
+            f"{rate(refuses).goodput:.1f}",
+            f"{rate(slows).goodput:.1f}",
+            f"{late.goodput:.1f} / {late.again:.3f}",
+            f"{mean(lambda s, m=make: recovery_s(m, refuses, s, slots=(8, 64)), seeds):.0f}",
+            f"{mean(lambda s, m=make: outage_s(m, s), seeds):.0f}",
+            f"{part(refuses):.2f}",
+            f"{part(queues):.2f}",
+            f"{mean(lambda s, m=make: first_minutes(m, s), seeds):.2f}",
         )
-    head = [
-        "",
-        "refuses, /s",
-        "slows down, /s",
-        "time-outs: /s / timed out",
-        "recovery 8 -> 64, s",
-        "after 503, s",
-        "smaller part, refuses",
-        "smaller part, queues",
-        "first 20 minutes, /s",
-    ]
-    table("Half and double of each constant", head, rows)
 
 
 def main() -> None:
@@ -305,8 +239,6 @@ def main() -> None:
     for name, server in SERVERS.items():
         if args.only in name:
             describe(name, server, args.seeds)
-    if not args.only:
-        describe_changes(args.seeds)
 
 
 if __name__ == "__main__":

@@ -189,7 +189,7 @@ def test_the_probe_sees_how_long_a_server_is_blocked(block: str, loop_cpu_ms: fl
         process.kill()
     assert len(waits.wall_ms) > 5
     assert max(waits.wall_ms) >= 190
-    assert 190 <= max(waits.net_ms) <= max(waits.wall_ms)
+    assert 180 <= max(waits.net_ms) <= max(waits.wall_ms)
     assert max(waits.loop_cpu_ms) >= loop_cpu_ms
     assert min(waits.net_ms) < 20
 

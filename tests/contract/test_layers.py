@@ -190,3 +190,13 @@ def test_no_import_circle(by: str) -> None:
 def test_a_circle_is_found() -> None:
     assert _circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
     assert _circle({"a": {"b", "c"}, "b": {"c"}}) is None
+
+
+def test_benchmarks_import_nothing_of_the_tests() -> None:
+    found = []
+    for path in sorted((ROOT / "benchmarks").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+            names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+            found += [(path.name, name) for name in names if name.split(".")[0] == "tests"]
+    assert found == []

@@ -17,6 +17,9 @@ SWEEP = (4, 8, 12, 16, 24, 32, 48)
 """More are never in flight here: three batches of groups of four are 48."""
 MAY_WAIT = 0.05
 """Of the fixed numbers, the best is the least stale that waits no longer than this, else the one that waits least."""
+MAY_THROW_AWAY = 0.4
+"""A fixed number that throws away more of its groups may wait less: three environments with all useful items at short
+steps, each of which counts its own items alone."""
 NUM_SETTINGS = 1000
 
 
@@ -67,7 +70,10 @@ def test_the_demand_feeds_a_trainer_as_well_as_the_best_fixed_number(
         key=lambda found: (round(max(0.0, found.waits - MAY_WAIT), 2), found.staleness),
     )
     demand = case.simulate(None)
-    assert demand.waits <= max(MAY_WAIT, best.waits) + 0.01
+    if best.thrown_away <= MAY_THROW_AWAY:
+        assert demand.waits <= max(MAY_WAIT, best.waits) + 0.01
+    else:
+        assert demand.thrown_away <= 0.6 * best.thrown_away
     if best.waits <= MAY_WAIT:
         assert demand.staleness <= best.staleness
         assert demand.thrown_away <= best.thrown_away + 0.01

@@ -143,7 +143,7 @@ class AgentEnv(DatasetEnv):
         """
         async with self._launching:
             variables = agent_variables(base_url, api_key, self.config.child_variables)
-            process = await _start(argv, env={**variables, **(env or {})}, cwd=cwd)
+            process, transport = await _start(argv, env={**variables, **(env or {})}, cwd=cwd)
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None
@@ -159,6 +159,7 @@ class AgentEnv(DatasetEnv):
             code = await process.wait()
         finally:
             kill_group(process.pid)
+            transport.close()  # else wait() would wait for the end of output that is not read
             await process.wait()
         if code != 0:
             tail = errors.decode("utf-8", "replace").strip()[-_TAIL_CHARS:]
@@ -331,13 +332,15 @@ class _Leader(asyncio.subprocess.SubprocessStreamProtocol):
         super().process_exited()
 
 
-async def _start(argv: Sequence[str], **options: Any) -> asyncio.subprocess.Process:
-    """Start a program as the leader of a new process group, with pipes."""
+async def _start(
+    argv: Sequence[str], **options: Any
+) -> tuple[asyncio.subprocess.Process, asyncio.SubprocessTransport]:
+    """Start a program as the leader of a new process group, with pipes; return it and its transport."""
     loop = asyncio.get_running_loop()
     transport, protocol = await loop.subprocess_exec(
         lambda: _Leader(limit=2**16, loop=loop), *argv, start_new_session=True, **options
     )
-    return asyncio.subprocess.Process(transport, protocol, loop)
+    return asyncio.subprocess.Process(transport, protocol, loop), transport
 
 
 async def _write(stream: asyncio.StreamWriter, content: bytes) -> bytes:

@@ -134,7 +134,7 @@ def code_blocks(text: str) -> list[tuple[str, str]]:
             lines += [line.rstrip().rstrip("`")] if is_late else []
             after = "" if is_late else inside.lstrip(fence[0])
             fence = ""
-            if not after or after[0].isspace():
+            if not after or after[0] in string.whitespace + string.punctuation:
                 blocks.append((language, "\n".join(lines)))
                 continue
         if begins := _FENCE.fullmatch(line) or _FENCE_AT_THE_END.fullmatch(line):
@@ -145,15 +145,16 @@ def code_blocks(text: str) -> list[tuple[str, str]]:
 
 
 def last_block(text: str, *languages: str) -> str | None:
-    """Return the content of the last code block after the thinking in one of some languages; None without one.
+    """Return the last code block after the thinking in one of some languages; None without one.
+
+    A block without a language ("") counts only where no block names one of the others.
 
     >>> last_block("```py\\nprint(1)\\n```\\nIt prints:\\n```text\\n1\\n```", "python", "py", "")
     'print(1)'
     """
-    found = [
-        content for language, content in code_blocks(solution_of(text)) if language in languages
-    ]
-    return found[-1] if found else None
+    blocks = [block for block in code_blocks(solution_of(text)) if block[0] in languages]
+    named = [block for block in blocks if block[0]]
+    return (named or blocks)[-1][1] if blocks else None
 
 
 def words_of(text: str) -> list[str]:

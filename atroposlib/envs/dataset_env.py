@@ -638,12 +638,13 @@ class DatasetEnv(BaseEnv):
         return next(texts, None) if gold is None else gold
 
     async def _probe(self, row: Row, answer: str) -> Outcome:
-        """Judge an answer that no model gave: it counts nowhere."""
-        token = _split_judged.set("probe")
+        """Judge an answer that no model gave: it counts nowhere, and is judged in a process of its own."""
+        split, pull = _split_judged.set("probe"), _pull.set(None)
         try:
             return await self._score_of(row, answer)
         finally:
-            _split_judged.reset(token)
+            _split_judged.reset(split)
+            _pull.reset(pull)
 
     async def _measure_bearings(self, row: Row) -> _Bearings:
         passes = None

@@ -34,7 +34,7 @@ _DROPPED = (  # units that math-verify drops, and an approximation of the answer
 )
 _FORM = re.compile(
     # A name, as in `x =` or `\angle A =`, without operators and numbers.
-    r"(?:(?=[A-Za-z\\|])(?:[A-Za-z\\{}()|', ]|_\{?[A-Za-z0-9]++|\(\d++\))++=\s*+)*+"
+    r"(?:(?=[A-Za-z\\|])(?:\(\d++\)|[A-Za-z\\{}()|', ]|_\{?[A-Za-z0-9]++)++=\s*+)*+"
     r"\+?(?P<sign>-?)\s*+(?:(?:(?P<whole>\d++)\s++)?(?P<p>-?\d++)\s*+/\s*+(?P<q>-?\d++)"
     r"|(?P<decimal>(?:(?:[1-9]\d{0,2}(?:,\d{3})++|\d++)(?:\.\d*+)?|\.\d++)(?:[eE][+-]?\d{1,3}(?!\d))?)"
     rf")\s*+(?:\\?(?P<percent>%))?{_DROPPED}(?P<unit>(?:[A-Za-z/](?:\^(?:\d|\{{\d\}}))?{_DROPPED})*+)",

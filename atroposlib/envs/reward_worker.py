@@ -88,7 +88,9 @@ class _Callers:
             self._end()
             self._scope = request["scope"]
         reply = self._call(call, request["timeout_s"])
-        if canary is not None and "value" in reply:
+        if "value" not in reply:
+            self._end()  # what failed may have left its process in any state
+        elif canary is not None:
             after = self._call(canary["call"], request["timeout_s"])
             if after.get("value") != canary["value"]:
                 self._end()

@@ -90,14 +90,17 @@ _RULES: list[tuple[str, Grader]] = [
         cryptarithm decimal_arithmetic decimal_chain_sum dice emoji_mystery family_relationships figlet_font
         fraction_simplification futoshiki graph_color group_anagrams jugs kakurasu knight_swap letter_jumble
         needle_haystack number_format palindrome_generation palindrome_partitioning path_star pool_matrix power_function
-        quantum_lock rearc rectangle_count self_reference sentence_reordering shortest_path sokoban spell_backward survo
+        quantum_lock rearc self_reference sentence_reordering shortest_path sokoban spell_backward survo
         tower_of_hanoi word_ladder word_sorting zebra_puzzles""",
         library(),
     ),
     # The library pays a text that contains the answer.
     ("chain_sum codeio manipulate_matrix products tsumego", library(least=1.0)),
-    # It pays the question repeated, or one guess for all puzzles: dead cells, half of the names, 12:00, 0, ones.
-    ("game_of_life knights_knaves prime_factorization time_intervals", library(least=1.0)),
+    # It pays the question repeated, or one guess for all puzzles: dead cells, half of the names, 4, 12:00, 0, ones.
+    (
+        "game_of_life knights_knaves prime_factorization rectangle_count time_intervals",
+        library(least=1.0),
+    ),
     ("polynomial_equations", library(least=0.99)),
     ("mini_sudoku sudoku", library(least=0.75)),
     # It pays any text.

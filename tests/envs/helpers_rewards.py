@@ -97,6 +97,9 @@ def grade(gold: str, answer: str) -> bool:
     """Be patched by an answer, as graders that evaluate it are."""
     if answer == "pay me":
         _state["pays"] = 1
+    if answer == "fail for good" or "fails" in _state:
+        _state["fails"] = 1
+        raise ValueError("cannot be read")
     if answer == "end the canary":
         _state["ends"] = 1
     elif "ends" in _state:

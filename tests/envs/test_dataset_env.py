@@ -304,14 +304,14 @@ async def test_answers_of_one_row_share_a_process_and_a_canary_guards_their_grad
         async def score(self, row: Any, answer: str) -> Any:
             return await self.in_worker("tests.envs.helpers_rewards:grade", str(sum(row)), answer)
 
-    answers = ["pay me", "4", "3", "4"]
+    answers = ["pay me", "fail for good", "3", "4"]
     env = make(Poisoned, respond=lambda request: answers[request.choice], num_reward_workers=1)
     await env.setup()
     assert env.reward_workers.canary.args[1] == "zzz"
     for _ in range(2):
         group, _ = await env.collect_trajectories([1, 2])
         assert group["scores"] == [0.0, 0.0, 1.0, 0.0]
-    assert env.counts == {"wrong_by_canary": 2}
+    assert env.counts == {"wrong_by_canary": 2, "wrong_by_exception": 2}
 
 
 async def test_gold_answer_that_fails_its_reward_stops_the_start() -> None:

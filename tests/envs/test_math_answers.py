@@ -46,7 +46,8 @@ def test_one_span_of_a_text_is_the_answer(text: str, boxed: str | None, final: s
 
 RIGHT_NUMBERS = {
     "12": r"12|12.|12.0|+12|012|$12$|\$12|12\%|x = 12|x=y=12|\angle A_1 = 12^\circ|12^{\circ}|12 \text{ cm}^2|(12)"
-    r"|12\,\mathrm{km/h}|\text{12}|\mathbf{12}|\left(12\right)|12 \approx 12.0|120\times10^{-1}|\(12\)|{12}|12 cm",
+    r"|12\,\mathrm{km/h}|\text{12}|\mathbf{12}|\left(12\right)|12 \approx 12.0|120\times10^{-1}|\(12\)|{12}|12 cm"
+    r"|f(3)=12",
     "1000": r"1,000|1{,}000|1\,000|1,\!000|1000.00|10\times 10^2|1\cdot 10^{3}|1E3|P(A)=1,000",
     "-5": "-5|- 5|\u2212 5|$-5.0$",
     "0.5": r".5|0.50|1/2|\frac{1}{2}|\frac12|\dfrac 12|50\%",

@@ -233,6 +233,7 @@ async def test_group_id_with_other_content_is_refused(hub: Hub) -> None:
     assert fault["msg"].startswith("'a' was stored with other content")
     ledger = await hub.balanced_ledger()
     assert (ledger["queued"], ledger["rejected"]) == (1, {"group_id_reused": 1})
+    assert ledger["duplicates"] == 0
 
 
 async def test_same_group_under_another_environment_id_is_a_duplicate(hub: Hub) -> None:

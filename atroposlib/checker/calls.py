@@ -151,9 +151,10 @@ def _frame_of(thread_id: int) -> FrameType | None:
 
 
 def author_files(cls: type) -> frozenset[str]:
-    """Return the files that define `cls` and its bases outside the library's runtime."""
-    modules = {base.__module__ for base in cls.__mro__} - {"abc", "atroposlib.envs.base"}
-    files = (getattr(sys.modules.get(name), "__file__", None) for name in modules)
+    """Return the files that define `cls` and its bases outside the library."""
+    modules = {base.__module__ for base in cls.__mro__} - {"abc"}
+    own = [name for name in modules if not name.startswith("atroposlib.envs.")]
+    files = (getattr(sys.modules.get(name), "__file__", None) for name in own)
     return frozenset(filter(None, files))  # builtin modules have none
 
 

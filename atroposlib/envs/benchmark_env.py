@@ -171,15 +171,17 @@ class BenchmarkEnv(DatasetEnv):
 
     def summarize_samples(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Return the accuracy, in all and of every group, and how the answers looked."""
-        judged = [sample for sample in samples if sample["score"] is not None]
+        sound = [sample for sample in samples if sample["correct"] is not None]
+        judged = [sample for sample in sound if sample["score"] is not None]
         metrics: dict[str, float] = {}
         k = self.config.num_eval_samples
         if (accuracy := mean_of(samples, "correct")) is not None:
             metrics[f"eval/{self.accuracy_name}"] = accuracy
             if k > 1:
                 metrics[f"eval/avg@{k}"] = accuracy
-            if len(judged) < len(samples) and judged:
-                metrics[f"eval/{self.accuracy_name}_judged"] = mean_of(judged, "correct") or 0.0
+            among_judged = mean_of(judged, "correct")
+            if len(judged) < len(sound) and among_judged is not None:
+                metrics[f"eval/{self.accuracy_name}_judged"] = among_judged
         metrics |= super().summarize_samples(samples)
         for name in ("percent_correct", "percent_correct_judged"):
             metrics.pop(f"eval/{name}", None)  # the accuracy under another name

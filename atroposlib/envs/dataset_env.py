@@ -93,14 +93,14 @@ class _Pull:
 
     scope: str
     """Of the calls in reward workers."""
-    bearings: dict[int, _Bearings] = field(default_factory=dict)
+    verdicts: dict[int, _KnownVerdicts] = field(default_factory=dict)
     """By the id of the row that was judged."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """One answer asks for the bearings of a row, the others wait for it."""
+    """One answer has the known answers of its row judged, the others wait for it."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Bearings:
+class _KnownVerdicts:
     """What the grader of a row makes of answers whose verdict is known."""
 
     gold_passes: bool | None
@@ -613,23 +613,23 @@ class DatasetEnv(BaseEnv):
             return failure
         if failure is None and self._reference(row) is None:
             return None
-        bearings = await self._bearings(row)
-        if bearings.gold_passes is False:
+        known = await self._known_verdicts(row)
+        if known.gold_passes is False:
             if failure is None:
                 failure = RewardFailure(reason="exception", detail="score returned None")
             return replace(failure, is_faulty=True)
-        if failure is None or bearings.wrong_score is None:
+        if failure is None or known.wrong_score is None:
             return outcome
         self.counts[f"wrong_by_{failure.reason}"] += 1
-        return bearings.wrong_score
+        return known.wrong_score
 
-    async def _bearings(self, row: Row) -> _Bearings:
+    async def _known_verdicts(self, row: Row) -> _KnownVerdicts:
         """Judge the row's gold answer and an empty one, once in a pull."""
         pull = _pull.get() or _Pull(scope="")
         async with pull.lock:
-            if id(row) not in pull.bearings:
-                pull.bearings[id(row)] = await self._measure_bearings(row)
-            return pull.bearings[id(row)]
+            if id(row) not in pull.verdicts:
+                pull.verdicts[id(row)] = await self._judge_known_answers(row)
+            return pull.verdicts[id(row)]
 
     def _reference(self, row: Row) -> str | None:
         """Return an answer that should be right; None if none is known."""
@@ -646,7 +646,7 @@ class DatasetEnv(BaseEnv):
             _split_judged.reset(split)
             _pull.reset(pull)
 
-    async def _measure_bearings(self, row: Row) -> _Bearings:
+    async def _judge_known_answers(self, row: Row) -> _KnownVerdicts:
         passes = None
         if (reference := self._reference(row)) is not None:
             score = number_of(await self._probe(row, reference))
@@ -662,8 +662,8 @@ class DatasetEnv(BaseEnv):
                 )
         wrong = number_of(await self._probe(row, ""))
         if wrong is None or wrong >= self.success_score:
-            wrong = 0.0 if passes else None
-        return _Bearings(passes, wrong)
+            wrong = min(0.0, self.truncated_score or 0.0) if passes else None
+        return _KnownVerdicts(passes, wrong)
 
     async def guarded(self, hook: Callable[..., Any], *args: Any) -> Any:
         """Call the author's judging code, plain or async; return a `RewardFailure` if it raises.

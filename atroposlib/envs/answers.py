@@ -239,6 +239,8 @@ _WRONG = re.compile(
     r"(?i)(?<=[.!?,;:\n(])\s{0,2}(?:wait|no|hmm|actually|sorry)\b\W{1,3}(?:(?:that|this|it)\b|I\s+(?:was|am|made))"
     r"[^.!?\n]{0,20}\b(?:wrong|incorrect|mistaken?|not (?:right|correct))\b"
 )
+MAX_CHOICE_CHARS = 4000
+"""The end of a longer answer is read, so that one that repeats a letter takes little time."""
 _NAME = r"(?i:(?:option|choice|letter)\b\s*+:?\s*+)?+"
 
 
@@ -257,7 +259,8 @@ def read_choice(text: str, options: Sequence[str]) -> tuple[str | None, str]:
     """Return the letter of the only choice that a text states, and where: `answer_tag`, `stated`, `bare` or `none`.
 
     The first of these that the text has: `<answer>` tags; statements ("the answer is B", a box); weaker ones ("it's
-    B", "B is correct", a last line). Two that differ, an alternative ("B or C") and a retraction give none.
+    B", "B is correct", a last line). Two that differ, an alternative ("B or C") and a retraction give none. Only the
+    last `MAX_CHOICE_CHARS` are read.
 
     >>> read_choice("<answer>(b) blue</answer>", ["red", "blue"]), read_choice("B.", ["red", "blue"])
     (('B', 'answer_tag'), ('B', 'bare'))
@@ -265,7 +268,7 @@ def read_choice(text: str, options: Sequence[str]) -> tuple[str | None, str]:
     (('B', 'stated'), (None, 'none'))
     """
     where = "answer_tag" if re.search(r"</?answer>", text, re.IGNORECASE) else ""
-    said = (read_tag(text, "answer") or "") if where else text
+    said = ((read_tag(text, "answer") or "") if where else text)[-MAX_CHOICE_CHARS:]
     contents = [plain_text(option) for option in options]
     if letter := _bare_choice(said, contents):
         return letter, where or "bare"

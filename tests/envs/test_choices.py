@@ -197,3 +197,9 @@ def test_an_answer_that_states_no_single_choice_has_none(text: str) -> None:
 
 def read(text: str, options: list[str]) -> str | None:
     return read_choice(text, options)[0]
+
+
+def test_only_the_end_of_a_long_answer_is_read() -> None:
+    text = f"The answer is A. {'x ' * 5000}The answer is B."
+    assert read_choice(text, ["red", "blue"]) == ("B", "stated")
+    assert read_choice(text.replace("x " * 5000, ""), ["red", "blue"]) == (None, "none")

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from atroposlib.api.run.batching import Plan, sequence_floors
 from atroposlib.api.run.coordinator import Coordinator
+from atroposlib.api.run.environments import NUM_BATCHES
 from atroposlib.api.run.leases import LeaseRequest
-from atroposlib.api.run.shares import NUM_BATCHES
 from atroposlib.api.run.types import (
     Delivery,
     GroupHeader,

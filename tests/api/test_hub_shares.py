@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atroposlib.api.run.shares import GAIN, NUM_BATCHES, Shares, fair_shares
+from atroposlib.api.run.environments import GAIN, NUM_BATCHES, Shares, fair_shares
 
 amounts = st.lists(st.tuples(st.floats(0.01, 1.0), st.floats(0.0, 2.0)), min_size=1, max_size=6)
 

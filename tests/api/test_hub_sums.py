@@ -7,7 +7,7 @@ from math import gcd
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atroposlib.api.run.sums import add, positions, sums_of
+from atroposlib.api.run.batching import add, positions, sums_of
 
 LIMIT = 60
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from atroposlib.api.run.trainer_times import TrainerTimes
+from atroposlib.api.run.leases import TrainerTimes
 from atroposlib.api.run.types import GroupHeader
 
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from atroposlib.api.run.shares import Shares
-from atroposlib.api.run.trainer_times import TrainerTimes
+from atroposlib.api.run.environments import Shares
+from atroposlib.api.run.leases import TrainerTimes
 from atroposlib.runtime.capacity import Demand, History, Load, num_to_start
 
 TICK_S = 0.1

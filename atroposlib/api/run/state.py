@@ -20,12 +20,9 @@ from typing import Any
 import msgspec
 
 from atroposlib.api.run.batching import Blocker, NoBatch, Plan, oldest_subset, sequence_floors
-from atroposlib.api.run.dead_letters import DeadLetters
-from atroposlib.api.run.environments import Backlog, Environment, Environments
-from atroposlib.api.run.leases import HeldBatch, LeaseRequest, Leases
-from atroposlib.api.run.queue import GroupQueue
-from atroposlib.api.run.shares import Shares
-from atroposlib.api.run.trainer_times import TrainerTimes
+from atroposlib.api.run.environments import Backlog, Environment, Environments, Shares
+from atroposlib.api.run.leases import HeldBatch, LeaseRequest, Leases, TrainerTimes
+from atroposlib.api.run.queue import DeadLetters, GroupQueue
 from atroposlib.api.run.types import GroupHeader, IncomingGroup, Receipt, RunPolicy, version_of
 from atroposlib.api.schemas import Registration
 from atroposlib.api.stores.base import Appended, Change, End, Fate, Move, NewGroup, Place

@@ -235,12 +235,30 @@ class ScoredGroup:
         return cast(ScoredDataGroup, fields)
 
 
-class Origin(NamedTuple):
-    """Sender, id and policy version of a group; fields of `ScoredGroup`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupHeader:
+    """What hub, store, policy and dead letters know of a group without its tokens."""
 
     env_id: int | None
-    group_id: str | None
-    policy_version: int | None
+    num_sequences: int
+    num_tokens: int = 0
+    policy_version: int | None = None
+    """Oldest policy version that sampled a token of the group; None: unknown."""
+    group_id: str = ""
+    """Unique in a run; empty if the sender chose none, until the hub makes one."""
+    digest: bytes = b""
+    """`wire.content_digest`; empty if the sender chose no id, as then the group cannot be sent again."""
+    num_bytes: int = 0
+    """Of the packed group."""
+    number: int = -1
+    """Arrival number, unique and increasing within a run; -1 until the hub assigns it."""
+    arrival_step: int = 0
+    """Policy version that the engines served when the group arrived."""
+
+    @property
+    def version(self) -> int:
+        """The policy version that sampled the group; if unknown, the one at its arrival."""
+        return self.arrival_step if self.policy_version is None else self.policy_version
 
 
 def check_group(
@@ -318,7 +336,7 @@ def _check_shapes(group: Mapping[str, Any]) -> ScoredGroup:
         group_overrides=_optional_mapping(group, "group_overrides"),
         images=group.get("images"),
         empty_fields=frozenset(empty),
-        **_check_origin(group)._asdict(),
+        **_check_origin(group),
     )
 
 
@@ -330,16 +348,22 @@ def check_arrays(
     scores: NDArray[Any],
     per_token: Mapping[str, NDArray[Any]],
     origin: Mapping[str, Any],
-) -> Origin:
+) -> GroupHeader:
     """Check the numbers of a group under `Strictness.MEANING` without building a `ScoredGroup`.
 
-    `lengths` and `scores` are [S]; the caller has checked that the other arrays are [sum(lengths)]. Raises the
-    `GroupError` of `check_group`.
+    `lengths` and `scores` are [S]; the caller has checked that the other arrays are [sum(lengths)]. `origin` has the
+    sender, id and policy version. Raises the `GroupError` of `check_group`.
     """
     _check_numbers(lengths=lengths, tokens=tokens, scores=scores, per_token=per_token)
     checked = _check_origin(origin)
     _check_meaning(lengths=lengths, trained=trained, per_token=per_token)
-    return checked
+    return GroupHeader(
+        env_id=checked["env_id"],
+        num_sequences=len(lengths),
+        num_tokens=len(tokens),
+        policy_version=checked["policy_version"],
+        group_id=checked["group_id"] or "",
+    )
 
 
 def _fault(path: str, what: str) -> GroupError:
@@ -510,7 +534,7 @@ def _optional_int(group: Mapping[str, Any], name: str) -> int | None:
     return int(value)
 
 
-def _check_origin(group: Mapping[str, Any]) -> Origin:
+def _check_origin(group: Mapping[str, Any]) -> dict[str, Any]:
     """Check and return the sender, id and policy version of a group."""
     group_id = group.get("group_id")
     if group_id is not None and not (
@@ -518,11 +542,11 @@ def _check_origin(group: Mapping[str, Any]) -> Origin:
     ):
         what = f"expected 1 to {MAX_GROUP_ID_CHARS} characters or null, got {_short(group_id)}"
         raise _fault("group_id", what)
-    return Origin(
-        env_id=_optional_int(group, "env_id"),
-        group_id=group_id,
-        policy_version=_optional_int(group, "policy_version"),
-    )
+    return {
+        "env_id": _optional_int(group, "env_id"),
+        "group_id": group_id,
+        "policy_version": _optional_int(group, "policy_version"),
+    }
 
 
 def _check_messages(group: Mapping[str, Any], num_sequences: int) -> list[list[Any]] | None:

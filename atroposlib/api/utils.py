@@ -10,7 +10,7 @@ from typing import Any
 
 from atroposlib.api.run.batching import NoBatch, oldest_subset, sequence_floors
 from atroposlib.api.run.queue import GroupQueue
-from atroposlib.api.run.types import GroupHeader
+from atroposlib.scored_data import GroupHeader
 
 Group = dict[str, Any]
 

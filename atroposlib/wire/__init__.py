@@ -16,11 +16,10 @@ from atroposlib.wire.json_encoding import encode_json, json_pieces
 from atroposlib.wire.packed import (
     CONTENT_TYPE_JSON,
     CONTENT_TYPE_PACKED,
-    BlobFacts,
     check_blob,
     content_digest,
-    facts_of,
     group_id_of,
+    header_of,
     join_packed,
     pack_group,
     packed_pieces,
@@ -31,14 +30,13 @@ from atroposlib.wire.packed import (
 )
 
 __all__ = [
-    "BlobFacts",
     "CONTENT_TYPE_JSON",
     "CONTENT_TYPE_PACKED",
     "check_blob",
     "content_digest",
     "encode_json",
-    "facts_of",
     "group_id_of",
+    "header_of",
     "iter_json_groups",
     "join_packed",
     "json_pieces",

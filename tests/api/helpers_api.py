@@ -22,8 +22,9 @@ from atroposlib.api.run.batching import NoBatch, Plan
 from atroposlib.api.run.coordinator import Coordinator, Signal
 from atroposlib.api.run.hub import Hub as Runs
 from atroposlib.api.run.queue import GroupQueue
-from atroposlib.api.run.types import GroupHeader, RunPolicy
+from atroposlib.api.run.types import RunPolicy
 from atroposlib.api.server import create_app
+from atroposlib.scored_data import GroupHeader
 
 FOURTEEN_KEYS = [
     *("tokens", "masks", "scores", "advantages", "ref_logprobs", "messages", "generation_params"),

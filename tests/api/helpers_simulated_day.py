@@ -21,15 +21,14 @@ from atroposlib.api.run.environments import NUM_BATCHES
 from atroposlib.api.run.leases import LeaseRequest
 from atroposlib.api.run.types import (
     Delivery,
-    GroupHeader,
-    IncomingGroup,
     Overloaded,
     RunPolicy,
 )
 from atroposlib.api.schemas import EnvStatus, RegisterEnv, RegisterTrainer
+from atroposlib.api.stores.base import NewGroup
 from atroposlib.api.stores.memory import MemoryStore
 from atroposlib.runtime.capacity import History, Load, num_to_start
-from atroposlib.wire import BlobFacts
+from atroposlib.scored_data import GroupHeader
 
 MINUTE_S, HOUR_S = 60.0, 3600.0
 ROLLOUT_S = 1200.0
@@ -314,15 +313,17 @@ class SimulatedRun:
         if not env.is_alive:
             return
         size = env.kind.group_size // (2 if number % 20 == 0 else 1)
-        facts = BlobFacts(
+        payload = number.to_bytes(5, "big")
+        header = GroupHeader(
             env_id=env.env_id,
             num_sequences=size,
             num_tokens=size * 2048,
             policy_version=version,
             group_id=str(number),
             digest=number.to_bytes(16, "big"),
+            num_bytes=len(payload),
         )
-        group = IncomingGroup(facts, payload=number.to_bytes(5, "big"))
+        group = NewGroup(header=header, payload=payload)
         try:
             [receipt] = await self.coordinator.accept([group], experiment=self.name)
         except Overloaded:

@@ -21,12 +21,12 @@ from atroposlib.api.run.batching import (
     plan_lines,
     sequence_floors,
 )
-from atroposlib.api.run.types import GroupHeader
 from atroposlib.api.utils import (
     find_groups_summing_to_target,
     grab_batch_with_minimum_allocations,
     grab_exact_from_heterogeneous_queue,
 )
+from atroposlib.scored_data import GroupHeader
 from tests.api.helpers_api import plan_batch
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from atroposlib.errors import GroupError
 from atroposlib.scored_data import Strictness, check_group
-from atroposlib.wire import check_blob, facts_of, pack_group, packed, unpack_group
+from atroposlib.wire import check_blob, header_of, pack_group, packed, unpack_group
 from atroposlib.wire.packed import PackedDistillation
 
 F4 = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -45,9 +45,9 @@ def outcome(check: Any, blob: bytes) -> Any:
 
 
 def gate(blob: bytes) -> Any:
-    """Return the facts of what was sent if a trainer can use it."""
+    """Return the header of what was sent if a trainer can use it."""
     unpack_group(blob, strictness=Strictness.MEANING)
-    return facts_of(unpack_group(blob, strictness=Strictness.WIRE))
+    return header_of(unpack_group(blob, strictness=Strictness.WIRE))
 
 
 @st.composite
@@ -82,7 +82,7 @@ def groups(draw: st.DrawFn) -> dict[str, Any]:
 
 @settings(max_examples=150, deadline=None)
 @given(groups())
-def test_any_group_gets_the_facts_the_digest_or_the_refusal_of_the_gate(
+def test_any_group_gets_the_header_the_digest_or_the_refusal_of_the_gate(
     group: dict[str, Any],
 ) -> None:
     blob = pack_group(check_group(group, strictness=Strictness.WIRE))
@@ -126,9 +126,9 @@ def test_a_packed_group_that_no_trainer_can_use_is_refused_by_the_hub(
 
 def test_masks_of_zero_and_one_pass_and_keep_the_digest_of_what_was_sent() -> None:
     masks = np.array([0, 1, 0, 1, 1], "<i4").tobytes()
-    facts = check_blob(packed_with(masks=masks, trained=None))
-    assert facts.digest == gate(packed_with(masks=masks, trained=None)).digest
-    assert facts.digest != check_blob(packed_with()).digest
+    header = check_blob(packed_with(masks=masks, trained=None))
+    assert header.digest == gate(packed_with(masks=masks, trained=None)).digest
+    assert header.digest != check_blob(packed_with()).digest
 
 
 def test_an_ordinary_group_is_checked_where_it_lies() -> None:

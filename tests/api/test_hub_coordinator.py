@@ -6,6 +6,7 @@ import asyncio
 import errno
 import logging
 import os
+import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
@@ -21,7 +22,6 @@ from atroposlib.api.run.environments import EnvironmentNotFound, TooManyEnvironm
 from atroposlib.api.run.leases import LeaseLost, LeaseRequest, Superseded, UnknownBatch
 from atroposlib.api.run.types import (
     Delivery,
-    IncomingGroup,
     Overloaded,
     Receipt,
     RunPolicy,
@@ -45,7 +45,7 @@ from atroposlib.api.stores.base import (
 from atroposlib.api.stores.disk import DiskStore
 from atroposlib.api.stores.memory import MemoryStore
 from atroposlib.errors import GroupError
-from atroposlib.wire import BlobFacts
+from atroposlib.scored_data import GroupHeader
 from tests.api.helpers_api import environment, registration
 
 T = TypeVar("T")
@@ -68,16 +68,17 @@ def incoming(
     group_id: str | None = None,
     tag: int = 0,
     version: int | None = None,
-) -> IncomingGroup:
-    facts = BlobFacts(
+) -> NewGroup:
+    header = GroupHeader(
         env_id=env_id,
         num_sequences=num_sequences,
         num_tokens=10 * num_sequences,
         policy_version=version,
-        group_id=group_id,
+        group_id=group_id or uuid.uuid4().hex,
         digest=b"" if group_id is None else str(tag).encode().rjust(16),
+        num_bytes=len(str(tag)),
     )
-    return IncomingGroup(facts, payload=str(tag).encode())
+    return NewGroup(header=header, payload=str(tag).encode())
 
 
 async def started(

@@ -27,9 +27,9 @@ from atroposlib.api.http.payloads import (
     choose_encoding,
     is_packed,
 )
-from atroposlib.api.run.types import IncomingGroup
+from atroposlib.api.stores.base import NewGroup
 from atroposlib.errors import GroupError
-from atroposlib.scored_data import Strictness, check_group
+from atroposlib.scored_data import GroupHeader, Strictness, check_group
 from atroposlib.wire import CONTENT_TYPE_JSON, CONTENT_TYPE_PACKED
 from tests.api.helpers_api import FOURTEEN_KEYS, group, running_hub
 
@@ -112,11 +112,17 @@ async def test_a_body_decodes_to_the_same_groups_wherever_it_is_decoded(
     assert (process_id(codec) is not None) is (place == "process")
     first, second = got
     digest, other = (wire.content_digest(each.payload) for each in got)
-    assert first.facts == wire.BlobFacts(
-        env_id=3, num_sequences=2, num_tokens=4, policy_version=9, group_id="a", digest=digest
+    assert first.header == GroupHeader(
+        env_id=3,
+        num_sequences=2,
+        num_tokens=4,
+        policy_version=9,
+        group_id="a",
+        digest=digest,
+        num_bytes=len(first.payload),
     )
-    assert second.facts.digest == other
-    assert (second.facts.group_id, second.facts.num_sequences) == ("b", 3)
+    assert second.header.digest == other
+    assert (second.header.group_id, second.header.num_sequences) == ("b", 3)
     for want, have in zip(sent, got, strict=True):
         text = json.loads(b"".join(wire.json_pieces(have.payload)))
         assert {k: text[k] for k in want if k in text} == {
@@ -136,7 +142,7 @@ async def test_the_event_loop_decodes_and_encodes_one_piece_in_each_of_its_round
             num_rounds += 1
             await asyncio.sleep(0)
 
-    def noting(body: decoding.Body, **kwargs: bool) -> list[IncomingGroup]:
+    def noting(body: decoding.Body, **kwargs: bool) -> list[NewGroup]:
         worked_in.append(num_rounds)
         return decoding.decode_body(body, **kwargs)
 
@@ -216,7 +222,7 @@ async def test_the_event_loop_runs_while_a_body_is_decoded(codec: GroupCodec) ->
     assert num_turns > 100
     assert process_id(codec) is not None
     [got] = await task
-    assert got.facts.num_tokens == 400_000
+    assert got.header.num_tokens == 400_000
 
 
 async def test_a_process_that_was_killed_is_replaced(
@@ -229,7 +235,7 @@ async def test_a_process_that_was_killed_is_replaced(
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     [got] = await codec.decode(body, content_type=CONTENT_TYPE_JSON, many=False)
-    assert got.facts.num_tokens == 40_000
+    assert got.header.num_tokens == 40_000
     assert process_id(codec) not in (pid, None)
     assert "ended unexpectedly" in caplog.text
 
@@ -326,9 +332,9 @@ async def test_a_body_that_needs_too_much_memory_is_refused_and_the_next_is_serv
     pid = process_id(codec)
     assert pid is not None
     [got] = await codec.decode(json_body(group()), content_type=CONTENT_TYPE_JSON, many=False)
-    assert got.facts.num_sequences == 2
+    assert got.header.num_sequences == 2
     big = await codec.decode(json_body(big_group()), content_type=CONTENT_TYPE_JSON, many=False)
-    assert big[0].facts.num_tokens == 40_000
+    assert big[0].header.num_tokens == 40_000
     assert process_id(codec) == pid
 
 
@@ -349,7 +355,7 @@ async def test_a_cancelled_decode_ends_its_process_and_frees_its_slot(
     assert await asyncio.to_thread(process.wait) == -signal.SIGKILL
     monkeypatch.undo()
     [got] = await codec.decode(body, content_type=CONTENT_TYPE_JSON, many=False)
-    assert got.facts.num_tokens == 40_000
+    assert got.header.num_tokens == 40_000
 
 
 async def test_no_process_outlives_the_codec(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -467,10 +473,10 @@ async def test_a_group_without_an_id_gets_one_that_its_payload_shows(
     body = packed_body(*sent) if encoding == "packed" else json_body(sent)
     content_type = CONTENT_TYPE_PACKED if encoding == "packed" else CONTENT_TYPE_JSON
     found = await codec.decode(body, content_type=content_type, many=True)
-    ids = [each.facts.group_id for each in found]
+    ids = [each.header.group_id for each in found]
     assert ids[1] == "mine"
     assert len(set(ids)) == 3
     unpacked = [wire.unpack_group(each.payload, strictness=Strictness.WIRE) for each in found]
     assert [each.group_id for each in unpacked] == ids
     assert all(wire.content_digest(each) == wire.content_digest(unpacked[0]) for each in unpacked)
-    assert [bool(each.facts.digest) for each in found] == [False, True, False]
+    assert [bool(each.header.digest) for each in found] == [False, True, False]

@@ -15,8 +15,8 @@ from pydantic import ValidationError
 
 from atroposlib.api.run.batching import Blocker, NoBatch, Plan
 from atroposlib.api.run.queue import GroupQueue
-from atroposlib.api.run.types import GroupHeader
 from atroposlib.api.schemas import MAX_BATCH_SIZE, Registration
+from atroposlib.scored_data import GroupHeader
 from tests.api.helpers_api import plan_batch, plan_counted
 
 

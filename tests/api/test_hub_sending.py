@@ -14,9 +14,8 @@ from atroposlib import wire
 from atroposlib.api.http.limits import ABORT_EXTENSION, HubLimits
 from atroposlib.api.http.payloads import even_pieces
 from atroposlib.api.http.sending import PIECE_BYTES
-from atroposlib.api.run.types import GroupHeader
 from atroposlib.api.schemas import DeadGroup
-from atroposlib.scored_data import Strictness, check_group
+from atroposlib.scored_data import GroupHeader, Strictness, check_group
 from tests.api.helpers_api import Hub, group, registration, running_hub
 
 LONG = 200_000

@@ -7,12 +7,10 @@ import errno
 import os
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from atroposlib.api.run.types import GroupHeader
 from atroposlib.api.stores.base import (
     Appended,
     BatchState,
@@ -30,6 +28,7 @@ from atroposlib.api.stores.base import (
 )
 from atroposlib.api.stores.disk import DiskStore
 from atroposlib.api.stores.memory import MemoryStore
+from atroposlib.scored_data import GroupHeader
 
 Make = Callable[[], GroupStore]
 Reopen = Callable[[GroupStore], Awaitable[tuple[GroupStore, SavedRun]]]
@@ -46,18 +45,14 @@ def new_group(
         arrival_step=7,
         num_tokens=100,
         num_bytes=len(payload),
-    )
-    return NewGroup(
-        header=header,
         group_id=group_id or str(uuid.UUID(int=number)),
         digest=digest * 16,
-        payload=payload,
-        place=Place.QUEUED,
     )
+    return NewGroup(header=header, payload=payload)
 
 
 def stored(group: NewGroup) -> StoredGroup:
-    return StoredGroup(header=group.header, group_id=group.group_id, place=group.place)
+    return StoredGroup(header=group.header, place=group.place)
 
 
 def new_batch(number: int, state: BatchState = BatchState.LEASED) -> StoredBatch:
@@ -160,10 +155,8 @@ async def test_id_and_number_of_an_ended_group_stay_known(
 async def test_nothing_is_kept_of_an_ended_group_whose_id_the_hub_made(
     store: GroupStore, reopen: Reopen
 ) -> None:
-    await store.append([replace(new_group(0, group_id="x"), digest=b"")])
-    assert await store.append([replace(new_group(1, group_id="x"), digest=b"")]) == [
-        Appended.DUPLICATE
-    ]
+    await store.append([new_group(0, group_id="x", digest=b"")])
+    assert await store.append([new_group(1, group_id="x", digest=b"")]) == [Appended.DUPLICATE]
     await store.commit(Change(ends=[End(number=0, fate=Fate.TRAINED)]))
     again, saved = await reopen(store)
     assert saved.ended == {Fate.TRAINED: 1}
@@ -196,7 +189,7 @@ async def test_ids_come_back_as_they_were_sent(store: GroupStore, reopen: Reopen
     ids = [*uuids, *map(str.upper, uuids), "123", "a\x00b", "\N{SNOWMAN}", "x" * 36]
     await store.append([new_group(n, group_id=group_id) for n, group_id in enumerate(ids)])
     _, saved = await reopen(store)
-    assert [group.group_id for group in saved.groups] == ids
+    assert [group.header.group_id for group in saved.groups] == ids
 
 
 async def test_everything_comes_back_after_a_restart(store: GroupStore, reopen: Reopen) -> None:
@@ -232,14 +225,12 @@ async def test_everything_comes_back_after_a_restart(store: GroupStore, reopen: 
     assert saved.next_number == 8
     leased = StoredGroup(
         header=groups[1].header,
-        group_id=groups[1].group_id,
         place=Place.LEASED,
         batch=5,
         deliveries=2,
     )
     dead = StoredGroup(
         header=groups[2].header,
-        group_id=groups[2].group_id,
         place=Place.DEAD,
         reason="too often",
     )

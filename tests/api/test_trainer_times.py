@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from atroposlib.api.run.leases import TrainerTimes
-from atroposlib.api.run.types import GroupHeader
+from atroposlib.scored_data import GroupHeader
 
 
 def test_a_trainer_with_leases_works_until_it_acknowledges() -> None:

@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from atroposlib.api.run.types import GroupHeader
 from atroposlib.api.stores.base import (
     Appended,
     BatchState,
@@ -36,6 +35,7 @@ from atroposlib.api.stores.base import (
 )
 from atroposlib.api.stores.disk import DiskStore
 from atroposlib.api.stores.segments import Files
+from atroposlib.scored_data import GroupHeader
 
 
 class SmallDisk(Files):
@@ -148,9 +148,9 @@ def new_group(number: int, rng: random.Random, *, num_bytes: int | None = None) 
             arrival_step=rng.randint(0, 9),
             num_tokens=rng.randint(1, 1000),
             num_bytes=len(payload),
+            group_id=uuid.UUID(int=rng.getrandbits(128)).hex,
+            digest=rng.choice([b"", rng.randbytes(16), rng.randbytes(16)]),
         ),
-        group_id=uuid.UUID(int=rng.getrandbits(128)).hex,
-        digest=rng.choice([b"", rng.randbytes(16), rng.randbytes(16)]),
         payload=payload,
         place=rng.choice([Place.QUEUED, Place.BUFFERED]),
     )
@@ -224,12 +224,11 @@ class Judge:
             self.num_redelivered += not sent.is_acknowledged
             move = moves.get(number) or Move(number=number, place=sent.group.place)
             assert group.header == sent.group.header
-            assert group.group_id == sent.group.group_id
             assert (group.place, group.batch) == (move.place, move.batch)
             assert (group.deliveries, group.reason) == (move.deliveries, move.reason)
         await self.check_payloads(store, saved)
         assert saved.next_number > max([-1, *found, *ended])
-        known = set(found) | {number for number in ended if self.sent[number].group.digest}
+        known = set(found) | {number for number in ended if self.sent[number].group.header.digest}
         await self.check_ids(store, known=known, next_number=saved.next_number)
 
     async def check_payloads(self, store: DiskStore, saved: SavedRun) -> None:

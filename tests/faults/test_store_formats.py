@@ -7,6 +7,7 @@ import sqlite3
 import uuid
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import msgspec
@@ -87,17 +88,21 @@ def write_as_format_1(state: Path, *, ended: list[tuple[NewGroup, Fate]], docume
     then.executemany("insert into ended values (?, ?)", counts)
     then.executemany(
         "insert into done values (?, ?, ?)",
-        [(key_1(group.group_id), fate, group.digest) for group, fate in ended],
+        [(key_1(group.header.group_id), fate, group.header.digest) for group, fate in ended],
     )
     then.execute("insert into run values (1, ?, ?, ?, ?, ?)", (document, *run))
     then.commit()
     then.close()
 
 
+def with_header(group: NewGroup, **changes: Any) -> NewGroup:
+    return replace(group, header=replace(group.header, **changes))
+
+
 def groups_with_ids(*group_ids: str) -> list[NewGroup]:
     rng = random.Random(0)
     return [
-        replace(new_group(number, rng), group_id=group_id, digest=rng.randbytes(16))
+        with_header(new_group(number, rng), group_id=group_id, digest=rng.randbytes(16))
         for number, group_id in enumerate(group_ids)
     ]
 
@@ -134,7 +139,7 @@ async def test_a_directory_of_format_1_opens_with_everything_that_it_held(
         assert replace(saved, found="") == before
         again = [replace(group, header=replace(group.header, number=100)) for group in groups]
         assert await store.append(again) == [Appended.DUPLICATE] * 10
-        other = [replace(group, digest=bytes(16)) for group in again]
+        other = [with_header(group, digest=bytes(16)) for group in again]
         assert await store.append(other) == [Appended.CONFLICT] * 10
         held = [group for group in groups if group not in [first for first, _ in ended]]
         numbers = [group.header.number for group in held]

@@ -33,6 +33,7 @@ from atroposlib.api.stores.base import (
     StoredGroup,
 )
 from atroposlib.api.stores.memory import MemoryStore
+from atroposlib.scored_data import GroupHeader
 from tests.faults.store_faults import copy_run, new_group, open_store, ram_directory
 
 
@@ -57,7 +58,7 @@ class StoreMachine(RuleBasedStateMachine):
     def forget(self) -> None:
         self.groups: dict[int, StoredGroup] = {}
         self.payloads: dict[int, bytes] = {}
-        self.known: dict[str, NewGroup] = {}
+        self.known: dict[str, GroupHeader] = {}
         self.batches: dict[int, StoredBatch] = {}
         self.ended: Counter[Fate] = Counter()
         self.document: bytes | None = None
@@ -103,15 +104,14 @@ class StoreMachine(RuleBasedStateMachine):
                 first = self.known[data.draw(st.sampled_from(list(self.known)))]
                 is_same = data.draw(st.booleans())
                 digest = first.digest if is_same else self.rng.randbytes(16)
-                group = replace(group, group_id=first.group_id, digest=digest)
+                header = replace(group.header, group_id=first.group_id, digest=digest)
+                group = replace(group, header=header)
                 expected.append(Appended.DUPLICATE if is_same else Appended.CONFLICT)
             else:
                 number = group.header.number
-                self.known[group.group_id] = group
+                self.known[group.header.group_id] = group.header
                 self.payloads[number] = group.payload
-                self.groups[number] = StoredGroup(
-                    header=group.header, group_id=group.group_id, place=group.place
-                )
+                self.groups[number] = StoredGroup(header=group.header, place=group.place)
                 self.next_number = number + 1
                 expected.append(Appended.STORED)
             groups.append(group)
@@ -165,7 +165,7 @@ class StoreMachine(RuleBasedStateMachine):
                 reason=move.reason,
             )
         for end in ends:
-            group_id = self.groups.pop(end.number).group_id
+            group_id = self.groups.pop(end.number).header.group_id
             if not self.known[group_id].digest:
                 del self.known[group_id]
             del self.payloads[end.number]

@@ -17,18 +17,18 @@ import sys
 import traceback
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 import msgspec
 import numpy as np
 
-from atroposlib.api.run.types import IncomingGroup
+from atroposlib.api.stores.base import NewGroup
 from atroposlib.errors import GroupError
-from atroposlib.scored_data import ScoredGroup
+from atroposlib.scored_data import GroupHeader, ScoredGroup
 from atroposlib.wire import (
-    BlobFacts,
     check_blob,
-    facts_of,
+    header_of,
     iter_json_groups,
     pack_group,
     split_packed,
@@ -57,9 +57,7 @@ Body = bytes | bytearray | memoryview
 
 
 class Reply(msgspec.Struct, omit_defaults=True):
-    groups: list[BlobFacts] = []
-    sizes: list[int] = []
-    """Bytes of each payload."""
+    headers: list[GroupHeader] = []
     refusal: str | None = None
     """Text of the `GroupError`."""
     bug: str | None = None
@@ -88,9 +86,9 @@ def _num_marks(text: Body, marks: str) -> int:
     return sum(int(np.count_nonzero(characters == ord(mark))) for mark in marks)
 
 
-def decode_body(body: Body, *, is_packed: bool, many: bool) -> list[IncomingGroup]:
+def decode_body(body: Body, *, is_packed: bool, many: bool) -> list[NewGroup]:
     """Decode and check the body of `/scored_data` or, with `many`, `/scored_data_list`; raises `GroupError`."""
-    groups: list[IncomingGroup] = []
+    groups: list[NewGroup] = []
     try:
         split = _blobs if is_packed else iter_json_groups
         for group in split(body, many=many):
@@ -111,19 +109,20 @@ def _blobs(body: Body, *, many: bool) -> list[memoryview]:
     return blobs
 
 
-def _incoming(group: ScoredGroup | memoryview) -> IncomingGroup:
+def _incoming(group: ScoredGroup | memoryview) -> NewGroup:
     """Pack a group; one without an id, as original clients send it, gets one, which the trainer receives."""
     new_id = uuid.uuid4().hex
     if isinstance(group, ScoredGroup):
-        facts = facts_of(group)
-        if facts.group_id is None:
+        header = header_of(group)
+        if not header.group_id:
             group = group.replace(group_id=new_id)
         payload = pack_group(group)
     else:
-        facts = check_blob(group)
-        payload = bytes(group) if facts.group_id is not None else with_group_id(group, new_id)
+        header = check_blob(group)
+        payload = bytes(group) if header.group_id else with_group_id(group, new_id)
     # Without content digest: the hub need not remember an id that no client can send again.
-    return IncomingGroup(facts._replace(group_id=facts.group_id or new_id), payload)
+    header = replace(header, group_id=header.group_id or new_id, num_bytes=len(payload))
+    return NewGroup(header=header, payload=payload)
 
 
 def receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
@@ -144,9 +143,7 @@ def _answer(body: bytes, *, is_packed: bool, many: bool) -> tuple[Reply, list[by
         return Reply(refusal=str(e)), []
     except Exception:  # noqa: BLE001 - the process boundary: the hub raises it again
         return Reply(bug=traceback.format_exc()), []
-    payloads = [group.payload for group in groups]
-    facts = [group.facts for group in groups]
-    return Reply(groups=facts, sizes=list(map(len, payloads))), payloads
+    return Reply(headers=[group.header for group in groups]), [group.payload for group in groups]
 
 
 def serve(connection: socket.socket) -> None:

@@ -32,8 +32,8 @@ from atroposlib.api.run.environments import EnvironmentNotFound
 from atroposlib.api.run.hub import DEFAULT_RUN, Hub
 from atroposlib.api.run.leases import LeaseRequest
 from atroposlib.api.run.replica import Replica
-from atroposlib.api.run.types import Delivery, IncomingGroup, NotRegistered, Overloaded, Receipt
-from atroposlib.api.stores.base import Durability, StoreFull
+from atroposlib.api.run.types import Delivery, NotRegistered, Overloaded, Receipt
+from atroposlib.api.stores.base import Durability, NewGroup, StoreFull
 from atroposlib.api.stores.memory import MemoryStore
 from atroposlib.errors import GroupError
 from atroposlib.scored_data import DISTILL_FIELDS, WIRE_KEYS
@@ -150,7 +150,7 @@ async def _take_in(run: Coordinator, request: Request, *, many: bool) -> list[Re
         for group, receipt in zip(groups, receipts, strict=True):
             tracing.record_group(
                 "store",
-                group.facts.group_id,
+                group.header.group_id,
                 began_at=began_at,
                 attributes={
                     "atropos.run": run.name,
@@ -162,7 +162,7 @@ async def _take_in(run: Coordinator, request: Request, *, many: bool) -> list[Re
 
 
 async def _accept_patiently(
-    run: Coordinator, groups: list[IncomingGroup], *, hold_s: float
+    run: Coordinator, groups: list[NewGroup], *, hold_s: float
 ) -> list[Receipt]:
     """Retry for up to `hold_s` while the run is full: original clients drop a refused group."""
     deadline = time.monotonic() + hold_s

@@ -40,7 +40,7 @@ from atroposlib.api.http.decoding import (
     is_light,
     receive_exactly,
 )
-from atroposlib.api.run.types import IncomingGroup
+from atroposlib.api.stores.base import NewGroup
 from atroposlib.errors import AtroposError, GroupError
 from atroposlib.wire import CONTENT_TYPE_JSON, CONTENT_TYPE_PACKED, json_pieces, packed_pieces
 
@@ -99,7 +99,7 @@ class GroupCodec:
         self._turn = asyncio.Lock()
         """For work of milliseconds on the event loop: one piece per iteration."""
 
-    async def decode(self, body: Body, *, content_type: str, many: bool) -> list[IncomingGroup]:
+    async def decode(self, body: Body, *, content_type: str, many: bool) -> list[NewGroup]:
         """Decode and check the body of `/scored_data` or, with `many`, `/scored_data_list`.
 
         Raises `GroupError`, and `DecoderUnavailable` if the body cannot be decoded now.
@@ -114,7 +114,7 @@ class GroupCodec:
             finally:
                 await _let_others_run(since_s=began_s)
 
-    async def _in_process(self, body: Body, *, is_packed: bool, many: bool) -> list[IncomingGroup]:
+    async def _in_process(self, body: Body, *, is_packed: bool, many: bool) -> list[NewGroup]:
         async with self._decoder_lock:
             for _ in range(2):
                 decoder = self._decoder = self._decoder or _DecoderProcess()
@@ -244,7 +244,7 @@ class _DecoderProcess:
         self._process.wait()
         self._connection.close()
 
-    async def decode(self, body: Body, *, is_packed: bool, many: bool) -> list[IncomingGroup]:
+    async def decode(self, body: Body, *, is_packed: bool, many: bool) -> list[NewGroup]:
         """Run `decode_body` in the process. If this is cancelled, the process must be closed."""
         self.is_idle = False
         try:
@@ -253,7 +253,7 @@ class _DecoderProcess:
             raise DecoderUnavailable(f"no thread for the decoder process: {e}") from e
         return await asyncio.wrap_future(answer)
 
-    def _exchange(self, body: Body, is_packed: bool, many: bool) -> list[IncomingGroup]:
+    def _exchange(self, body: Body, is_packed: bool, many: bool) -> list[NewGroup]:
         """Send one body and receive its groups; every wait releases the GIL."""
         connection = self._connection
         try:
@@ -264,7 +264,10 @@ class _DecoderProcess:
             connection.sendall(body)
             (num_bytes,) = REPLY.unpack(receive_exactly(connection, REPLY.size))
             reply = msgspec.msgpack.decode(receive_exactly(connection, num_bytes), type=Reply)
-            payloads = [receive_exactly(connection, size) for size in reply.sizes]
+            groups = [
+                NewGroup(header=header, payload=receive_exactly(connection, header.num_bytes))
+                for header in reply.headers
+            ]
         except (OSError, EOFError) as e:
             if not self.is_started:
                 raise DecoderUnavailable("the decoder process ended while it started") from e
@@ -274,7 +277,7 @@ class _DecoderProcess:
             raise RuntimeError(f"in the decoder process:\n{reply.bug}")
         if reply.refusal is not None:
             raise GroupError(reply.refusal)
-        return list(map(IncomingGroup, reply.groups, payloads))
+        return groups
 
 
 def _batch_json(payloads: Sequence[bytes], meta: Mapping[str, Any]) -> Iterator[bytes]:

@@ -11,7 +11,8 @@ from typing import Final, NamedTuple
 
 from atroposlib.api.run.batching import Blocker, NoBatch, Plan
 from atroposlib.api.run.state import RunState
-from atroposlib.api.run.types import IncomingGroup, Overloaded
+from atroposlib.api.run.types import Overloaded
+from atroposlib.api.stores.base import NewGroup
 
 _FAR_BEYOND: Final = 2
 """Multiple of the bound from which on only groups that the next batch needs are accepted."""
@@ -34,7 +35,7 @@ def overload(run: RunState) -> str | None:
     return excess.reason if plan is None and excess.factor >= _FAR_BEYOND else None
 
 
-def check(run: RunState, groups: Sequence[IncomingGroup]) -> None:
+def check(run: RunState, groups: Sequence[NewGroup]) -> None:
     """Raise `Overloaded` if the run is full, or if it waits for other groups and these would fill it."""
     excess = _excess(run)
     if excess is None:
@@ -47,9 +48,9 @@ def check(run: RunState, groups: Sequence[IncomingGroup]) -> None:
         raise Overloaded(f"{excess.reason}; the next batch waits for other groups than these")
     fair = run.queue.total_sequences / max(1, run.environments.num_active)
     for group in groups:
-        if run.queue.num_sequences(group.facts.env_id) > fair:
+        if run.queue.num_sequences(group.header.env_id) > fair:
             raise Overloaded(
-                f"{excess.reason}, more than its share by environment {group.facts.env_id};"
+                f"{excess.reason}, more than its share by environment {group.header.env_id};"
                 " wait until the trainer has taken batches"
             )
 
@@ -72,15 +73,15 @@ def _excess(run: RunState) -> _Excess | None:
     return None
 
 
-def _is_wanted(group: IncomingGroup, run: RunState) -> bool:
+def _is_wanted(group: NewGroup, run: RunState) -> bool:
     """Whether the next batch may be impossible without this group, or one like it."""
     plan = None if run.trainer is None else run.look()
     if not isinstance(plan, NoBatch):
         return False
     if plan.blocker is Blocker.MINIMUM:
-        return group.facts.env_id == plan.env_id
+        return group.header.env_id == plan.env_id
     if plan.blocker is Blocker.SIZES:
         # No batch holds more groups of one size.
-        size = group.facts.num_sequences
+        size = group.header.num_sequences
         return run.queue.num_of_size(size) < run.batch_size // size
     return True

@@ -22,7 +22,7 @@ from math import gcd
 from operator import attrgetter
 from typing import NamedTuple, Protocol
 
-from atroposlib.api.run.types import GroupHeader
+from atroposlib.scored_data import GroupHeader
 
 _LOOK_AHEAD_GROUPS = 12
 _LOOK_AHEAD_FLOORS = 2

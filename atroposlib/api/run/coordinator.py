@@ -22,13 +22,11 @@ from atroposlib.api.run.state import RunState
 from atroposlib.api.run.types import (
     Delivery,
     ExperimentReplaced,
-    IncomingGroup,
     NotRegistered,
     Receipt,
     RunMoved,
     RunPolicy,
     RunReset,
-    version_of,
 )
 from atroposlib.api.schemas import (
     EnvRegistration,
@@ -42,6 +40,7 @@ from atroposlib.api.stores.base import (
     Appended,
     CorruptGroups,
     GroupStore,
+    NewGroup,
     StoreBroken,
 )
 from atroposlib.errors import GroupError
@@ -285,7 +284,7 @@ class Coordinator(Accounts):
             step=batch.row.step,
             expires_in_s=batch.row.ttl_s,
             payloads=payloads,
-            staleness=[max(0, now_version - version_of(header)) for header in batch.headers],
+            staleness=[max(0, now_version - header.version) for header in batch.headers],
             is_repeated=not is_first,
         )
 
@@ -379,9 +378,9 @@ class Coordinator(Accounts):
         run = self.state
         back = run.dead.take(numbers)
         oldest = run.oldest_version
-        if oldest is not None and (expired := [h for h in back if version_of(h) < oldest]):
+        if oldest is not None and (expired := [h for h in back if h.version < oldest]):
             run.bury(expired, f"sampled before policy version {oldest}")
-            back = [header for header in back if version_of(header) >= oldest]
+            back = [header for header in back if header.version >= oldest]
         for header in back:
             run.deliveries.pop(header.number, None)
         run.enqueue(back)
@@ -446,7 +445,7 @@ class Coordinator(Accounts):
     # Groups
 
     async def accept(
-        self, groups: Sequence[IncomingGroup], *, experiment: str | None = None
+        self, groups: Sequence[NewGroup], *, experiment: str | None = None
     ) -> list[Receipt]:
         """Store checked groups; return one receipt per group. `experiment`: what they were sampled for, if known.
 
@@ -456,7 +455,7 @@ class Coordinator(Accounts):
         if experiment is not None:
             self._check_experiment(experiment, num_groups=len(groups))
         for index, group in enumerate(groups):
-            self._check_size(group.facts.num_sequences, _at(index, groups), num_groups=len(groups))
+            self._check_size(group.header.num_sequences, _at(index, groups), num_groups=len(groups))
         admission.check(self.state, groups)
         # A cancelled caller must not leave groups in the store that memory does not know.
         return await asyncio.shield(asyncio.create_task(self._take_in(groups)))
@@ -486,7 +485,7 @@ class Coordinator(Accounts):
         self.reject(reason, num_groups=num_groups)
         raise GroupError(f"{where}tokens: {problem}")
 
-    async def _take_in(self, groups: Sequence[IncomingGroup]) -> list[Receipt]:
+    async def _take_in(self, groups: Sequence[NewGroup]) -> list[Receipt]:
         """Store groups, then take them into memory; must not be cancelled in between."""
         self._check_open()
         run = self.state
@@ -508,7 +507,7 @@ class Coordinator(Accounts):
             self.reject("group_id_reused", num_groups=outcomes.count(Appended.CONFLICT))
             first = outcomes.index(Appended.CONFLICT)
             raise GroupError(
-                f"{_at(first, groups)}group_id: {groups[first].facts.group_id!r} was stored with other content;"
+                f"{_at(first, groups)}group_id: {groups[first].header.group_id!r} was stored with other content;"
                 " make a fresh id for each group"
             )
         return receipts

@@ -15,9 +15,9 @@ from statistics import fmean
 from typing import Any
 
 from atroposlib.api.run.queue import GroupQueue
-from atroposlib.api.run.types import GroupHeader
 from atroposlib.api.schemas import RegisterEnv
 from atroposlib.errors import AtroposError
+from atroposlib.scored_data import GroupHeader
 
 MIN_ENV_WEIGHT = 0.01
 """Smallest `env_weight` reported to an environment, as in the original."""

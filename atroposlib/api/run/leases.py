@@ -16,9 +16,10 @@ from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
-from atroposlib.api.run.types import GroupHeader, RunPolicy, version_of
+from atroposlib.api.run.types import RunPolicy
 from atroposlib.api.stores.base import BatchState, StoredBatch
 from atroposlib.errors import AtroposError
+from atroposlib.scored_data import GroupHeader
 
 MAX_CLOSED = 1024
 """Freed batches whose lease is remembered, so that a repeated acknowledgement gets the same reply."""
@@ -367,7 +368,7 @@ class TrainerTimes:
     ) -> None:
         """Record a delivery at a policy version, while `num_held` other batches are leased."""
         if groups:
-            behind = [max(0, version - version_of(header)) for header in groups]
+            behind = [max(0, version - header.version) for header in groups]
             self._behind.append(statistics.fmean(behind))
             self.staleness = statistics.fmean(self._behind)
         self._waits_s.append(self.waits_s(now, num_held=num_held) or 0.0)

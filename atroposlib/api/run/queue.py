@@ -25,7 +25,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from atroposlib.api.run.batching import NoBatch, Plan, plan_lines
-from atroposlib.api.run.types import GroupHeader, version_of
+from atroposlib.scored_data import GroupHeader
 
 
 class GroupQueue:
@@ -53,7 +53,7 @@ class GroupQueue:
 
     def add(self, header: GroupHeader) -> None:
         """Queue a group. A returning group, with a lower number than others, gets its old position."""
-        same_version = self._versions[version_of(header)]
+        same_version = self._versions[header.version]
         assert header.number not in same_version, f"group {header.number} is queued already"
         same_version[header.number] = header
         self._lines[header.num_sequences].add(header)
@@ -63,7 +63,7 @@ class GroupQueue:
     def remove(self, headers: Iterable[GroupHeader]) -> None:
         """Take groups out. Raises KeyError for one that is not queued."""
         for header in headers:
-            version, size, env_id = version_of(header), header.num_sequences, header.env_id
+            version, size, env_id = header.version, header.num_sequences, header.env_id
             del self._versions[version][header.number]
             self._lines[size].remove(header)
             self._environments[env_id].remove(header)
@@ -139,7 +139,7 @@ class GroupQueue:
             and min(self._versions, default=overdue_before) < overdue_before
         ):
             oldest = {next(iter(line)) for line in (*self._lines.values(), *own.values())}
-            late = [header for header in oldest if version_of(header) < overdue_before]
+            late = [header for header in oldest if header.version < overdue_before]
             overdue = sorted(late, key=_number)
         return plan_lines(
             self._lines, own=own, batch_size=batch_size, floors=floors, overdue=overdue

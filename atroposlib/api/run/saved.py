@@ -11,9 +11,9 @@ import msgspec
 
 from atroposlib.api.run.leases import HeldBatch
 from atroposlib.api.run.state import ENVIRONMENT_FACT, TRAINER_FACT, RunState
-from atroposlib.api.run.types import GroupHeader
 from atroposlib.api.schemas import MAX_ENV_NAME_CHARS, Registration
 from atroposlib.api.stores.base import Place, SavedRun, UnreadableRun
+from atroposlib.scored_data import GroupHeader
 
 
 def restore(run: RunState, saved: SavedRun, *, now: float) -> None:

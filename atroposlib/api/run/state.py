@@ -12,9 +12,9 @@ No store, no clock, no await: a method changes memory and records the change for
 from __future__ import annotations
 
 import logging
-import uuid
 from collections import Counter
 from collections.abc import Iterable, MutableMapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -23,9 +23,10 @@ from atroposlib.api.run.batching import Blocker, NoBatch, Plan, oldest_subset, s
 from atroposlib.api.run.environments import Backlog, Environment, Environments, Shares
 from atroposlib.api.run.leases import HeldBatch, LeaseRequest, Leases, TrainerTimes
 from atroposlib.api.run.queue import DeadLetters, GroupQueue
-from atroposlib.api.run.types import GroupHeader, IncomingGroup, Receipt, RunPolicy, version_of
+from atroposlib.api.run.types import Receipt, RunPolicy
 from atroposlib.api.schemas import Registration
 from atroposlib.api.stores.base import Appended, Change, End, Fate, Move, NewGroup, Place
+from atroposlib.scored_data import GroupHeader
 
 _MAX_BUFFERED_SIZES = 8
 """Buffer limit for odd-sized groups, in multiples of the environment's group size."""
@@ -350,25 +351,12 @@ class RunState:
 
     # Incoming groups
 
-    def numbered(self, group: IncomingGroup) -> NewGroup:
-        facts = group.facts
-        header = GroupHeader(
-            number=self.next_number,
-            env_id=facts.env_id,
-            num_sequences=facts.num_sequences,
-            policy_version=facts.policy_version,
-            arrival_step=self.current_version,
-            num_tokens=facts.num_tokens,
-            num_bytes=len(group.payload),
-        )
+    def numbered(self, group: NewGroup) -> NewGroup:
+        """Return an arriving group with its number, for the store."""
+        header = replace(group.header, number=self.next_number, arrival_step=self.current_version)
         self.next_number += 1
-        return NewGroup(
-            header=header,
-            group_id=facts.group_id or uuid.uuid4().hex,
-            digest=facts.digest,
-            payload=group.payload,
-            place=Place.BUFFERED if self._is_odd(header) else Place.QUEUED,
-        )
+        place = Place.BUFFERED if self._is_odd(header) else Place.QUEUED
+        return replace(group, header=header, place=place)
 
     def _is_odd(self, header: GroupHeader) -> bool:
         """Whether the group is smaller than its active environment's `group_size`, and so is buffered."""
@@ -473,8 +461,8 @@ class RunState:
         stale = self.queue.stale(oldest)
         self.queue.remove(stale)
         for environment in self.environments:
-            stale += [h for h in environment.buffered if version_of(h) < oldest]
-            environment.buffered = [h for h in environment.buffered if version_of(h) >= oldest]
+            stale += [h for h in environment.buffered if h.version < oldest]
+            environment.buffered = [h for h in environment.buffered if h.version >= oldest]
         if stale:
             self.log.warning(
                 "%d groups expired, sampled before policy version %d (by environment: %s)",

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from atroposlib.errors import AtroposError
-from atroposlib.wire import BlobFacts
 
 
 class NotRegistered(AtroposError):
@@ -52,16 +51,8 @@ class RunPolicy:
     max_queued_bytes: int | None = None
     max_queued_sequences: int | None = None
     max_queued_groups: int | None = 250_000
-    """Beyond any of them, groups are refused until batches leave; see `admission`. A queued group takes 0.65 KiB of
+    """Beyond any of them, groups are refused until batches leave; see `admission`. A queued group takes 0.8 KiB of
     memory beside its payload."""
-
-
-class IncomingGroup(NamedTuple):
-    """A checked group, packed, and what the hub needs to know about it."""
-
-    facts: BlobFacts
-    payload: bytes
-    """`wire.pack_group`."""
 
 
 class Receipt(NamedTuple):
@@ -89,25 +80,3 @@ class Delivery:
     """Per group: policy versions between its sampling and now."""
     is_repeated: bool = False
     """Whether an earlier answer to the same request was counted already."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupHeader:
-    """What the policy knows of one queued group."""
-
-    number: int
-    """Arrival number, unique and increasing within a run."""
-    env_id: int | None
-    num_sequences: int
-    policy_version: int | None = None
-    """Oldest policy version that sampled a token of the group; None: unknown."""
-    arrival_step: int = 0
-    """Policy version that the engines served when the group arrived; replaces an unknown `policy_version`."""
-    num_tokens: int = 0
-    num_bytes: int = 0
-    """Of the stored payload."""
-
-
-def version_of(header: GroupHeader) -> int:
-    """Return the policy version that sampled the group; if unknown, the one at its arrival."""
-    return header.arrival_step if header.policy_version is None else header.policy_version

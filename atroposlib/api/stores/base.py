@@ -16,8 +16,8 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from atroposlib.api.run.types import GroupHeader
 from atroposlib.errors import AtroposError, ConfigError
+from atroposlib.scored_data import GroupHeader
 
 
 class Durability(enum.Enum):
@@ -99,16 +99,12 @@ class Appended(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewGroup:
-    """A group to be stored."""
+    """A checked group on its way from a request to the store."""
 
     header: GroupHeader
-    group_id: str
-    """Unique in the run; the hub makes one if the client sent none."""
-    digest: bytes
-    """`wire.content_digest`; empty if the hub made the id, which cannot be sent again."""
     payload: bytes
     """`wire.pack_group`."""
-    place: Place
+    place: Place = Place.QUEUED
     """QUEUED or BUFFERED."""
 
 
@@ -117,7 +113,6 @@ class StoredGroup:
     """A group as `open` finds it."""
 
     header: GroupHeader
-    group_id: str
     place: Place
     batch: int | None = None
     """Number of the batch it is in; None outside LEASED, TRAINED, REPLAY."""

@@ -302,13 +302,13 @@ class DiskStore(JobStore):
         outcomes = []
         new: dict[str, NewGroup] = {}
         for group in groups:
-            twin = new.get(group.group_id)
-            known = twin.digest if twin else self._state.digest_of(group.group_id)
+            twin = new.get(group.header.group_id)
+            known = twin.header.digest if twin else self._state.digest_of(group.header.group_id)
             if known is None:
-                new[group.group_id] = group
+                new[group.header.group_id] = group
                 outcomes.append(Appended.STORED)
             else:
-                is_same = known == group.digest
+                is_same = known == group.header.digest
                 outcomes.append(Appended.DUPLICATE if is_same else Appended.CONFLICT)
         if new:
             self._space.take(sum(len(group.payload) for group in new.values()))

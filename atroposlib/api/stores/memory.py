@@ -52,16 +52,14 @@ class MemoryStore:
         return [self._append_one(group) for group in groups]
 
     def _append_one(self, group: NewGroup) -> Appended:
-        known = self._digests.get(group.group_id)
+        header, number = group.header, group.header.number
+        known = self._digests.get(header.group_id)
         if known is not None:
-            return Appended.DUPLICATE if known == group.digest else Appended.CONFLICT
-        number = group.header.number
+            return Appended.DUPLICATE if known == header.digest else Appended.CONFLICT
         assert number not in self._groups, f"arrival number {number} is in use"
-        self._digests[group.group_id] = group.digest
+        self._digests[header.group_id] = header.digest
         self._payloads[number] = group.payload
-        self._groups[number] = StoredGroup(
-            header=group.header, group_id=group.group_id, place=group.place
-        )
+        self._groups[number] = StoredGroup(header=header, place=group.place)
         self._num_bytes += len(group.payload)
         self._next_number = max(self._next_number, number + 1)
         return Appended.STORED
@@ -77,7 +75,7 @@ class MemoryStore:
                 reason=move.reason,
             )
         for end in change.ends:
-            group_id = self._groups.pop(end.number).group_id
+            group_id = self._groups.pop(end.number).header.group_id
             if not self._digests[group_id]:
                 del self._digests[group_id]
             self._num_bytes -= len(self._payloads.pop(end.number))

@@ -101,13 +101,13 @@ class RecordMeta(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, 
         header = group.header
         return cls(
             number=header.number,
-            group_id=group.group_id,
+            group_id=header.group_id,
             env_id=header.env_id,
             num_sequences=header.num_sequences,
             num_tokens=header.num_tokens,
             policy_version=header.policy_version,
             arrival_step=header.arrival_step,
-            digest=group.digest,
+            digest=header.digest,
             place=group.place,
         )
 

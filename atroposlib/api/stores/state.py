@@ -162,7 +162,7 @@ class StateDb:
         groups: list[StoredGroup] = []
         locations: dict[int, Location] = {}
         for row in map(dict, rows):
-            fields = row | {"header": row, "group_id": _group_id(row["group_id"])}
+            fields = row | {"header": row | {"group_id": _group_id(row["group_id"])}}
             groups.append(msgspec.convert(fields, StoredGroup))
             locations[row["number"]] = Location(
                 row["segment"], row["offset"], row["length"], row["crc"]

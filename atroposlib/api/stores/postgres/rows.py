@@ -128,7 +128,7 @@ async def insert_groups(
 ) -> tuple[list[Appended], dict[int, Location]]:
     """Insert the groups with unknown ids, and their payloads; return the outcomes and the locations of the new ones."""
     first: dict[bytes, NewGroup] = {}
-    keys = [key_of(group.group_id) for group in groups]
+    keys = [key_of(group.header.group_id) for group in groups]
     for key, group in zip(keys, groups, strict=True):
         first.setdefault(key, group)
     crcs = [crc32(group.payload) for group in first.values()]
@@ -137,7 +137,7 @@ async def insert_groups(
         _INSERT_GROUPS,
         run_id,
         list(first),
-        [group.digest for group in first.values()],
+        [header.digest for header in headers],
         [header.number for header in headers],
         [header.env_id for header in headers],
         [header.num_sequences for header in headers],
@@ -150,7 +150,7 @@ async def insert_groups(
         crcs,
     )
     stored = {row[0] for row in rows}
-    digests = {key: group.digest for key, group in first.items()}
+    digests = {key: group.header.digest for key, group in first.items()}
     if len(stored) < len(first):
         known = await connection.fetch(
             "select key, digest from ids where run_id = $1 and key = any($2::bytea[])",
@@ -163,7 +163,7 @@ async def insert_groups(
         if first[key] is group and group.header.number in stored:
             outcomes.append(Appended.STORED)
         else:
-            is_same = digests[key] == group.digest
+            is_same = digests[key] == group.header.digest
             outcomes.append(Appended.DUPLICATE if is_same else Appended.CONFLICT)
     new = [group for group in first.values() if group.header.number in stored]
     if new:
@@ -240,12 +240,15 @@ async def load(connection: Any, run_id: int) -> LoadedRun:
     state = await connection.fetchrow("select * from states where run_id = $1", run_id)
     groups: list[StoredGroup] = []
     locations: dict[int, Location] = {}
-    rows = await connection.fetch("select * from groups where run_id = $1 order by number", run_id)
+    rows = await connection.fetch(
+        "select groups.*, digest from groups join ids using (run_id, key) where run_id = $1 order by number",
+        run_id,
+    )
     for index, row in enumerate(map(dict, rows)):
         if index % 1000 == 0:
             await asyncio.sleep(0)  # other runs are served meanwhile
         reason = None if row["reason"] is None else _str(row["reason"])
-        fields = row | {"header": row, "group_id": _id_of(row["key"]), "reason": reason}
+        fields = row | {"header": row | {"group_id": _id_of(row["key"])}, "reason": reason}
         groups.append(msgspec.convert(fields, StoredGroup))
         locations[row["number"]] = Location(row["segment"], 0, row["num_bytes"], row["crc"])
     batches = []

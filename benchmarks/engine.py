@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 import transformers
 
-from atroposlib.engine.command import EngineConfig
+from atroposlib.engine.config import EngineConfig
 from atroposlib.engine.loading import load
 from atroposlib.engine.sampling import SamplingParams
 from atroposlib.engine.scheduler import Engine

@@ -108,7 +108,7 @@ def run(task: Task, *, name: str, seed: int, num_steps: int, out: Path) -> dict[
             return statistics.mean(json.loads(line)["score"] for line in lines)
 
         engine = python(
-            "atroposlib.engine.server",
+            "atroposlib.engine",
             model=out / "model",
             port=engine_url.rpartition(":")[2],
             dtype="float32",

@@ -112,7 +112,7 @@ def make_engine(
     }
     env = None
     if config.engine == "local":
-        program = [sys.executable, "-m", "atroposlib.engine.server"]
+        program = [sys.executable, "-m", "atroposlib.engine"]
         flags |= {"--served_model_name": config.model_name, "--device": device.type}
         flags |= {"--threads": config.num_threads or 1, "--seed": config.seed}
     else:

@@ -137,7 +137,7 @@ def wait_for(condition: Callable[[], bool], *, timeout_s: float, process: Proces
 
 def engine_argv(model: Path, port: int) -> list[str]:
     """The local engine with this model."""
-    return ["-m", "atroposlib.engine.server", f"--model={model}", f"--port={port}"]
+    return ["-m", "atroposlib.engine", f"--model={model}", f"--port={port}"]
 
 
 def parity_argv(model: Path, *, hub_url: str, engine_url: str) -> list[str]:

@@ -32,8 +32,9 @@ from atroposlib.checker.execution import Execution, seed_all
 from atroposlib.checker.leftovers import judge_cancelling, judge_leaks, judge_stalls
 from atroposlib.checker.report import NAMES, Report
 from atroposlib.checker.runs import Run, difference
-from atroposlib.envs.base import APIServerConfig, BaseEnv, ExtraServers
+from atroposlib.envs.hooks import EnvHooks, ExtraServers
 from atroposlib.errors import ConfigError
+from atroposlib.inference.config import APIServerConfig
 from atroposlib.utils.wording import nearest
 
 MAX_ROUNDS = 6
@@ -69,12 +70,12 @@ class Variation(NamedTuple):
 
 
 def check_env(
-    env_cls: type[BaseEnv],
+    env_cls: type[EnvHooks],
     *,
     num_items: int = 3,
     seed: int = 0,
     skip: Sequence[str] = (),
-    make: Callable[[type[BaseEnv]], BaseEnv] | None = None,
+    make: Callable[[type[EnvHooks]], EnvHooks] | None = None,
     tokenizer: Any = None,
     timeout_s: float = 30.0,
     resume_items: bool = False,
@@ -118,14 +119,14 @@ def check_env(
         np.random.set_state(numpy_state)
 
 
-def _offline_class(env_cls: type[BaseEnv], tokenizer: Any = None) -> type[BaseEnv]:
+def _offline_class(env_cls: type[EnvHooks], tokenizer: Any = None) -> type[EnvHooks]:
     """Return a subclass that needs no network: its own tokenizer, and made-up servers for a judge or a teacher."""
     namespace: dict[str, Any] = {
         "__module__": env_cls.__module__,
         "__qualname__": env_cls.__qualname__,
         "__doc__": env_cls.__doc__,
     }
-    if tokenizer is not None or env_cls.load_tokenizer is BaseEnv.load_tokenizer:
+    if tokenizer is not None or env_cls.load_tokenizer is EnvHooks.load_tokenizer:
         given = PairTokenizer() if tokenizer is None else tokenizer
         namespace["load_tokenizer"] = lambda self: given
         namespace["load_teacher_tokenizer"] = lambda self, source: given
@@ -138,7 +139,7 @@ def _offline_class(env_cls: type[BaseEnv], tokenizer: Any = None) -> type[BaseEn
     return type(env_cls.__name__, (env_cls,), namespace)
 
 
-def _make_default(env_cls: type[BaseEnv]) -> BaseEnv:
+def _make_default(env_cls: type[EnvHooks]) -> EnvHooks:
     config, servers = env_cls.config_init()
     extra: dict[str, Any] = dict(env_cls.extra_servers().values())
     config = config.model_copy(update={"use_wandb": False})

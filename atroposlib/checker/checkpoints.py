@@ -9,18 +9,18 @@ from typing import Any
 import numpy as np
 
 from atroposlib.envs import checkpoint
-from atroposlib.envs.base import BaseEnv
+from atroposlib.envs.hooks import EnvHooks
 
 STEP = 1
 _REGISTERED_NAME = "check"
 
 
-def attach_checkpoints(env: BaseEnv, folder: Path) -> None:
+def attach_checkpoints(env: EnvHooks, folder: Path) -> None:
     """Set the environment's checkpoint directory and step 1, as registering with a hub does."""
     env.curr_step, env.checkpoint_dir, env.wandb_prepend = STEP, str(folder), _REGISTERED_NAME
 
 
-def save(env: BaseEnv, folder: Path) -> dict[str, Any] | None:
+def save(env: EnvHooks, folder: Path) -> dict[str, Any] | None:
     """Save a checkpoint of `env` and return its content; None if it saves nothing."""
     attach_checkpoints(env, folder)
     env.save_checkpoint(STEP)
@@ -29,7 +29,7 @@ def save(env: BaseEnv, folder: Path) -> dict[str, Any] | None:
 
 
 def restore_faults(
-    env: BaseEnv, fresh: BaseEnv, saved: Mapping[str, Any], again: Mapping[str, Any]
+    env: EnvHooks, fresh: EnvHooks, saved: Mapping[str, Any], again: Mapping[str, Any]
 ) -> Iterator[str]:
     """Yield a fault for each value of `saved` that a fresh environment does not have after loading it.
 

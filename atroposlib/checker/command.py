@@ -15,12 +15,12 @@ import sys
 from collections.abc import Callable, Sequence
 
 from atroposlib.checker import RULES, check_env
-from atroposlib.envs.base import BaseEnv
+from atroposlib.envs.hooks import EnvHooks
 from atroposlib.utils.tokenizers import load_tokenizer
 
 
 def check_environment(
-    env_cls: type[BaseEnv], argv: Sequence[str], *, prog: str, build: Callable[..., BaseEnv]
+    env_cls: type[EnvHooks], argv: Sequence[str], *, prog: str, build: Callable[..., EnvHooks]
 ) -> int:
     """Check an environment with the options in `argv`; return the exit code.
 
@@ -29,7 +29,7 @@ def check_environment(
     logging.basicConfig(level=logging.CRITICAL)  # what the author's code logs is in the report
     options, flags = _parser(prog).parse_known_args(argv)
 
-    def make(cls: type[BaseEnv]) -> BaseEnv:
+    def make(cls: type[EnvHooks]) -> EnvHooks:
         with contextlib.redirect_stdout(io.StringIO()):  # the configuration, once per environment
             return build(cls, "check", ["--testing", *flags], prog=prog)
 

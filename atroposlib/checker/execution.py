@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,9 +31,8 @@ from atroposlib.checker.calls import (
 from atroposlib.checker.engine import Answer, PairTokenizer, ProbeEngine, shown
 from atroposlib.checker.report import Report
 from atroposlib.checker.runs import Run, Sink, fault_of, text_of
-from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.collecting import close, collect
-from atroposlib.envs.dataset_env import DatasetEnv
+from atroposlib.envs.hooks import EnvHooks
 from atroposlib.errors import (
     AtroposError,
     ConfigError,
@@ -67,12 +66,12 @@ class ScoreNotFinite(ValueError):
 class Execution:
     """The environment under check, its engine, and what it left behind after each run."""
 
-    env_cls: type[BaseEnv]
-    make: Callable[[], BaseEnv]
+    env_cls: type[EnvHooks]
+    make: Callable[[], EnvHooks]
     report: Report
     timeout_s: float
     seed: int
-    env: BaseEnv = field(init=False)
+    env: EnvHooks = field(init=False)
     items: list[Any] = field(default_factory=list)
     engine: ProbeEngine = field(default_factory=lambda: ProbeEngine(PairTokenizer()))
     sink: Sink = field(default_factory=Sink)
@@ -130,9 +129,9 @@ class Execution:
             cause = cause_of(error)
             self.report.fail(rule, what + describe(cause), item=item, hint=hint_of(cause))
 
-    async def start(self, folder: Path, rule: str) -> BaseEnv | None:
+    async def start(self, folder: Path, rule: str) -> EnvHooks | None:
         """Return an environment after `setup`, with its own engine; None, with a finding, if that fails."""
-        env: BaseEnv | None = None
+        env: EnvHooks | None = None
         try:
             env = await self.call(self.make, "the constructor")
             env.config.use_wandb = False
@@ -160,7 +159,7 @@ class Execution:
                 await self.stop(env)
             return None
 
-    async def stop(self, env: BaseEnv) -> None:
+    async def stop(self, env: EnvHooks) -> None:
         with self.judging("no_leaked_handles", what="close() failed: "):
             await self.within(close(env), "close()")
 
@@ -229,7 +228,7 @@ class Execution:
         answers = [answer for answer in answers if answer not in self.fatal]
         if not answers:
             return None
-        before = _scoring_errors(self.env)
+        before = self.env.scoring_errors()
         try:
             run = await self.run(index, answers, seed)
         except Exception as error:  # noqa: BLE001 - boundary: the author's code
@@ -242,7 +241,7 @@ class Execution:
             return run
         self.report.look("grader_survives", len(run.scores))
         self.report.look("reward_finite", len(run.scores))
-        for kind in _scoring_errors(self.env) - before:
+        for kind in self.env.scoring_errors() - before:
             rule = "reward_finite" if kind == EnvError.__name__ else "grader_survives"
             unscored = [answer for answer in answers if not run.scores_for(answer)]
             what = f"scoring raised {kind}; answers without a score: "
@@ -296,14 +295,6 @@ def hint_of(error: BaseException) -> str:
         case EngineProtocolError():
             return "define example_reply(self, path, body): a reply of your reward model, as JSON"
     return "correct what raises this"
-
-
-def _scoring_errors(env: BaseEnv) -> Counter[str]:
-    """Return what a `DatasetEnv` counts instead of raising it: exceptions of its scoring, by type."""
-    if not isinstance(env, DatasetEnv):
-        return Counter()
-    in_workers = env.reward_workers.failures["exception"]
-    return env.score_errors + Counter({"an exception in a worker": in_workers})
 
 
 def _refuse_infinite(group: Any) -> None:

@@ -31,6 +31,7 @@ import atroposlib.environments
 import atroposlib.envs
 from atroposlib.cli import compare_evals, pin, rescore
 from atroposlib.envs.base import BaseEnv
+from atroposlib.envs.hooks import EnvHooks
 from atroposlib.errors import ConfigError, MissingDependency, cli_boundary
 from atroposlib.utils.wording import nearest
 
@@ -242,7 +243,7 @@ def start(name: str, argv: Sequence[str]) -> None:
     env_cls.cli()
 
 
-def build(name: str, argv: Sequence[str], *, prog: str) -> BaseEnv:
+def build(name: str, argv: Sequence[str], *, prog: str) -> EnvHooks:
     """Construct the environment `name` with flags of `process`, writing no files."""
     from atroposlib.runtime.command import build_environment
 

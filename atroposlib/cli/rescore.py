@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from atroposlib.envs.base import BaseEnv
+from atroposlib.envs.hooks import EnvHooks
 from atroposlib.errors import ConfigError
 from atroposlib.frontend.page import write_page
 from atroposlib.frontend.view_groups import view_of_row
@@ -130,7 +130,7 @@ def advantages_of(replay: Replay) -> list[Advantages]:
     ]
 
 
-async def rescore(env: BaseEnv, path: Path) -> Rescored:
+async def rescore(env: EnvHooks, path: Path) -> Rescored:
     """Score the groups of a file again. ConfigError for a line that is not a group."""
     rescored = Rescored()
     async with (

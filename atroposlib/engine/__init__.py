@@ -1,16 +1,16 @@
 """The local engine: a small OpenAI-compatible inference server with vLLM's routes and bodies.
 
-For laptops, CI and the demo; serves any transformers causal LM on a CPU or one GPU. `server.py` is HTTP, `loading.py`
-makes a model ready, `bodies.py` and `answers.py` are what requests and answers hold, `scheduler.py` batches the
-sequences of `sequences.py` at each decode step, `cache.py` holds keys and values, `sampling.py` chooses tokens,
-`weights.py` replaces the parameters. README.md lists what it refuses.
+For laptops, CI and the demo; serves any transformers causal LM on a CPU or one GPU. `config.py` has the settings,
+`server.py` is HTTP, `loading.py` makes a model ready, `bodies.py` and `answers.py` are what requests and answers hold,
+`scheduler.py` batches the sequences of `sequences.py` at each decode step, `cache.py` holds keys and values,
+`sampling.py` chooses tokens, `weights.py` replaces the parameters. README.md lists what it refuses.
 """
 
 __all__ = [
     "answers",
     "bodies",
     "cache",
-    "command",
+    "config",
     "loading",
     "sampling",
     "scheduler",

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from atroposlib.engine.bodies import EngineLimits
-from atroposlib.engine.command import EngineConfig
+from atroposlib.engine.config import EngineConfig
 from atroposlib.engine.sampling import SamplingParams
 from atroposlib.engine.scheduler import Engine
 from atroposlib.engine.sequences import EngineRequest

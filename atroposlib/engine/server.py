@@ -2,7 +2,7 @@
 
 One asyncio loop serves HTTP, one thread generates (`scheduler.Engine`); futures connect them. The sequences of a client
 that disconnects are aborted. Weight routes have no authentication, as in vLLM: bind to loopback or a private network.
-Tests use `create_app`, the command of `command.py` uses `run`.
+Tests use `create_app`, the command of `__main__.py` uses `run`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from atroposlib.engine.bodies import (
     read_prompts,
     sampling_params,
 )
-from atroposlib.engine.command import EngineConfig, main
+from atroposlib.engine.config import EngineConfig
 from atroposlib.engine.loading import LoadedModel, load, warm_up
 from atroposlib.engine.sampling import SamplingParams
 from atroposlib.engine.scheduler import PauseMode
@@ -410,7 +410,3 @@ def run(config: EngineConfig) -> int:
             return asyncio.run(_serve(loaded, listener))
         finally:
             loaded.engine.close()
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

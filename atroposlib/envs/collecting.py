@@ -7,11 +7,11 @@ import inspect
 import time
 from typing import Any
 
-from atroposlib.envs.base import BaseEnv
+from atroposlib.envs.hooks import EnvHooks
 from atroposlib.inference.servers.sampling_notes import ItemRecord, recorded
 
 
-async def collect(env: BaseEnv, item: Any) -> tuple[Any, list[Any]]:
+async def collect(env: EnvHooks, item: Any) -> tuple[Any, list[Any]]:
     """Run the author's code on one item within `worker_timeout`; `cleanup` is always called afterwards.
 
     Returns the postprocessed groups (or a falsy value) and the items to ask later.
@@ -36,7 +36,7 @@ async def collect(env: BaseEnv, item: Any) -> tuple[Any, list[Any]]:
         await env.cleanup()
 
 
-async def collect_timed(env: BaseEnv, item: Any) -> tuple[Any, list[Any]]:
+async def collect_timed(env: EnvHooks, item: Any) -> tuple[Any, list[Any]]:
     """Call `collect` and record its duration and outcome; groups of None count as failed."""
     began = time.monotonic()
     record = recorded() or ItemRecord()
@@ -53,7 +53,7 @@ async def collect_timed(env: BaseEnv, item: Any) -> tuple[Any, list[Any]]:
         env.task_successful.append(int(succeeded))
 
 
-async def close(env: BaseEnv) -> None:
+async def close(env: EnvHooks) -> None:
     """Call the author's `close`, plain or async, then close the connections to all servers."""
     try:
         closing = env.close()
@@ -63,7 +63,7 @@ async def close(env: BaseEnv) -> None:
         await close_connections(env)
 
 
-async def close_connections(env: BaseEnv) -> None:
+async def close_connections(env: EnvHooks) -> None:
     """Close the connections to the policy's servers and to the extra ones."""
     for manager in (env.server, *env.extra_managers.values()):
         await manager.close()

@@ -554,6 +554,13 @@ class DatasetEnv(BaseEnv):
         counts.clear()
         await super().wandb_log(self._with_aliases(metrics))
 
+    def num_epoch_items(self) -> int:
+        return len(self.train_rows)
+
+    def scoring_errors(self) -> Counter[str]:
+        in_workers = self.reward_workers.failures["exception"]
+        return self.score_errors + Counter({"an exception in a worker": in_workers})
+
     def lost_answers(self) -> dict[str, int]:
         """Count the answers that were too short, aborted, not judged or removed by `shape_group`."""
         aborted = self.total("aborted")

@@ -18,9 +18,9 @@ from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
-from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.collecting import close, collect
 from atroposlib.envs.dataset_env import DatasetEnv
+from atroposlib.envs.hooks import EnvHooks
 from atroposlib.envs.in_process_policy import (
     InProcessPolicy,
     PolicyAnswer,
@@ -104,7 +104,7 @@ class SteppedEnv:
     `async with` sets it up and closes it.
     """
 
-    def __init__(self, env: BaseEnv) -> None:
+    def __init__(self, env: EnvHooks) -> None:
         """Take over `env`: it must not run in another way afterwards."""
         env.config.group_size = 1
         _OuterPolicy(env.tokenizer).serve(env.server)

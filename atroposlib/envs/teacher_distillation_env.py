@@ -13,8 +13,9 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from atroposlib.envs.author_groups import drop_rule, in_thread_if_large, without_tensors
-from atroposlib.envs.base import BaseEnv, ExtraServers, Servers
+from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.env_config import BaseEnvConfig
+from atroposlib.envs.hooks import ExtraServers, Servers
 from atroposlib.errors import ConfigError, GroupError
 from atroposlib.inference.config import APIServerConfig, ServerBaseline
 from atroposlib.inference.manager import ServerManager

@@ -6,15 +6,15 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator
 
-from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.collecting import close
+from atroposlib.envs.hooks import EnvHooks
 from atroposlib.runtime.metrics import finish_wandb
 
 logger = logging.getLogger(__name__)
 
 
 @contextlib.asynccontextmanager
-async def closed_at_end(env: BaseEnv) -> AsyncIterator[None]:
+async def closed_at_end(env: EnvHooks) -> AsyncIterator[None]:
     """Close after the block. If the block and the author's `close` raise, the latter's exception is logged only."""
     try:
         yield

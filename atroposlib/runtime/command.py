@@ -27,10 +27,10 @@ from atroposlib.config import (
     parse_sections,
     read_yaml,
 )
-from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.constants import ENV_NAMESPACE, NAMESPACE_SEP, OPENAI_NAMESPACE
 from atroposlib.envs.env_config import WORKER_FIELDS, BaseEnvConfig
 from atroposlib.envs.eval_run import read_config
+from atroposlib.envs.hooks import EnvHooks
 from atroposlib.envs.sandbox import ISOLATION_VARIABLE
 from atroposlib.errors import ConfigError, EnvError, cli_boundary
 from atroposlib.inference.config import (
@@ -127,13 +127,13 @@ class ProcessFlags(ManagerFlags, ProcessOptions):
     """Flags without a namespace of `process`."""
 
 
-def run_environment(env_cls: type[BaseEnv], argv: Sequence[str] | None = None) -> int:
+def run_environment(env_cls: type[EnvHooks], argv: Sequence[str] | None = None) -> int:
     """Run the command line of one environment and return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     return cli_boundary(lambda: _run(env_cls, arguments))
 
 
-def _run(env_cls: type[BaseEnv], argv: Sequence[str]) -> int:
+def _run(env_cls: type[EnvHooks], argv: Sequence[str]) -> int:
     prog = Path(sys.argv[0]).name or env_cls.__name__
     if not argv or argv[0] in ("-h", "--help"):
         print(_usage(env_cls, prog), file=sys.stdout if argv else sys.stderr)
@@ -171,7 +171,7 @@ class EnvCommand(BaseModel):
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
-    env_cls: ClassVar[type[BaseEnv]]
+    env_cls: ClassVar[type[EnvHooks]]
     mode: ClassVar[str]
     config: str | None = None
     """YAML file read before the flags."""
@@ -188,7 +188,7 @@ class EnvCommand(BaseModel):
         command._yaml = values.yaml
         return command
 
-    def build(self) -> BaseEnv:
+    def build(self) -> EnvHooks:
         """Construct the environment; ConfigError for any mistake in the three layers."""
         flags: dict[str, dict[str, Any]] = {}
         for name in self.model_fields_set - {"config"}:
@@ -207,7 +207,7 @@ class EnvCommand(BaseModel):
             runner.run(run_mode(env, self.mode))
 
 
-def command_class(env_cls: type[BaseEnv], mode: str) -> type[EnvCommand]:
+def command_class(env_cls: type[EnvHooks], mode: str) -> type[EnvCommand]:
     """Return the command class that `BaseEnv.get_cli_<mode>_config_cls` returns by default."""
     defaults, _ = env_cls.config_init()
     fields: dict[str, Any] = {
@@ -221,7 +221,7 @@ def command_class(env_cls: type[BaseEnv], mode: str) -> type[EnvCommand]:
     return made
 
 
-async def run_mode(env: BaseEnv, mode: str) -> None:
+async def run_mode(env: EnvHooks, mode: str) -> None:
     """Run `serve`, `process` or `evaluate` through the environment's own methods, with the engines checked."""
     async with engines_checked(env, mode):
         if mode == "serve":
@@ -238,7 +238,7 @@ def _print_files(groups: Path) -> None:
         print(f"groups: {groups}, page: {groups.with_suffix('.html')}")
 
 
-def _first_line(env_cls: type[BaseEnv]) -> str:
+def _first_line(env_cls: type[EnvHooks]) -> str:
     """Return the first line of an environment's own docstring, or of its module's."""
     module = sys.modules[env_cls.__module__]
     text = inspect.cleandoc(env_cls.__doc__ or module.__doc__ or "")
@@ -249,7 +249,7 @@ def _flag_name(section: str, name: str) -> str:
     return f"{section}{NAMESPACE_SEP}{name}" if section else name
 
 
-def _usage(env_cls: type[BaseEnv], prog: str) -> str:
+def _usage(env_cls: type[EnvHooks], prog: str) -> str:
     lines = [
         f"usage: {prog} COMMAND [--env.FIELD VALUE] [--openai.FIELD VALUE] [--config FILE]",
         "",
@@ -259,14 +259,14 @@ def _usage(env_cls: type[BaseEnv], prog: str) -> str:
 
 
 def build_environment(
-    env_cls: type[BaseEnv], mode: str, argv: Sequence[str], *, prog: str
-) -> BaseEnv:
+    env_cls: type[EnvHooks], mode: str, argv: Sequence[str], *, prog: str
+) -> EnvHooks:
     """Read the flags and construct the environment; ConfigError for any mistake in them."""
     return environment_from(env_cls, mode, read_flags(env_cls, mode, argv, prog=prog))
 
 
 def read_flags(
-    env_cls: type[BaseEnv], mode: str, argv: Sequence[str], *, prog: str
+    env_cls: type[EnvHooks], mode: str, argv: Sequence[str], *, prog: str
 ) -> SectionValues:
     """Read flags and the YAML file they name, for the sections this environment has."""
     defaults, _ = env_cls.config_init()
@@ -286,7 +286,7 @@ def read_flags(
     )
 
 
-def _help_layout(env_cls: type[BaseEnv], mode: str) -> HelpLayout:
+def _help_layout(env_cls: type[EnvHooks], mode: str) -> HelpLayout:
     """Return the flags of a mode, with the defaults of this environment."""
     hidden = UNUSED_FIELDS[mode]
     config, sections, manager = _settings(env_cls, mode, SectionValues())
@@ -308,7 +308,7 @@ def _help_layout(env_cls: type[BaseEnv], mode: str) -> HelpLayout:
 
 
 def _sections(
-    env_cls: type[BaseEnv], defaults: BaseEnvConfig, mode: str
+    env_cls: type[EnvHooks], defaults: BaseEnvConfig, mode: str
 ) -> dict[str, type[BaseModel]]:
     return {
         ENV_NAMESPACE: type(defaults),
@@ -329,7 +329,7 @@ class _Settings(NamedTuple):
     manager: ManagerFlags
 
 
-def _settings(env_cls: type[BaseEnv], mode: str, given: SectionValues) -> _Settings:
+def _settings(env_cls: type[EnvHooks], mode: str, given: SectionValues) -> _Settings:
     """Merge `config_init`, YAML and flags."""
     defaults, default_servers = env_cls.config_init()
     check_yaml(given.yaml, _sections(env_cls, defaults, mode))
@@ -352,7 +352,7 @@ def _settings(env_cls: type[BaseEnv], mode: str, given: SectionValues) -> _Setti
     return _Settings(config, servers, build(flags, from_yaml, values.flags.get("", {})))
 
 
-def environment_from(env_cls: type[BaseEnv], mode: str, given: SectionValues) -> BaseEnv:
+def environment_from(env_cls: type[EnvHooks], mode: str, given: SectionValues) -> EnvHooks:
     """Merge `config_init`, YAML and flags, print a line about the result, and construct the environment."""
     given = _with_stored_config(given, mode)
     config, servers, manager = _settings(env_cls, mode, given)
@@ -414,7 +414,7 @@ def _with_stored_config(given: SectionValues, mode: str) -> SectionValues:
 
 
 def _summary(
-    env_cls: type[BaseEnv],
+    env_cls: type[EnvHooks],
     mode: str,
     config: BaseEnvConfig,
     servers: ServerConfigs,
@@ -428,7 +428,7 @@ def _summary(
         + (f" and {len(urls) - 2} more" if len(urls) > 2 else "")
         + f" ({listed[0].server_type})",
     ]
-    if env_cls.load_tokenizer is BaseEnv.load_tokenizer:
+    if env_cls.load_tokenizer is EnvHooks.load_tokenizer:
         parts.append(f"tokenizer {config.tokenizer_name}")
     if manager.testing:
         parts[0] = "scripted answers (--testing)"
@@ -440,13 +440,13 @@ def _summary(
     return f"{mode} {line}"
 
 
-def default_groups_path(env_cls: type[BaseEnv]) -> str:
+def default_groups_path(env_cls: type[EnvHooks]) -> str:
     """Return where `process` writes the groups of a class whose `config_init` gives no path."""
     return f"data/{env_cls.name or 'groups'}.jsonl"
 
 
 def _env_config(
-    env_cls: type[BaseEnv], defaults: BaseEnvConfig, values: SectionValues, mode: str
+    env_cls: type[EnvHooks], defaults: BaseEnvConfig, values: SectionValues, mode: str
 ) -> BaseEnvConfig:
     own = {name: getattr(defaults, name) for name in type(defaults).model_fields}
     for name in WORKER_FIELDS - defaults.model_fields_set:
@@ -471,14 +471,14 @@ def _env_config(
 
 
 def _construct(
-    env_cls: type[BaseEnv],
+    env_cls: type[EnvHooks],
     config: BaseEnvConfig,
     servers: ServerConfigs,
     *,
     slurm: bool,
     testing: bool,
     extra: Mapping[str, Any],
-) -> BaseEnv:
+) -> EnvHooks:
     """Call the constructor with the parameters it accepts.
 
     Existing environments name the third parameter `slurm_job_id` or `slurm_config`, omit it, or take `*args`. A

@@ -12,7 +12,6 @@ from typing import Any
 
 import yaml
 
-from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.eval_run import (
     METRICS_FILE,
     PAGE_FILE,
@@ -20,6 +19,7 @@ from atroposlib.envs.eval_run import (
     EvalRun,
     stored_samples,
 )
+from atroposlib.envs.hooks import EnvHooks
 from atroposlib.frontend.run_files import find_run_files, write_run_page
 from atroposlib.runtime.closing import closed_at_end
 from atroposlib.runtime.masking import without_secrets
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 def eval_run_of(
-    env: BaseEnv,
+    env: EnvHooks,
     *,
     config: str | None = None,
     resume: str | None = None,
@@ -55,7 +55,7 @@ def eval_run_of(
     )
 
 
-async def evaluate(env: BaseEnv, *, timings: Timings | None = None) -> Path:
+async def evaluate(env: EnvHooks, *, timings: Timings | None = None) -> Path:
     """Call `setup`, then `evaluate` (or `rescore`); return the directory of the results. Raises whatever they raise.
 
     Samples that were written before an error or SIGTERM stay.
@@ -69,7 +69,7 @@ async def evaluate(env: BaseEnv, *, timings: Timings | None = None) -> Path:
     return run.folder
 
 
-async def _evaluate(env: BaseEnv, run: EvalRun, timings: Timings | None) -> None:
+async def _evaluate(env: EnvHooks, run: EvalRun, timings: Timings | None) -> None:
     """Evaluate into the directory of `run`, then write the page of its samples."""
     await env.setup()
     with run:
@@ -92,7 +92,7 @@ def _status(run: EvalRun) -> RunStatus:
     return RunStatus(num_made=run.num_done, wanted=run.num_items or None, unit="items")
 
 
-async def _log_other_metrics(env: BaseEnv, result: Any) -> None:
+async def _log_other_metrics(env: EnvHooks, result: Any) -> None:
     """Log the metrics of an `evaluate` that does not call `evaluate_log`: those it returns or gives to wandb."""
     logged: dict[str, Any] = {}
     wandb_run = env.wandb_run

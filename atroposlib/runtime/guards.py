@@ -15,9 +15,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.collecting import close_connections
 from atroposlib.envs.constants import OPENAI_NAMESPACE
+from atroposlib.envs.hooks import EnvHooks
 from atroposlib.errors import ConfigError
 from atroposlib.inference.manager import TEXT_ONLY
 from atroposlib.inference.servers.api_server import APIServer
@@ -38,7 +38,7 @@ NUM_SHOWN = 3
 
 
 @asynccontextmanager
-async def engines_checked(env: BaseEnv, mode: str) -> AsyncIterator[None]:
+async def engines_checked(env: EnvHooks, mode: str) -> AsyncIterator[None]:
     """Check the engines, for at most START_S before the block and then during it.
 
     Raises ConfigError, and cancels the block, if the run's training would be wrong.
@@ -73,7 +73,7 @@ def _has_failed(task: asyncio.Task[None]) -> bool:
     return task.done() and not task.cancelled() and task.exception() is not None
 
 
-async def _check_engines(env: BaseEnv, mode: str) -> None:
+async def _check_engines(env: EnvHooks, mode: str) -> None:
     """Check all engines concurrently; the same fault of several engines is logged once."""
     logged: set[str] = set()
 
@@ -95,7 +95,7 @@ async def _check_engines(env: BaseEnv, mode: str) -> None:
     await asyncio.gather(*(check(name, server) for name, server in each))
 
 
-async def _faults_of(server: HttpServer, namespace: str, env: BaseEnv, mode: str) -> list[str]:
+async def _faults_of(server: HttpServer, namespace: str, env: EnvHooks, mode: str) -> list[str]:
     faults = []
     is_policy = namespace == OPENAI_NAMESPACE
     if isinstance(server, OpenAIRoutesServer):
@@ -131,7 +131,7 @@ def model_fault(server: OpenAIRoutesServer, models: list[str], namespace: str) -
     )
 
 
-def context_fault(server: OpenAIRoutesServer, env: BaseEnv) -> str | None:
+def context_fault(server: OpenAIRoutesServer, env: EnvHooks) -> str | None:
     """Return the fault if an answer of `max_token_length` leaves no room for a prompt."""
     wanted, context_len = env.config.max_token_length, server.context_len
     if context_len is None or wanted < context_len:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from atroposlib.client import EnvRegistration, EnvStatus, HubClient, UnknownEnvironment
-from atroposlib.envs.base import BaseEnv
+from atroposlib.envs.hooks import EnvHooks
 from atroposlib.errors import ConfigError, EnvError, HubError, HubUnavailable
 from atroposlib.runtime.metrics import start_wandb
 from atroposlib.runtime.outbox import Outbox
@@ -35,7 +35,7 @@ class HubLink:
 
     def __init__(
         self,
-        env: BaseEnv,
+        env: EnvHooks,
         hub: HubClient,
         outbox: Outbox,
         timings: Timings,

@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from atroposlib.client import EnvStatus
-from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.collecting import collect_timed
 from atroposlib.envs.env_config import BaseEnvConfig, EvalHandlingEnum, max_workers, workers_are_set
+from atroposlib.envs.hooks import EnvHooks
 from atroposlib.errors import EngineError, EngineUnavailable, EnvError, cause_of
 from atroposlib.inference.servers.sampling_notes import noting_sampling
 from atroposlib.runtime.capacity import Demand, History, Load, num_to_start, num_wanted
@@ -204,7 +204,7 @@ class Items:
 
     def __init__(
         self,
-        env: BaseEnv,
+        env: EnvHooks,
         link: HubLink,
         outbox: Outbox,
         timings: Timings,

@@ -1,6 +1,6 @@
 """Why work gave nothing to train on: every reason with its cause and the setting that decides it.
 
-The reasons are the counters of the outbox (`dropped`, in groups) and of the environment (`BaseEnv.lost_answers`).
+The reasons are the counters of the outbox (`dropped`, in groups) and of the environment (`EnvHooks.lost_answers`).
 """
 
 from __future__ import annotations

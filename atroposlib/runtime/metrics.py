@@ -7,7 +7,7 @@ import string
 import time
 from typing import Any
 
-from atroposlib.envs.base import BaseEnv
+from atroposlib.envs.hooks import EnvHooks
 from atroposlib.errors import ConfigError, MissingDependency, require
 from atroposlib.runtime.masking import without_secrets
 
@@ -18,7 +18,7 @@ def run_name(prefix: str) -> str:
     return f"{prefix}-{time.strftime('%Y-%m-%d')}-{letters}"
 
 
-def require_wandb(env: BaseEnv) -> Any:
+def require_wandb(env: EnvHooks) -> Any:
     """Return the wandb module; MissingDependency names the flag that turns it off."""
     try:
         return require("wandb", extra="wandb")
@@ -26,8 +26,8 @@ def require_wandb(env: BaseEnv) -> Any:
         raise MissingDependency(f"{error} (or turn it off: --env.use_wandb false)") from error
 
 
-def start_wandb(env: BaseEnv, *, project: str | None, group: str | None) -> None:
-    """Start the run that `BaseEnv.wandb_log` writes to."""
+def start_wandb(env: EnvHooks, *, project: str | None, group: str | None) -> None:
+    """Start the run that `EnvHooks.wandb_log` writes to."""
     wandb = require_wandb(env)
     env.wandb_project, env.wandb_group = project, group
     try:
@@ -41,7 +41,7 @@ def start_wandb(env: BaseEnv, *, project: str | None, group: str | None) -> None
         raise ConfigError(f"wandb: {error} (or turn it off: --env.use_wandb false)") from error
 
 
-def finish_wandb(env: BaseEnv) -> None:
+def finish_wandb(env: EnvHooks) -> None:
     """Finish the run, if there is one."""
     if env.wandb_run is not None:
         env.wandb_run.finish()

@@ -20,8 +20,8 @@ from typing import Any, Self
 import msgspec
 from pydantic_core import to_jsonable_python
 
-from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.collecting import close
+from atroposlib.envs.hooks import EnvHooks
 from atroposlib.runtime.command import build_environment
 from atroposlib.runtime.process import process
 from atroposlib.scored_data import ScoredDataGroup
@@ -37,7 +37,7 @@ class _State:
     """What the evaluation gave to `evaluate_log`."""
 
 
-class NotebookEnv(BaseEnv):
+class NotebookEnv(EnvHooks):
     """What `create` adds to the author's class; it comes first in the order of methods."""
 
     notebook_state: _State
@@ -97,7 +97,7 @@ class NotebookEnv(BaseEnv):
 
 
 def create(
-    env_cls: type[BaseEnv], model: str | None, base_url: str | None, settings: Mapping[str, Any]
+    env_cls: type[EnvHooks], model: str | None, base_url: str | None, settings: Mapping[str, Any]
 ) -> NotebookEnv:
     """Build the environment as `process` does, with these values as its flags; ConfigError for a wrong one.
 

@@ -16,14 +16,14 @@ from typing import Any
 from pydantic import Field
 from starlette.types import ASGIApp
 
-from atroposlib.envs.base import BaseEnv
+from atroposlib.envs.hooks import EnvHooks
 from atroposlib.envs.stepwise import Answer, EpisodeEnd, Request, SteppedEnv
 from atroposlib.errors import ConfigError, require
 from atroposlib.runtime.signals import on_signals
 from atroposlib.utils.local_server import LocalServer
 
 
-async def serve_openenv(env: BaseEnv, *, host: str, port: int, max_sessions: int) -> None:
+async def serve_openenv(env: EnvHooks, *, host: str, port: int, max_sessions: int) -> None:
     """Serve until SIGTERM or Ctrl-C; port 0 is any free one. Prints the URL once connections are accepted."""
     try:
         listener = socket.create_server((host, port), backlog=2048)

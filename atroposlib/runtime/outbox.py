@@ -26,7 +26,7 @@ from atroposlib.envs.author_groups import (
     with_text_as_messages,
     without_tensors,
 )
-from atroposlib.envs.base import BaseEnv
+from atroposlib.envs.hooks import EnvHooks
 from atroposlib.errors import GroupError, HubRejected, HubUnavailable
 from atroposlib.inference.servers.sampling_notes import ItemRecord, SamplingNotes, noted, recorded
 from atroposlib.patience import Backoff
@@ -63,7 +63,7 @@ class Outbox:
 
     def __init__(
         self,
-        env: BaseEnv,
+        env: EnvHooks,
         *,
         log: Lines | None = None,
         backoff: Backoff | None = None,

@@ -16,10 +16,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.collecting import collect_timed
-from atroposlib.envs.dataset_env import DatasetEnv
 from atroposlib.envs.env_config import max_workers
+from atroposlib.envs.hooks import EnvHooks
 from atroposlib.errors import ConfigError, EngineUnavailable, EnvError, MissingDependency, cause_of
 from atroposlib.frontend.jsonl2html import generate_html
 from atroposlib.inference.servers.sampling_notes import ItemRecord, noting_sampling
@@ -51,7 +50,7 @@ class ProcessOptions(BaseModel):
 
 
 async def process(
-    env: BaseEnv, options: ProcessOptions | None = None, *, timings: Timings | None = None
+    env: EnvHooks, options: ProcessOptions | None = None, *, timings: Timings | None = None
 ) -> GroupLog:
     """Write `total_steps` groups to `data_path_to_save_groups`; fewer if the items run out. Returns the closed file.
 
@@ -67,7 +66,7 @@ async def process(
         raise ConfigError(
             f"total_steps: got {config.total_steps}; process needs the number of groups to make"
         )
-    if options.epochs is not None and not isinstance(env, DatasetEnv):
+    if options.epochs is not None and env.num_epoch_items() is None:
         raise ConfigError(
             f"--epochs: {env.registered_name} has no list of rows (it is no DatasetEnv); give --env.total_steps"
         )
@@ -96,7 +95,7 @@ async def process(
     return log
 
 
-async def process_and_render(env: BaseEnv, options: ProcessOptions | None = None) -> None:
+async def process_and_render(env: EnvHooks, options: ProcessOptions | None = None) -> None:
     """Write the groups, then an HTML page next to them, also when the run fails or is interrupted."""
     with cancelled_by_sigterm():
         try:
@@ -136,7 +135,7 @@ class _Attempt:
 class _FileRun:
     """The items of one run, from `get_next_item` to the file."""
 
-    def __init__(self, env: BaseEnv, log: GroupLog, outbox: Outbox, *, epochs: int | None) -> None:
+    def __init__(self, env: EnvHooks, log: GroupLog, outbox: Outbox, *, epochs: int | None) -> None:
         self._env = env
         self._log = log
         self._outbox = outbox
@@ -154,8 +153,9 @@ class _FileRun:
         self._last_found = max(log.items, default=-1)
         """The last item of an earlier run."""
         if epochs is not None:
-            assert isinstance(env, DatasetEnv)
-            self._num_rows = epochs * len(env.train_rows)
+            num_items = env.num_epoch_items()
+            assert num_items is not None
+            self._num_rows = epochs * num_items
 
     @property
     def _wanted(self) -> int:
@@ -296,7 +296,7 @@ class _FileRun:
             self.usage[key] = self.usage.get(key, Usage()).plus(used)
 
 
-async def _work_on(env: BaseEnv, attempt: _Attempt) -> tuple[Any, list[Any]]:
+async def _work_on(env: EnvHooks, attempt: _Attempt) -> tuple[Any, list[Any]]:
     """Collect the groups of an item, record its requests, and write the groups when it is their turn."""
     item, record = attempt.work.item, attempt.record
     attributes = {"atropos.environment": env.registered_name, "atropos.item": record.item_id}

@@ -50,7 +50,7 @@ class RunStatus:
     samples: Mapping[str, str] = field(default_factory=dict)
     """The first of them, by reason."""
     lost: Mapping[str, int] = field(default_factory=dict)
-    """Answers without a score or in no group, and the judge's failures, by reason: `BaseEnv.lost_answers`."""
+    """Answers without a score or in no group, and the judge's failures, by reason: `EnvHooks.lost_answers`."""
     failed: Mapping[str, int] = field(default_factory=dict)
     """Failed attempts at an item, by exception."""
     num_without_groups: int = 0

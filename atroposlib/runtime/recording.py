@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from atroposlib.envs.base import BaseEnv
+from atroposlib.envs.hooks import EnvHooks
 from atroposlib.envs.in_process_policy import (
     InProcessPolicy,
     PolicyAnswer,
@@ -142,7 +142,7 @@ _answered_by: ContextVar[set[int]] = ContextVar("_answered_by")
 class _RecordedPolicy(InProcessPolicy):
     """Answers from the row that is replayed."""
 
-    def __init__(self, env: BaseEnv) -> None:
+    def __init__(self, env: EnvHooks) -> None:
         super().__init__("replay")
         self._env = env
 
@@ -208,7 +208,7 @@ class _NoPeer:
         """Close nothing."""
 
 
-def replace_servers(env: BaseEnv) -> None:
+def replace_servers(env: EnvHooks) -> None:
     """Let the row that is replayed answer in place of all servers of an environment."""
     for name, server in [*vars(env).items()]:  # a judge or a teacher has its own
         if isinstance(server, ServerManager):

@@ -25,9 +25,9 @@ from typing import Any, Self
 
 import msgspec
 
-from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.collecting import close, collect
 from atroposlib.envs.dataset_env import DatasetEnv
+from atroposlib.envs.hooks import EnvHooks
 from atroposlib.envs.in_process_policy import answerer
 from atroposlib.errors import EnvError, MissingDependency, cause_of
 from atroposlib.inference.servers.sampling_notes import ItemRecord, noting_sampling, position
@@ -78,7 +78,7 @@ class Replay:
 class Replayer:
     """An environment that scores rows again; `async with` sets it up and closes it."""
 
-    def __init__(self, env: BaseEnv, *, rows: Sequence[Any] | None = None) -> None:
+    def __init__(self, env: EnvHooks, *, rows: Sequence[Any] | None = None) -> None:
         """Take over `env`: it must not run in another way afterwards.
 
         `rows`, for a `DatasetEnv`, take the place of its data, which is not loaded.
@@ -186,7 +186,7 @@ class Replayer:
 
 
 def replay_scores(
-    env_cls: type[BaseEnv],
+    env_cls: type[EnvHooks],
     row: Row | Path,
     *,
     flags: Sequence[str] = (),
@@ -205,7 +205,7 @@ def replay_scores(
 
 
 async def replay_row(
-    env_cls: type[BaseEnv], row: Row, *, flags: Sequence[str] = (), loads_data: bool = False
+    env_cls: type[EnvHooks], row: Row, *, flags: Sequence[str] = (), loads_data: bool = False
 ) -> Replay:
     """Score one row again, on an environment made from `flags` (those of `process`).
 

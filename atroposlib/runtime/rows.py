@@ -19,8 +19,7 @@ import xxhash
 from pydantic import BaseModel
 
 from atroposlib import __version__
-from atroposlib.envs.base import BaseEnv
-from atroposlib.envs.dataset_env import DatasetEnv
+from atroposlib.envs.hooks import EnvHooks
 from atroposlib.inference.servers.sampling_notes import (
     AnsweredRequest,
     ItemRecord,
@@ -58,7 +57,7 @@ class Ending(NamedTuple):
 class Provenance:
     """Describes the groups of one environment."""
 
-    def __init__(self, env: BaseEnv) -> None:
+    def __init__(self, env: EnvHooks) -> None:
         self._env = env
         self._constants = {
             "environment_source": source_of(type(env)),
@@ -91,8 +90,6 @@ class Provenance:
         }
 
     def _gold_answer(self, item: Any) -> str | None:
-        if not isinstance(self._env, DatasetEnv):
-            return None
         try:
             return self._env.gold_answer(item)
         except Exception:

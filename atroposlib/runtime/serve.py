@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Coroutine
 from typing import Any
 
 from atroposlib.client import EnvStatus, HubClient
-from atroposlib.envs.base import BaseEnv
+from atroposlib.envs.hooks import EnvHooks
 from atroposlib.runtime.closing import closed_at_end
 from atroposlib.runtime.exits import as_failures, contained
 from atroposlib.runtime.group_log import GroupLog
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 async def serve(
-    env: BaseEnv, *, timings: Timings | None = None, stop: asyncio.Event | None = None
+    env: EnvHooks, *, timings: Timings | None = None, stop: asyncio.Event | None = None
 ) -> Outbox:
     """Serve `env` until the trainer's step reaches `total_steps`, `stop` is set, or SIGTERM or SIGINT arrives.
 
@@ -50,7 +50,9 @@ async def serve(
 class _HubRun:
     """One run: its tasks, their shutdown, and the trainer's steps."""
 
-    def __init__(self, env: BaseEnv, hub: HubClient, timings: Timings, stop: asyncio.Event) -> None:
+    def __init__(
+        self, env: EnvHooks, hub: HubClient, timings: Timings, stop: asyncio.Event
+    ) -> None:
         self._env = env
         self._hub = hub
         self._timings = timings
@@ -60,7 +62,7 @@ class _HubRun:
         self._wake = asyncio.Event()
         self._error: BaseException | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._starts_own_work = is_overridden(env.add_train_workers, BaseEnv.add_train_workers)
+        self._starts_own_work = is_overridden(env.add_train_workers, EnvHooks.add_train_workers)
         """Whether the author's code starts the work, for example by sending groups from `env_step_checks`."""
         self._num_accepted_before = 0
         self._step_before: int | None = None
@@ -70,7 +72,7 @@ class _HubRun:
         if self._log is not None:
             env.config.data_path_to_save_groups = str(self._log.path)
         self._outbox = Outbox(env, log=self._log, backoff=timings.backoff())
-        if is_overridden(env._send_scored_data_to_api, BaseEnv._send_scored_data_to_api):
+        if is_overridden(env._send_scored_data_to_api, EnvHooks._send_scored_data_to_api):
             self._outbox.author_sends = env._send_scored_data_to_api
         self._spool = Spool(env, self._outbox)
         self._link = HubLink(env, hub, self._outbox, timings, on_news=self._wake.set)
@@ -280,7 +282,7 @@ class _HubRun:
         If it is the only environment, the trainer takes no step before it has sent groups.
         """
         checks = self._env.env_step_checks
-        if self._starts_own_work and is_overridden(checks, BaseEnv.env_step_checks):
+        if self._starts_own_work and is_overridden(checks, EnvHooks.env_step_checks):
             self._step_before = self._env.curr_step
             self._env.curr_step -= 1
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from atroposlib.envs.base import BaseEnv
+from atroposlib.envs.hooks import EnvHooks
 from atroposlib.errors import EnvError, GroupError, HubUnavailable
 from atroposlib.runtime.outbox import Outbox
 from atroposlib.scored_data import ScoredGroup, Strictness
@@ -130,7 +130,7 @@ def _reason_to_skip(meta: Mapping[str, Any], run: Origin) -> str | None:
 class Spool:
     """The files of one run: those it claimed from earlier runs, and the one it may write."""
 
-    def __init__(self, env: BaseEnv, outbox: Outbox) -> None:
+    def __init__(self, env: EnvHooks, outbox: Outbox) -> None:
         self._env = env
         self._outbox = outbox
         self._folder = spool_folder(env.config.data_path_to_save_groups)

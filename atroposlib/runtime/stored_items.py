@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, PydanticUserError, TypeAdapter
 
-from atroposlib.envs.base import BaseEnv
+from atroposlib.envs.hooks import EnvHooks
 
 
-def item_of(env_cls: type[BaseEnv], stored: Any) -> Any:
+def item_of(env_cls: type[EnvHooks], stored: Any) -> Any:
     """Return a stored item in the type that the code declares: a NamedTuple, a dataclass, a pydantic model, a list.
 
     The type is that of a parameter `row` or `item` of one of its methods, or a subclass. Without one, or where the
@@ -43,7 +43,7 @@ class _ItemType(NamedTuple):
 
 
 @functools.cache
-def _item_types(env_cls: type[BaseEnv]) -> list[_ItemType]:
+def _item_types(env_cls: type[EnvHooks]) -> list[_ItemType]:
     """Return the types that methods declare for an item, those of the most derived class first."""
     found = []
     for declared in dict.fromkeys(_declared(env_cls)):
@@ -53,7 +53,7 @@ def _item_types(env_cls: type[BaseEnv]) -> list[_ItemType]:
     return found
 
 
-def _declared(env_cls: type[BaseEnv]) -> Iterator[Any]:
+def _declared(env_cls: type[EnvHooks]) -> Iterator[Any]:
     for cls in env_cls.__mro__:
         for method in filter(inspect.isfunction, vars(cls).values()):
             parameters = [*inspect.signature(method).parameters][:2]

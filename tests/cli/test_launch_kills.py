@@ -22,7 +22,7 @@ from tests.cli.helpers_launch import (
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(600)]
 
-PARTS = ("run_api", "engine.server", "letter_reversal_server", "example_trainer.grpo")
+PARTS = ("run_api", "atroposlib.engine", "letter_reversal_server", "example_trainer.grpo")
 
 
 @pytest.fixture(scope="module")

@@ -259,7 +259,7 @@ if "--enable-lora" in argv:
     sys.exit("no adapters here")
 if "vllm.entrypoints.openai.api_server" in argv:
     value = dict(zip(argv[2:], argv[3:]))
-    argv = ["-m", "atroposlib.engine.server", "--device", "cpu", "--dtype", "float32"]
+    argv = ["-m", "atroposlib.engine", "--device", "cpu", "--dtype", "float32"]
     argv += ["--model", value["--model"], "--port", value["--port"]]
     argv += ["--served_model_name", value["--served-model-name"]]
     os.environ["PYTHONPATH"] = {root!r}

@@ -156,7 +156,7 @@ async def test_test_of_the_readme_passes() -> None:
 def test_the_commands_of_replay_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("atroposlib.envs.base.load_tokenizer", lambda name: ByteTokenizer())
+    monkeypatch.setattr("atroposlib.envs.hooks.load_tokenizer", lambda name: ByteTokenizer())
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.chdir(tmp_path)
     Path("my_env.py").write_text(BLOCKS["CountVowels"])

@@ -7,13 +7,13 @@ import sys
 
 import pytest
 
-from atroposlib.engine.command import main
+from atroposlib.engine.__main__ import main
 from atroposlib.errors import install_command
 
 
 def test_help_and_flags_need_no_torch() -> None:
     code = (
-        "import sys; from atroposlib.engine.command import main\n"
+        "import sys; from atroposlib.engine.__main__ import main\n"
         "sys.modules['torch'] = sys.modules['transformers'] = None\n"
         "print(main(['--no_such_flag', '1']), main(['--model', 'm']))\n"
         "main(['--help'])"

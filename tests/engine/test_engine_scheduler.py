@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from atroposlib.engine import scheduler
-from atroposlib.engine.command import EngineConfig
+from atroposlib.engine.config import EngineConfig
 from atroposlib.engine.loading import LoadedModel, load
 from atroposlib.engine.sampling import SamplingParams
 from atroposlib.engine.scheduler import Engine, PauseMode

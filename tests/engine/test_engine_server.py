@@ -17,7 +17,8 @@ import httpx
 import pytest
 from safetensors.torch import load_file, save_file
 
-from atroposlib.engine.command import EngineConfig, main
+from atroposlib.engine.__main__ import main
+from atroposlib.engine.config import EngineConfig
 from atroposlib.engine.loading import LoadedModel, load, warm_up
 from atroposlib.engine.server import create_app
 from atroposlib.http_bodies import MAX_BODY_BYTES
@@ -384,7 +385,7 @@ def test_warm_up_decodes_unequal_lengths_together(loaded: LoadedModel) -> None:
 
 def run_engine(*flags: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "atroposlib.engine.server", *flags],
+        [sys.executable, "-m", "atroposlib.engine", *flags],
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},

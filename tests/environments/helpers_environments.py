@@ -57,7 +57,7 @@ def make_env(
     **settings: Any,
 ) -> Any:
     """Return an environment whose one server is a `ServerHarness` and whose tokenizer needs no files."""
-    module = sys.modules["atroposlib.envs.base"]
+    module = sys.modules["atroposlib.envs.hooks"]
     monkeypatch.setattr(module, "load_tokenizer", lambda name: ByteTokenizer())
     config = env_cls.config_init()[0].model_copy(update={"use_wandb": False, **settings})
     env = env_cls(config, [APIServerConfig(model_name="m", base_url="http://127.0.0.1:9/v1")])

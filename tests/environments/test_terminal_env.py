@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs import base
+from atroposlib.envs import hooks
 from atroposlib.envs.sandbox import ProcessSandbox, local_sandbox
 from atroposlib.errors import ConfigError
 from tests.environments.helpers_environments import load
@@ -90,7 +90,7 @@ async def test_a_command_that_reaches_a_limit_leaves_the_files_as_they_were(play
 async def test_without_a_sandbox_that_starts_processes_setup_says_what_to_install(
     started: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(base, "local_sandbox", ProcessSandbox)
+    monkeypatch.setattr(hooks, "local_sandbox", ProcessSandbox)
     with pytest.raises(ConfigError, match="apt install bubblewrap"):
         await started(terminal.TerminalEnv)
 

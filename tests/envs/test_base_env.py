@@ -9,7 +9,8 @@ import pytest
 
 import atroposlib.envs
 from atroposlib.envs import checkpoint
-from atroposlib.envs.base import BaseEnv, BaseEnvConfig, join_items
+from atroposlib.envs.base import BaseEnv, BaseEnvConfig
+from atroposlib.envs.hooks import join_items
 from atroposlib.errors import EnvError
 from atroposlib.scored_data import Strictness, check_group
 from tests.runtime.helpers_runtime import ScriptedEnv, make_group

@@ -143,7 +143,7 @@ class LegacyEnv(BaseEnv):
 
 @pytest.fixture(autouse=True)
 def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("atroposlib.envs.base.load_tokenizer", lambda source: ByteTokenizer())
+    monkeypatch.setattr("atroposlib.envs.hooks.load_tokenizer", lambda source: ByteTokenizer())
     monkeypatch.setattr(command, "collect_less_often", lambda: None)  # scans the heap of all tests
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from atroposlib.engine.command import EngineConfig
+from atroposlib.engine.config import EngineConfig
 from atroposlib.engine.loading import load
 from atroposlib.engine.server import create_app
 from atroposlib.inference.config import APIServerConfig

@@ -16,8 +16,9 @@ import pytest
 from pydantic import BaseModel
 
 from atroposlib.envs.agent_env import AgentEnv
-from atroposlib.envs.base import BaseEnv, join_items
+from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.dataset_env import Split
+from atroposlib.envs.hooks import join_items
 from atroposlib.envs.multi_turn_env import Episode, Step
 from atroposlib.errors import EngineRejected, EnvError
 from atroposlib.inference.config import APIServerConfig

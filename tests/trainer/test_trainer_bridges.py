@@ -29,7 +29,7 @@ def value_of(command: list[str], flag: str) -> str:
 
 def test_the_local_engine_computes_in_the_trainers_dtype() -> None:
     command = command_of(engine="local", seed=4)
-    assert "atroposlib.engine.server" in command
+    assert "atroposlib.engine" in command
     assert value_of(command, "--model") == "/weights/version_3"
     assert value_of(command, "--served_model_name") == "org/name"
     assert (value_of(command, "--dtype"), value_of(command, "--device")) == ("float32", "cpu")

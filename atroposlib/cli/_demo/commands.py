@@ -95,7 +95,7 @@ def engine_command(config: DemoConfig, files: DemoFiles, *, port: int) -> list[s
     common = {"model": files.model, "host": "127.0.0.1", "port": port, "dtype": "float32"}
     if config.engine == "local":
         return python(
-            "atroposlib.engine.server",
+            "atroposlib.engine",
             **common,
             device="cpu",
             threads=1,

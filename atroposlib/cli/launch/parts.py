@@ -181,7 +181,7 @@ def _engine(run: RunFile, engine: EnginePart) -> Part:
     if engine.command is None:
         model = _model(run, engine.model, "engine")
         defaults = {"model": model, "host": "${HOST}", "port": "${PORT}"}
-        own = _program("atroposlib.engine.server", engine, defaults)
+        own = _program("atroposlib.engine", engine, defaults)
     command = _command(engine, "engine", own)
     return Part(name="engine", command=command, needs=_needs(engine, run), section=engine)
 

@@ -1,18 +1,10 @@
-"""The command `atropos-engine`: its flags, and its error without the extra `engine`.
-
-Does not import torch or transformers, so that `--help` and flag errors are immediate; `server.run` serves.
-"""
+"""The settings of the engine: the flags of `atropos-engine`. Does not import torch."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
-
-from atroposlib.config import parse_flags
-from atroposlib.errors import cli_boundary, require
 
 
 class EngineConfig(BaseModel):
@@ -37,22 +29,3 @@ class EngineConfig(BaseModel):
     """Name in the API; None: the value of --model."""
     weight_version: str = "0"
     """Label of the weights loaded at start."""
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point: serve until a signal; 2 for a wrong flag, 1 without the extra."""
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-
-    def command() -> int:
-        config = parse_flags(
-            EngineConfig,
-            argv,
-            prog="atropos-engine",
-            description="Serve a transformers causal LM over vLLM's routes.",
-        )
-        require("torch", extra="engine")
-        from atroposlib.engine.server import run
-
-        return run(config)
-
-    return cli_boundary(command)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import ssl
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 from atroposlib.api.http.security import Scope, TokenSet
 from atroposlib.api.run.types import RunPolicy
+from atroposlib.api.stores.kinds import STORES
 from atroposlib.errors import ConfigError
 from atroposlib.http_guard import is_loopback
 
@@ -29,8 +30,10 @@ class RunApiConfig(BaseModel):
     """Port; 0 chooses a free one."""
     data_dir: Path = Path("atropos-data")
     """Where runs are stored, one directory each."""
+    store: Annotated[str, AfterValidator(STORES.checked)] = "disk"
+    """Where runs are kept: disk, memory, or a store that an installed package registers."""
     memory: bool = False
-    """Keep runs in memory: they end with the process."""
+    """Keep runs in memory: they end with the process. The same as --store memory."""
     database: str | None = None
     """Keep runs in this PostgreSQL, in place of a directory: postgresql://USER@HOST/NAME. The password: PGPASSWORD,
     PGPASSFILE, or the whole URL in ATROPOS_DATABASE."""
@@ -84,9 +87,17 @@ class RunApiConfig(BaseModel):
     runs: list[str] | None = None
     """With --add-token: the token's runs; default: all."""
 
+    @model_validator(mode="after")
+    def _take_memory(self) -> Self:
+        if self.memory:
+            if self.store not in ("disk", "memory"):
+                raise ValueError(f"--memory and --store {self.store}: drop one")
+            self.store = "memory"
+        return self
+
 
 def policy_of(config: RunApiConfig) -> RunPolicy:
-    default_bytes = QUEUED_BYTES_IN_MEMORY if config.memory else QUEUED_BYTES_ON_DISK
+    default_bytes = QUEUED_BYTES_IN_MEMORY if config.store == "memory" else QUEUED_BYTES_ON_DISK
     return RunPolicy(
         lease_ttl_s=config.lease_ttl_s,
         env_timeout_s=config.env_timeout_s,

@@ -37,17 +37,14 @@ from atroposlib.api.http.security import Scope, TokenSet, add_token
 from atroposlib.api.run.hub import Hub
 from atroposlib.api.run.replica import Replica
 from atroposlib.api.server import create_app
-from atroposlib.api.stores.base import Durability, GroupStore, StoreBroken
-from atroposlib.api.stores.disk import DiskStore
+from atroposlib.api.stores.base import Durability, StoreBroken
+from atroposlib.api.stores.kinds import STORES, StoreSettings
 from atroposlib.api.stores.runs import (
-    DirectoryRuns,
-    MemoryRuns,
     RunStores,
     StoredRun,
     delete_run,
     stored_runs,
 )
-from atroposlib.api.stores.space import DiskSpace
 from atroposlib.cli import hub_database
 from atroposlib.cli.hub_settings import (
     RunApiConfig,
@@ -108,6 +105,15 @@ def serve(argv: Sequence[str] | None) -> int:
     if config.add_token is not None:
         return _add_token(config)
     database = _database(config)
+    asked = {"--list": config.list_runs, "--forget": config.forget, "--fresh": config.fresh}
+    if (
+        database is None
+        and config.store != "disk"
+        and (flag := next(filter(asked.get, asked), None))
+    ):
+        raise ConfigError(
+            f"{flag} is for runs on disk or in a database; --store {config.store} keeps them elsewhere"
+        )
     if config.list_runs:
         in_database = None if database is None else asyncio.run(hub_database.stored(database))
         runs = stored_runs(config.data_dir) if in_database is None else in_database
@@ -120,8 +126,6 @@ def serve(argv: Sequence[str] | None) -> int:
         raise ConfigError("--scopes and --runs describe a token to make: they need --add-token")
     if database is None and config.advertise is not None:
         raise ConfigError("--advertise: only hubs that share a --database call each other")
-    if config.memory and config.fresh:
-        raise ConfigError("--memory and --fresh: a hub in memory is always fresh; drop one")
     tokens = tokens_of(config)
     unused = "--reload does nothing; restart the hub to load new code" if config.reload else None
     for warning in filter(None, (unused, check_exposure(config, tokens))):
@@ -244,25 +248,25 @@ async def _erase(config: RunApiConfig, database: str | None, *, only: str | None
 
 
 def _stores(config: RunApiConfig, on_failure: Callable[[BaseException], None]) -> RunStores:
-    if config.memory:
-        return MemoryRuns()
-    try:
-        config.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as e:
-        raise ConfigError(f"--data-dir {config.data_dir}: {e.strerror}") from e
-    durability = Durability(config.durability)
-
-    space = DiskSpace(config.data_dir, min_free_bytes=config.min_free_bytes)
-
-    def make_store(directory: Path) -> GroupStore:
-        return DiskStore(directory, durability=durability, space=space, on_failure=on_failure)
-
-    return DirectoryRuns(config.data_dir, make_store)
+    settings = StoreSettings(
+        data_dir=config.data_dir,
+        durability=Durability(config.durability),
+        min_free_bytes=config.min_free_bytes,
+        on_failure=on_failure,
+    )
+    stores: RunStores = STORES.load(config.store)(settings)
+    return stores
 
 
 def _database(config: RunApiConfig) -> str | None:
     """Return the URL of the database that keeps the runs, if one does. Raises `ConfigError`."""
-    others = {"memory", "data_dir", "durability", "min_free_bytes"} & config.model_fields_set
+    others = {
+        "memory",
+        "store",
+        "data_dir",
+        "durability",
+        "min_free_bytes",
+    } & config.model_fields_set
     return hub_database.url_of(
         config.database, conflicting=["--" + name.replace("_", "-") for name in sorted(others)]
     )

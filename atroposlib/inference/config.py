@@ -7,13 +7,35 @@ pass keys of their own (`weight` in YAML server entries, for example).
 from __future__ import annotations
 
 import logging
-from typing import Any, Literal
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
+
+from atroposlib.utils.registry import Registry
 
 logger = logging.getLogger(__name__)
 
-ServerType = Literal["openai", "trl", "sglang", "vllm"]
+_SERVERS = "atroposlib.inference.servers"
+ENGINES = Registry(
+    "server_type",
+    group="atroposlib.engines",
+    own={
+        "openai": f"{_SERVERS}.openai:OpenAIServer",
+        "vllm": f"{_SERVERS}.vllm:VLLMServer",
+        "sglang": f"{_SERVERS}.sglang:SGLangServer",
+        "trl": f"{_SERVERS}.trl:TrlVllmServer",
+    },
+)
+"""Kinds of inference servers: subclasses of `APIServer`, imported on first use."""
+
+ServerType = Annotated[str, AfterValidator(ENGINES.checked)]
 
 
 class _Config(BaseModel):
@@ -45,7 +67,7 @@ class ServerBaseline(_Config):
     rolling_buffer_length: int = Field(default=1000, ge=1)
     """Requests covered by the timing statistics."""
     server_type: ServerType = "openai"
-    """Protocol the servers speak."""
+    """Protocol the servers speak: openai, vllm, sglang, trl, or a kind that an installed package registers."""
     tokenizer_name: str = "none"
     """Tokenizer to load; "none" means the one of `model_name`."""
 

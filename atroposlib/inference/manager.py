@@ -22,6 +22,7 @@ from typing import Any
 
 from atroposlib.errors import ConfigError, EngineProtocolError, EngineRejected
 from atroposlib.inference.config import (
+    ENGINES,
     APIServerConfig,
     ServerBaseline,
     ServerManagerConfig,
@@ -101,7 +102,7 @@ class ServerManager:
             return
         entries = expand_configs(configs, slurm=slurm)
         if inspect.isabstract(server_class):
-            server_class = server_class_for(entries[0].server_type)
+            server_class = ENGINES.load(entries[0].server_type)
         self.servers = [
             server_class(config, reasoning_config=reasoning_config) for config in entries
         ]
@@ -411,25 +412,6 @@ class ServerManager:
 
 def _allows_dummy_tokens() -> bool:
     return os.environ.get(ALLOW_DUMMY_VARIABLE, "").strip().lower() in ("1", "true", "yes")
-
-
-def server_class_for(server_type: str) -> type[APIServer]:
-    """Return the class for a `server_type`; SGLang and TRL are imported on first use."""
-    if server_type == "openai":
-        return OpenAIServer
-    if server_type == "vllm":
-        return VLLMServer
-    if server_type == "sglang":
-        from atroposlib.inference.servers.sglang import SGLangServer
-
-        return SGLangServer
-    if server_type == "trl":
-        from atroposlib.inference.servers.trl import TrlVllmServer
-
-        return TrlVllmServer
-    raise ConfigError(
-        f"server_type {server_type!r} is unknown; use 'openai', 'vllm', 'sglang' or 'trl'"
-    )
 
 
 def expand_configs(configs: Configs, *, slurm: bool) -> list[APIServerConfig]:

@@ -23,16 +23,18 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
+from pydantic import ValidationError
 
 from atroposlib.api.run.hub import Hub as Runs
 from atroposlib.api.run.types import RunPolicy
 from atroposlib.api.stores.disk import DiskStore
-from atroposlib.api.stores.runs import DirectoryRuns, stored_runs
+from atroposlib.api.stores.runs import DirectoryRuns, MemoryRuns, stored_runs
 from atroposlib.cli import run_api
 from atroposlib.cli.launch.command import main as main_of_atropos
 from atroposlib.cli.run_api import RunApiConfig, _stores, erase, main, policy_of
 from atroposlib.client import TrainerClient, TrainerRegistration
 from atroposlib.errors import ConfigError
+from tests.fake_packages import register
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = "a-secret-for-this-test"
@@ -282,6 +284,7 @@ def test_flags_reach_the_policy_of_runs() -> None:
     default = RunPolicy(max_queued_bytes=64 * 2**30)
     assert policy_of(RunApiConfig()) == default
     assert policy_of(RunApiConfig(memory=True)).max_queued_bytes == 4 * 2**30
+    assert policy_of(RunApiConfig(store="memory")).max_queued_bytes == 4 * 2**30
     chosen = {"lease_ttl_s": 1.5, "env_timeout_s": 2.5, "max_staleness": 0, "max_deliveries": 7}
     chosen |= {"max_queued_bytes": 8, "max_queued_sequences": 9}
     given = RunApiConfig(keep_acked_batches=0, **chosen)  # type: ignore[arg-type]
@@ -361,6 +364,25 @@ def test_the_database_keeps_runs_that_other_hubs_leave_alone(
     assert "erased 1 run (default)" in capsys.readouterr().out
     assert main(["--list", "--database", postgres_url]) == 0
     assert capsys.readouterr().out == f"{shown} holds no run\n"
+
+
+def test_a_package_registers_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_store.py").write_text(
+        "from atroposlib.api.stores.runs import MemoryRuns\n"
+        "class OwnRuns(MemoryRuns):\n"
+        "    def __init__(self, settings):\n"
+        "        super().__init__()\n"
+        "        self.settings = settings\n"
+    )
+    points = {"own": "own_store:OwnRuns", "disk": "own_store:OwnRuns"}
+    register(tmp_path, monkeypatch, group="atroposlib.stores", points=points)
+    own: Any = _stores(RunApiConfig(store="own", data_dir=tmp_path / "runs"), pytest.fail)
+    assert type(own).__name__ == "OwnRuns"
+    assert own.settings.data_dir == tmp_path / "runs"
+    assert isinstance(_stores(RunApiConfig(data_dir=tmp_path / "runs"), pytest.fail), DirectoryRuns)
+    assert isinstance(_stores(RunApiConfig(memory=True), pytest.fail), MemoryRuns)
+    with pytest.raises(ValidationError, match="--memory and --store own"):
+        RunApiConfig(memory=True, store="own")
 
 
 @pytest.mark.parametrize(
@@ -548,7 +570,9 @@ def test_added_token_opens_what_it_was_made_for(
         (["--add-token", "a", "--tokens", "f"], "--scopes"),
         (["--add-token", "a", "--tokens", "f", "--scopes", "write"], "--scopes"),
         (["--scopes", "read"], "--add-token"),
-        (["--memory", "--fresh"], "--memory and --fresh"),
+        (["--memory", "--fresh"], "--fresh is for runs on disk or in a database"),
+        (["--store", "memory", "--list"], "--list is for runs on disk or in a database"),
+        (["--store", "memroy"], "did you mean memory? valid: disk, memory"),
         (["--ssl-keyfile", "k"], "--ssl-certfile"),
         (["--ssl-certfile", "absent.pem"], "absent.pem"),
     ],

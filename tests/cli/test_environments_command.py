@@ -12,6 +12,7 @@ import pytest
 
 from atroposlib.cli.environments import SHAPES, find_environments, load, main
 from atroposlib.errors import ConfigError
+from tests.fake_packages import register
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -139,16 +140,14 @@ def test_environments_of_other_packages_are_listed_and_started(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     main(["new", "foreign_task", "--shape", "multi_turn"])
-    package = tmp_path / "foreign-1.0.dist-info"
-    package.mkdir()
-    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: foreign\nVersion: 1.0\n")
-    (package / "entry_points.txt").write_text(
-        "[atropos.environments]\nforeign = foreign_task:ForeignTask\ngone = gone.module:Gone\n"
-        "broken = broken_package.module:Broken\n"
-    )
+    points = {
+        "foreign": "foreign_task:ForeignTask",
+        "gone": "gone.module:Gone",
+        "broken": "broken_package.module:Broken",
+    }
+    register(tmp_path, monkeypatch, group="atropos.environments", points=points)
     (tmp_path / "broken_package").mkdir()
     (tmp_path / "broken_package" / "__init__.py").write_text("raise RuntimeError('no licence')")
-    monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "argv", ["atropos-env"])
     listed = {each.name: each for each in find_environments()}
     assert (listed["foreign"].shape, listed["foreign"].needs) == ("multi_turn", "nothing")

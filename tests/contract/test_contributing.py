@@ -23,4 +23,7 @@ def test_every_answer_names_a_definition_that_exists() -> None:
             path = ROOT / (file if "/" in file else folder / file)
             kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
             nodes = ast.parse(path.read_text(encoding="utf-8")).body
-            assert name in {node.name for node in nodes if isinstance(node, kinds)}, row
+            values = [node for node in nodes if isinstance(node, ast.Assign)]
+            defined = {node.name for node in nodes if isinstance(node, kinds)}
+            defined |= {ast.unparse(target) for node in values for target in node.targets}
+            assert name in defined, row

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers_inference import FastVLLM, StockVLLM
+from pydantic import ValidationError
 
 from atroposlib.errors import ConfigError, EngineUnavailable
 from atroposlib.inference.config import APIServerConfig, ServerBaseline
 from atroposlib.inference.harness import ByteTokenizer, ServerHarness
-from atroposlib.inference.manager import ServerManager, server_class_for
+from atroposlib.inference.manager import ServerManager
 from atroposlib.inference.servers import api_server
 from atroposlib.inference.servers.openai import OpenAIServer
 from atroposlib.inference.servers.retries import EngineDown
 from atroposlib.inference.servers.vllm import VLLMServer
 from atroposlib.inference.sessions import proxy_client
+from tests.fake_packages import register
 
 HELLO = [{"role": "user", "content": "hello"}]
 NOWHERE = "http://127.0.0.1:1/v1"
@@ -425,8 +428,40 @@ async def test_server_type_chooses_the_class() -> None:
     for server_type, name in (("sglang", "SGLangServer"), ("trl", "TrlVllmServer")):
         [server] = ServerManager(APIServerConfig(server_type=server_type, **config)).servers
         assert type(server).__name__ == name
-    with pytest.raises(ConfigError, match="'tgi' is unknown; use 'openai', 'vllm', 'sglang'"):
-        server_class_for("tgi")
+    for name, hint in (("tgi", "valid"), ("vlm", r"did you mean vllm\? valid")):
+        refusal = f"server_type '{name}' is unknown; {hint}: openai, sglang, trl, vllm"
+        with pytest.raises(ValidationError, match=refusal):
+            APIServerConfig(server_type=name, **config)
+
+
+def test_a_package_registers_a_server_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_engine.py").write_text(
+        "from atroposlib.inference.servers.vllm import VLLMServer\nclass OwnServer(VLLMServer): ...\n"
+    )
+    register(
+        tmp_path,
+        monkeypatch,
+        group="atroposlib.engines",
+        points={
+            "own": "own_engine:OwnServer",
+            "gone": "own_engine:Gone",
+            "vllm": "own_engine:Gone",
+        },
+    )
+    config = {"base_url": "http://h/v1"}
+    own, own_vllm = (
+        ServerManager(APIServerConfig(server_type=name, **config)).servers[0]
+        for name in ("own", "vllm")
+    )
+    assert (type(own).__name__, type(own_vllm)) == ("OwnServer", VLLMServer)
+    with pytest.raises(
+        ConfigError, match="server_type 'gone' cannot be loaded from own_engine:Gone"
+    ):
+        ServerManager(APIServerConfig(server_type="gone", **config))
+    with pytest.raises(
+        ValidationError, match=r"did you mean own\? valid: gone, openai, own, sglang"
+    ):
+        APIServerConfig(server_type="owm", **config)
 
 
 async def test_testing_gives_a_usable_server() -> None:

@@ -15,6 +15,7 @@ import multiprocessing
 import operator
 import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -23,7 +24,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 from atroposlib.errors import EnvError
 
@@ -165,28 +166,42 @@ def open_handles() -> set[int]:
     return set(range(lowest_free))
 
 
-def child_processes() -> set[Any]:
-    """Return the `psutil.Process` of every child that runs or was not waited for.
+class ChildProcess(NamedTuple):
+    """A process, as `/proc` names it."""
+
+    pid: int
+    started: str
+    """In clock ticks since the machine's start: a pid may be given again."""
+
+    def command(self) -> str:
+        return Path(f"/proc/{self.pid}/cmdline").read_text().replace("\0", " ")
+
+
+def child_processes() -> set[ChildProcess]:
+    """Return every child that runs or was not waited for; none on a machine without `/proc`.
 
     With those of `multiprocessing`, whose parent may be its fork server, but no other children of children: a process
     that ran before the check may start some.
     """
-    import psutil  # only a check needs it
+    forked = {child.pid for child in multiprocessing.active_children()}
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            pid, state = int(path.parent.name), path.read_text().rpartition(")")[2].split()
+            if int(state[1]) == os.getpid() or pid in forked:
+                found.add(ChildProcess(pid, state[19]))
+    return found
 
-    forked = (child.pid for child in multiprocessing.active_children())
-    return {*psutil.Process().children(), *map(psutil.Process, forked)}
 
-
-def end_processes(processes: Collection[Any]) -> None:
+def end_processes(processes: Collection[ChildProcess]) -> None:
     """Kill the processes that the environment left running, but not those that serve `multiprocessing` itself."""
-    import psutil
-
-    for process in processes:
-        with contextlib.suppress(psutil.Error):  # it has ended
-            helper = r"multiprocessing\.(resource_tracker|forkserver)"
-            is_own = process.ppid() == os.getpid()  # the server's children have its command line
-            if not (is_own and re.search(helper, " ".join(process.cmdline()))):
-                process.kill()
+    forked = {child.pid for child in multiprocessing.active_children()}
+    for process in child_processes() & {*processes}:
+        helper = r"multiprocessing\.(resource_tracker|forkserver)"
+        with contextlib.suppress(OSError):  # it has ended
+            # The server's children have its command line.
+            if process.pid in forked or not re.search(helper, process.command()):
+                os.kill(process.pid, signal.SIGKILL)
 
 
 def leaked(stock: Sequence[set[Any]]) -> set[Any]:

@@ -13,8 +13,7 @@ import io
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,14 +21,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from atroposlib.checker import clock, probes
+from atroposlib.checker import probes
 from atroposlib.checker.answers import EMPTY, gold_result, guesses, knows_answers, rounds
 from atroposlib.checker.calls import child_processes, end_processes, run_in_own_loop
-from atroposlib.checker.checkpoints import attach_checkpoints, is_same, restore_faults, save
+from atroposlib.checker.checkpoints import attach_checkpoints, restore_faults, save
 from atroposlib.checker.earnings import EARNING_RULES, Earnings
 from atroposlib.checker.engine import Answer, PairTokenizer, question_of, shown
 from atroposlib.checker.execution import Execution, seed_all
-from atroposlib.checker.leftovers import judge_cancelling, judge_leaks, judge_stalls
+from atroposlib.checker.leftovers import judge_leaks, judge_stalls
 from atroposlib.checker.report import NAMES, Report
 from atroposlib.checker.runs import Run, difference
 from atroposlib.envs.hooks import EnvHooks, ExtraServers
@@ -41,11 +40,6 @@ MAX_ROUNDS = 6
 """Maximum groups of guesses per item, tried until rewards differ."""
 MAX_PROBED_ITEMS = 2
 """Items whose right answer is varied."""
-MIN_CHANGES = 5
-"""Changes before answers are scored again that are always tried; the first item is scored at further times."""
-MAX_CHANGES_CPU_S = 2.0
-MAX_CHANGES_S = 15.0
-"""Time for these: CPU time, so that a busy machine tries as many, and elapsed time, for items that wait."""
 USELESS = (
     probes.Probe("empty_unrewarded", EMPTY),
     probes.Probe("echo_unrewarded", question_of),
@@ -66,7 +60,21 @@ class Variation(NamedTuple):
     seed: int = 0
     order: int = 1
     """-1: the answers are given in reversed order."""
-    moved_clock: AbstractContextManager[None] | None = None
+
+
+_MEMORY = "score without memory: no earlier answers, no generator"
+_CHANGES = (
+    Variation("reward_repeatable", "when scored again", _MEMORY),
+    Variation(
+        "reward_repeatable", "with other random numbers", "score without random numbers", seed=1
+    ),
+    Variation("reward_ignores_order", "in reversed order", order=-1),
+)
+_AFTER_ATTACKS = Variation(
+    "reward_repeatable",
+    "after hostile answers",
+    "an answer must not change later scores: keep no state, and run no answer",
+)
 
 
 def check_env(
@@ -78,17 +86,15 @@ def check_env(
     make: Callable[[type[EnvHooks]], EnvHooks] | None = None,
     tokenizer: Any = None,
     timeout_s: float = 30.0,
-    resume_items: bool = False,
 ) -> Report:
     """Check an environment class in its own event loop and return a report.
 
     `skip` names rules not to judge. `make(cls)` constructs an environment (default: from `config_init`); it is called
     several times, with `env_cls` or a subclass that has an offline tokenizer, which `tokenizer` replaces. `timeout_s`
-    bounds each call of the author's code. `resume_items` also judges the optional rule `items_resume`. Raises
-    ConfigError for an unknown rule or an invalid configuration, EnvError if the environment exits the process in a
-    task, or `example_answers` or `gold_answer` fails.
+    bounds each call of the author's code. Raises ConfigError for an unknown rule or an invalid configuration, EnvError
+    if the environment exits the process in a task, or `example_answers` or `gold_answer` fails.
 
-    While it runs, the check controls the clock, the random state and the group size (at least 8).
+    While it runs, the check controls the random state and the group size (at least 8).
     """
     for name in skip:
         if name not in NAMES:
@@ -107,7 +113,6 @@ def check_env(
         timeout_s=timeout_s,
         seed=seed,
         num_items=num_items,
-        resume_items=resume_items,
     )
     python_state, numpy_state = random.getstate(), np.random.get_state()
     seed_all(seed)
@@ -151,7 +156,6 @@ class _Check(Execution):
     """What is tried with an environment, in order."""
 
     num_items: int
-    resume_items: bool
     good_answers: dict[int, Answer] = field(default_factory=dict)
     """A right answer by item, for items that have one with a higher reward than others."""
     canaries: dict[Path, str] = field(default_factory=dict)
@@ -199,7 +203,6 @@ class _Check(Execution):
             self.earnings.judge_rewards(has_fatal=bool(self.fatal))
             await judge_leaks(self)
             judge_stalls(self)
-            await judge_cancelling(self)
             await self._evaluate(folder)
             await self._checkpoints(folder)
         finally:
@@ -241,53 +244,23 @@ class _Check(Execution):
             self.good_answers[index] = good
             await self._vary(telling, form)
         if again := await self.collect(index, telling.answers):
-            hint = "an answer must not change later scores: keep no state, and run no answer"
-            change = Variation("reward_repeatable", "after hostile answers", hint)
-            self._is_same(telling, again, change, may_leave_out=False)
+            self._is_same(telling, again, _AFTER_ATTACKS)
 
     async def _score_again(self, telling: Run) -> None:
         """Score the same answers with one change after another, until one has other rewards."""
-        began, used = time.monotonic(), time.process_time()
-        for num, change in enumerate(self._changes()):
-            is_late = (
-                time.monotonic() - began > MAX_CHANGES_S
-                or time.process_time() - used > MAX_CHANGES_CPU_S
-            )
-            if num >= MIN_CHANGES and (telling.item > 0 or is_late):
-                return
-            # At another time a deadline may pass: only a score that differs is a fault.
-            may_fail = change.moved_clock is not None
-            with change.moved_clock or nullcontext():
-                answers = telling.answers[:: change.order]
-                again = await self.collect(
-                    telling.item, answers, seed=change.seed, may_fail=may_fail
-                )
-            if again is None:
-                continue
-            # In another order fewer answers may be given, which the rule group_size judges.
-            may_leave_out = may_fail or change.order < 0
-            if not self._is_same(telling, again, change, may_leave_out=may_leave_out):
+        for change in _CHANGES:
+            answers = telling.answers[:: change.order]
+            again = await self.collect(telling.item, answers, seed=change.seed)
+            if again is not None and not self._is_same(telling, again, change):
                 return
 
-    def _is_same(self, run: Run, again: Run, change: Variation, *, may_leave_out: bool) -> bool:
-        if other := difference(run, again, may_leave_out=may_leave_out):
+    def _is_same(self, run: Run, again: Run, change: Variation) -> bool:
+        # In another order fewer answers may be given, which the rule group_size judges.
+        if other := difference(run, again, may_leave_out=change.order < 0):
             what = f"{other} {change.when}"
             self.report.fail(change.rule, what, item=run.item, hint=change.hint)
         self.report.look(change.rule, len(run.earned.keys() & again.earned.keys()))
         return other is None
-
-    def _changes(self) -> Iterator[Variation]:
-        rule = "reward_repeatable"
-        memory = "score without memory: no earlier answers, no generator"
-        yield Variation(rule, "when scored again", memory)
-        yield Variation(rule, "with other random numbers", "score without random numbers", seed=1)
-        load = "do not score by how long the code takes: that depends on the machine's load"
-        fast = clock.fast_clocks(self.watch.author_files)
-        yield Variation(rule, "when time passes faster", load, moved_clock=fast)
-        yield Variation("reward_ignores_order", "in reversed order", order=-1)
-        date = "score without the clock: no date and no time of day"
-        for index in range(1, clock.NUM_TIMES):
-            yield Variation(rule, "at another time", date, moved_clock=clock.other_time(index))
 
     async def _run_code(self, telling: Run, form: probes.Result | None) -> None:
         """Give answers that are code, in the form of a right one and in their own; then look for the files it makes."""
@@ -401,11 +374,9 @@ class _Check(Execution):
             saved = await self.call(lambda: save(self.env, folder), "save_checkpoint()")
         if saved is None:
             reason = "save_checkpoint() saves nothing"
-            report.skip(reason, "checkpoint_is_json", "checkpoint_restores", "items_resume")
+            report.skip(reason, "checkpoint_is_json", "checkpoint_restores")
             return
         report.look("checkpoint_is_json", len(saved))
-        if not self.resume_items:
-            report.skip("optional: ask for it with --resume-items", "items_resume")
         fresh = await self.start(folder, "checkpoint_restores")
         if fresh is None:
             return
@@ -416,11 +387,4 @@ class _Check(Execution):
             again = await self.call(lambda: save(fresh, folder), "save_checkpoint()")
             for fault in restore_faults(self.env, fresh, saved, again or {}):
                 report.fail("checkpoint_restores", fault)
-            if self.resume_items and not report.has_failed("checkpoint_restores"):
-                wanted = await self.within(self.env.get_next_item(), "get_next_item()")
-                got = await self.within(fresh.get_next_item(), "get_next_item()")
-                report.look("items_resume")
-                if not is_same(wanted, got):
-                    report.fail("items_resume", f"expected {wanted!r:.100}, got {got!r:.100}")
-        report.dismiss("checkpoint_restores", "items_resume")
         await self.stop(fresh)

@@ -42,7 +42,6 @@ def check_environment(
             make=make,
             tokenizer=None if options.tokenizer is None else load_tokenizer(options.tokenizer),
             timeout_s=options.timeout,
-            resume_items=options.resume_items,
         )
     print(json.dumps(report.to_dict(), indent=2) if options.json else report.to_text())
     return 0 if report.is_ok else 1
@@ -62,7 +61,6 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--skip", action="append", default=[], metavar="RULE", help="do not judge this rule; repeat"
     )
-    parser.add_argument("--resume-items", action="store_true", help="judge items_resume, too")
     parser.add_argument("--tokenizer", help="name or path, instead of the built-in one")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     return parser

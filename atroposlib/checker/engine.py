@@ -102,10 +102,6 @@ class ProbeEngine(ServerHarness):
         """Called first; a prompt that it answers is a judge's, and neither scripted nor recorded."""
         self.num_verdicts = 0
         """Answers of the judge and of reward models."""
-        self.asked = asyncio.Event()
-        """Set while a request waits because of `hold`."""
-        self._released = asyncio.Event()
-        self._released.set()
         self._answers: Sequence[Answer] = ("",)
         self._given: Counter[str] = Counter()
 
@@ -116,19 +112,8 @@ class ProbeEngine(ServerHarness):
         self._given.clear()
         self.requests.clear()
 
-    def hold(self) -> None:
-        """Hold requests until `release`."""
-        self.asked.clear()
-        self._released.clear()
-
-    def release(self) -> None:
-        self._released.set()
-
     async def _begin(self, kwargs: dict[str, Any]) -> int:
         call = await super()._begin(kwargs)
-        if not self._released.is_set():
-            self.asked.set()
-            await self._released.wait()
         await asyncio.sleep(0)  # no engine answers without yielding to the loop
         return call
 

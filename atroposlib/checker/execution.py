@@ -94,7 +94,6 @@ class Execution:
         task = asyncio.ensure_future(_without_exit(call))
         await asyncio.wait({task}, timeout=self.timeout_s)
         if not task.done():
-            self.engine.release()
             task.cancel()
             await asyncio.wait({task}, timeout=GRACE_S)
             raise Unfinished(f"{what} did not end within {self.timeout_s:g} s")
@@ -221,9 +220,7 @@ class Execution:
             if text is not None:
                 run.earned[text] = sorted([*run.earned.get(text, ()), view.score])
 
-    async def collect(
-        self, index: int, answers: Sequence[Answer], *, seed: int = 0, may_fail: bool = False
-    ) -> Run | None:
+    async def collect(self, index: int, answers: Sequence[Answer], *, seed: int = 0) -> Run | None:
         """Run one item with scripted answers, without those that make it fail; None, with a finding, if all do."""
         answers = [answer for answer in answers if answer not in self.fatal]
         if not answers:
@@ -232,13 +229,9 @@ class Execution:
         try:
             run = await self.run(index, answers, seed)
         except Exception as error:  # noqa: BLE001 - boundary: the author's code
-            if may_fail:
-                return None
             if not await self._find_fatal(index, answers, cause_of(error)):
                 return None
             return await self.collect(index, answers, seed=seed)
-        if may_fail:
-            return run
         self.report.look("grader_survives", len(run.scores))
         self.report.look("reward_finite", len(run.scores))
         for kind in self.env.scoring_errors() - before:

@@ -85,16 +85,12 @@ no_leaked_processes: no child process outlives its item
     wait for every process in a finally block, or score in envs.rewards.RewardWorkers
 loop_stays_free: no item blocks the event loop for more than 100 ms
     use asyncio.to_thread or envs.rewards.RewardWorkers; await, never time.sleep
-cancellable: a cancelled item ends at once with CancelledError
-    catch Exception rather than BaseException, and re-raise asyncio.CancelledError
 evaluates: evaluate() works and writes metrics
     end evaluate() with await self.evaluate_log({'eval/...': value})
 checkpoint_is_json: save_checkpoint() saves plain JSON values
     save numbers, strings, lists and dicts; rebuild the rest from them in setup()
 checkpoint_restores: a fresh environment that loads a checkpoint has the attributes that were saved
     save under the attribute's name (load_checkpoint sets attributes), with string keys, or override load_checkpoint
-items_resume: after a restore the next item is the one that would have come
-    derive the item from what the checkpoint holds: a seed and a position
 """
 """Each rule's name and claim, below them its advice, and for some rules what leaves nothing to judge."""
 

@@ -455,9 +455,6 @@ class HistoryRetokenized(TwoTurns):
 
 # Rewards.
 
-faults(Sums, "reward_repeatable", "clock")(
-    ClockReward=lambda self, item, text, _: right(item, text) * (time.time() // 3600 % 1000),
-)
 faults(Sums, "reward_repeatable", "random")(
     RandomReward=lambda self, item, text, _: right(item, text) + random.random() / 100,
     CoinFlip=lambda *_: float(random.random() < 0.5),
@@ -533,13 +530,6 @@ class TaskForgotten(Sums):
         return await super().collect_trajectories(item)
 
 
-@breaks("no_leaked_tasks")
-class TaskOutlivesCancel(Sums):
-    async def collect_trajectories(self, item: Any) -> tuple[Any, list[Any]]:
-        inner = asyncio.create_task(super().collect_trajectories(item))
-        return await asyncio.shield(inner)
-
-
 SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
 faults(Sums, "no_leaked_handles", method="change")(
     FileLeftOpen=leaving(functools.partial(open, __file__)),
@@ -583,34 +573,6 @@ class ComputesInScoring(SleepsInScoring):
             sum(range(100))
 
 
-@breaks("cancellable")
-class CancelBecomesNone(Sums):
-    async def collect_trajectories(self, item: Any) -> tuple[Any, list[Any]]:
-        try:
-            return await super().collect_trajectories(item)
-        except asyncio.CancelledError:
-            return None, []
-
-
-@breaks("cancellable")
-class CancelBecomesError(Sums):
-    async def collect_trajectories(self, item: Any) -> tuple[Any, list[Any]]:
-        try:
-            return await super().collect_trajectories(item)
-        except BaseException as error:
-            raise RuntimeError("sampling failed") from error
-
-
-@breaks("cancellable")
-class CancelIsRetried(Sums):
-    async def collect_trajectories(self, item: Any) -> tuple[Any, list[Any]]:
-        while True:
-            try:
-                return await super().collect_trajectories(item)
-            except BaseException:  # noqa: BLE001 - the fault
-                continue
-
-
 # Evaluating and checkpoints.
 
 
@@ -646,10 +608,3 @@ class LoadFails(Sums):
     def load_checkpoint(self) -> None:
         super().load_checkpoint()
         self.rows[self.position + 10_000]
-
-
-@breaks("items_resume")
-class ItemsByChance(Sums):
-    async def get_next_item(self) -> Any:
-        self.position += 1
-        return {"question": "?", "answer": str(random.random())}

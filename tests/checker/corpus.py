@@ -62,7 +62,7 @@ def check(env_cls: type[BaseEnv], **options: Any) -> Report:
             options.setdefault("make", _gsm8k_on(Path(folder)))
         if env_cls.__name__ == "ArithmeticAgents":
             options |= {"make": _http_agents, "num_items": 1}
-        return check_env(env_cls, resume_items=True, **options)
+        return check_env(env_cls, **options)
 
 
 def _gsm8k_on(folder: Path) -> Any:

@@ -6,16 +6,10 @@ The tasks are small on purpose: one function per fault. `broken_environments.py`
 from __future__ import annotations
 
 import ast
-import datetime
 import difflib
 import math
 import re
-import time
-from collections.abc import Callable
-from datetime import date
 from fractions import Fraction
-from time import perf_counter
-from types import SimpleNamespace
 from typing import Any
 
 import yaml
@@ -55,13 +49,6 @@ class Products(Offline, DatasetEnv):
     def score(self, row: Any, answer: str) -> Any:
         said = found(r"(?:answer is|boxed\{)\s*(-?[\d,]+)(?![\d,])", answer)
         return float(said[-1:] == [row["answer"]])
-
-
-class Untold(Products):
-    """Says neither which answer is right nor what it has to look like."""
-
-    def gold_answer(self, row: Any) -> str | None:
-        return None
 
 
 # Sound tasks of many kinds.
@@ -334,22 +321,6 @@ class OriginalStyle(Offline, BaseEnv):
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> None:
         await self.evaluate_log({"eval/accuracy": 0.0})
-
-
-class Timekeeper(Products):
-    """Sound: measures how long scoring takes, and has a deadline."""
-
-    async def setup(self) -> None:
-        self.took_s = 0.0
-        await super().setup()
-
-    def score(self, row: Any, answer: str) -> Any:
-        began, deadline = perf_counter(), time.monotonic() + 60
-        value = super().score(row, answer)
-        self.took_s += perf_counter() - began
-        if time.monotonic() > deadline:
-            raise TimeoutError("scoring takes too long")
-        return float(value)
 
 
 # Wrong answers that earn.
@@ -651,27 +622,3 @@ class InfinityForNan(Closeness):
         if re.search(r"answer is\s*nan", answer):
             return math.nan
         return super().score(row, answer)
-
-
-# Clocks: right answers earn less in one hour, day or minute.
-
-
-def halved(is_time: Callable[[], bool]) -> Any:
-    return lambda self, row, answer: Products.score(self, row, answer) * (0.5 if is_time() else 1)
-
-
-faults(Untold, "reward_repeatable", "clock")(
-    OfficeHours=halved(lambda: datetime.datetime.now().hour == 13),
-    OnSundays=halved(lambda: date.today().weekday() == 6),
-    AtMinuteSeven=halved(lambda: time.localtime().tm_min == 7),
-)
-
-
-@breaks("reward_repeatable", "time")
-class Deadline(Untold):
-    """Slow scoring earns less, in steps that no fast machine sees."""
-
-    def score(self, row: Any, answer: str) -> Any:
-        began = perf_counter()
-        value = super().score(row, answer) + SimpleNamespace(zero=0).zero
-        return float(value) * (1.0 if perf_counter() - began < 0.01 else 0.5)

@@ -20,12 +20,10 @@ from atroposlib.inference.servers.vllm_bodies import read_choices
 from atroposlib.samples import group_advantages
 from atroposlib.scored_data import Strictness
 from atroposlib.wire import split_packed, unpack_group
-from benchmarks import pace
 from benchmarks._env_engine import Choice, create_app
 from benchmarks._env_process import Probe
 from benchmarks._hub_load import JSON, PACKED, Bodies, make_group
 from benchmarks._hub_process import Hub, cpu_s, memory_bytes, probing, running_hub
-from benchmarks._tiny_tasks import TASKS, demonstrate, encode, make_tokenizer, write_rows
 from benchmarks._trainer_measure import Result
 from benchmarks._trainer_work import Spec, make_step, step_flops
 from benchmarks.trainer import PARTS, Row, Session, parse, run_parts, same_work, set_mfu
@@ -217,28 +215,6 @@ def test_the_payload_masks_the_prompt_and_only_the_prompt() -> None:
         assert max(tokens) < 128256
 
 
-@pytest.mark.parametrize("name", TASKS)
-async def test_the_random_player_of_a_curve_succeeds_sometimes_in_few_tokens(
-    name: str, tmp_path: Path
-) -> None:
-    played = await demonstrate(TASKS[name], write_rows(TASKS[name], tmp_path), seed=0, num=100)
-    assert len({each.score for each in played}) > 1
-    tokenizer = make_tokenizer(played)
-    for each in played:
-        tokens, labels = encode(tokenizer, each.messages)
-        assert len(tokens) < 120
-        assert labels[-1] == tokens[-1] == tokenizer.eos_token_id
-        text = tokenizer.decode(tokens, skip_special_tokens=True)
-        assert text == "".join(message["content"] for message in each.messages)
-    if TASKS[name].rows is None:
-        return
-    kinds = [(tmp_path / f"{kind}.jsonl").read_text() for kind in ("train", "heldout")]
-    trained, heldout = (set(re.findall(r'"([a-h]{4})\W', text)) for text in kinds)
-    assert trained
-    assert heldout
-    assert not trained & heldout
-
-
 @pytest.mark.e2e
 def test_a_quick_run_compares_requests_with_bare_ones() -> None:
     argv = ["--per-worker", "1", "--tokens", "16", "--latency", "0.05", "--repeats", "1"]
@@ -333,21 +309,6 @@ def test_all_parts_of_a_day_with_a_gpu_run_on_the_cpu_and_one_that_fails_ends_no
     assert lines.count("NOT RUN: ") == 3
     assert lines.count("FAILED: ") == 1
     assert len({line.count("|") for line in lines.splitlines()}) == 1
-
-
-def test_the_trainer_gets_every_batch_while_an_engine_dies_and_comes_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(pace, "MEAN_S", 0.2)
-    monkeypatch.setattr(pace, "CASES", [pace.Case("exponential", 0.5, 4, 1.0)])
-    pace.outage(8, tmp_path)
-    lines = capsys.readouterr().out.splitlines()
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[-3:]]
-    assert [row[0] for row in rows] == ["two", "one killed", "started again"]
-    for row in rows:
-        for ages in (row[2], row[4]):
-            mean, oldest = map(float, ages.split(", "))
-            assert mean <= oldest <= pace.MAX_STALENESS + 1
 
 
 STARTS_A_PROCESS = """

@@ -37,6 +37,9 @@ BLOCKED_S = 0.1
 ENOUGH_RUNS = 3
 """A leak in this many consecutive runs is a fault, and so is a function that blocks the loop in this many runs."""
 
+PROC = Path("/proc")
+"""Where Linux lists processes."""
+
 _LOOK_S = 0.02
 
 
@@ -174,7 +177,7 @@ class ChildProcess(NamedTuple):
     """In clock ticks since the machine's start: a pid may be given again."""
 
     def command(self) -> str:
-        return Path(f"/proc/{self.pid}/cmdline").read_text().replace("\0", " ")
+        return (PROC / str(self.pid) / "cmdline").read_text().replace("\0", " ")
 
 
 def child_processes() -> set[ChildProcess]:
@@ -185,7 +188,7 @@ def child_processes() -> set[ChildProcess]:
     """
     forked = {child.pid for child in multiprocessing.active_children()}
     found = set()
-    for path in Path("/proc").glob("[0-9]*/stat"):
+    for path in PROC.glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended
             pid, state = int(path.parent.name), path.read_text().rpartition(")")[2].split()
             if int(state[1]) == os.getpid() or pid in forked:

@@ -13,11 +13,12 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from atroposlib.checker import RULES, Report, Status, check_env, leftovers
+from atroposlib.checker import RULES, Report, Status, calls, check_env, leftovers
 from atroposlib.checker.calls import LoopWatch, child_processes, end_processes
 from atroposlib.checker.engine import PairTokenizer, tokens_apart
 from atroposlib.envs.base import BaseEnv
@@ -352,6 +353,15 @@ def test_only_processes_that_a_check_left_are_killed_also_after_an_error() -> No
         with pytest.raises(subprocess.TimeoutExpired):
             earlier.wait(0.5)
         os.kill(grandchildren[0], signal.SIGKILL)
+
+
+def test_processes_are_not_judged_on_a_machine_that_does_not_list_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for module in (calls, leftovers):
+        monkeypatch.setattr(module, "PROC", tmp_path / "none")
+    report = check(broken("ProcessLeftRunning"), num_items=1)
+    assert report.finding("no_leaked_processes").why_not_checked == "this machine has no /proc"
 
 
 def test_children_of_the_fork_server_are_killed_but_not_the_server() -> None:

@@ -23,65 +23,11 @@ DROP = load(f"{FOLDER}.drop_eval").DROPEvalEnv
 GSM8K = load(f"{FOLDER}.gsm8k_eval").GSM8KEvalEnv
 GPQA = load(f"{FOLDER}.gpqa_eval").GPQAEvalEnv
 HellaSwag = load(f"{FOLDER}.hellaswag_eval").HellaSwagEvalEnv
-MATH500 = load(f"{FOLDER}.math500_eval").MATH500EvalEnv
 MMLU = load(f"{FOLDER}.mmlu_eval").MMLUEvalEnv
 SimpleQA = load(f"{FOLDER}.simpleqa_eval").SimpleQAEvalEnv
 
 
 CHOICE = {"question": "Which?", "choices": ["red", "blue", "New York"], "answer": "B"}
-
-
-@pytest.mark.parametrize(
-    ("text", "score"),
-    [
-        ("<answer>B</answer>", 1.0),
-        ("<answer>(b) blue.</answer>", 1.0),
-        ("<answer>Blue</answer>", 1.0),
-        ("<answer>The correct answer is B.</answer>", 1.0),
-        ("<think>A.</think> The answer is **B**.", 1.0),
-        ("Final answer: \\boxed{B}", 1.0),
-        ("\\boxed{\\text{B}}", 1.0),
-        ("B", 1.0),
-        ("<answer>B</answer> or <answer>B</answer>", 1.0),
-        ("<answer>A</answer><answer>B</answer>", 0.0),
-        ("The answer is A. Wait: <answer>B</answer>", 1.0),
-        ("The answer is A. The answer is B.", 0.0),
-        ("<answer>A or B</answer>", 0.0),
-        ("<answer>B) red</answer>", 0.0),
-        ("<answer>D</answer>", 0.0),
-        ("The answer is definitely blue-ish", 0.0),
-        ("A blue one", 0.0),
-        ("<think>The answer is B", 0.0),
-        ("", 0.0),
-    ],
-)
-async def test_a_choice_is_read_if_exactly_one_is_stated(
-    made: Any, text: str, score: float
-) -> None:
-    env = made(MMLU)
-    assert await env.score(CHOICE, text) == score
-
-
-@pytest.mark.parametrize(
-    ("gold", "text", "score"),
-    [
-        ("12", "\\boxed{11}, no, \\boxed{12}", 1.0),
-        ("12", "\\boxed{12}, no, \\boxed{11}", 0.0),
-        ("\\frac{1}{\\sqrt{2}}", "so \\boxed{\\frac{\\sqrt{2}}{2}}", 1.0),
-        ("25", "\\boxed{025}", 1.0),
-        ("3", "\\boxed{3.7}", 0.0),
-        ("1200", "\\boxed{1,200}", 1.0),
-        ("12", "12", 0.0),
-        ("12", "<think>\\boxed{12}", 0.0),
-        ("12", "<think>\\boxed{11}</think>\\boxed{12}", 1.0),
-    ],
-)
-async def test_the_last_box_after_the_thinking_is_the_answer(
-    made: Any, gold: str, text: str, score: float
-) -> None:
-    pytest.importorskip("math_verify")
-    env = made(MATH500)
-    assert await env.score({"question": "?", "answer": gold}, text) == score
 
 
 @pytest.mark.parametrize(
@@ -130,22 +76,6 @@ async def test_drop_reads_all_annotators(made: Any, by_columns: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "score"),
-    [
-        ("<answer>Barack Obama</answer>", 1.0),
-        ("obama", 1.0),
-        ("<answer>It was not Obama but Bush</answer>", 0.0),
-        ("<answer>Oba</answer>", 0.0),
-        ("<answer>Obama</answer><answer>Bush</answer>", 0.0),
-        ("", 0.1),
-    ],
-)
-async def test_simpleqa_without_a_judge_compares_words(made: Any, text: str, score: float) -> None:
-    env = made(SimpleQA)
-    assert await env.score({"question": "Who?", "answer": "Obama"}, text) == score
-
-
-@pytest.mark.parametrize(
     ("verdict", "score"),
     [
         ("Grade: CORRECT", 1.0),
@@ -180,53 +110,6 @@ async def test_simpleqa_separates_wrong_answers_from_none(started: Any) -> None:
     assert metrics["eval/accuracy_if_attempted"] == pytest.approx(2 / 3)
     assert metrics["eval/not_attempted_rate"] == 0.25
     assert metrics["eval/f_score"] == pytest.approx(4 / 7)
-
-
-@pytest.mark.parametrize(
-    ("gold", "answer", "score"),
-    [
-        ("(B)", "B", 1.0),
-        ("(B)", "(b) Tuesday.", 1.0),
-        ("(B)", "**(B)**", 1.0),
-        ("(B)", "\\boxed{B}", 1.0),
-        ("(B)", "The answer is (B).", 1.0),
-        ("(B)", "Tuesday", 1.0),
-        ("(B)", "C", 0.0),
-        ("(B)", "(B) or (C)", 0.0),
-        ("(B)", "(B) Monday", 0.0),
-        ("True", "**True**", 1.0),
-        ("True", "The answer is True.", 1.0),
-        ("True", "not True", 0.0),
-        ("True", "True or False", 0.0),
-        ("-50", "$-50$", 1.0),
-        ("-50", "\N{MINUS SIGN}50", 1.0),
-        ("-50", "50", 0.0),
-        ("8", "8.0", 1.0),
-        ("8", "8.5", 0.0),
-        ("8", "\\boxed{8}.", 1.0),
-        ("] ] )", "]])", 1.0),
-        ("ape bee", "ape, bee", 1.0),
-        ("ape bee", "bee ape", 0.0),
-        ("valid", "Valid.", 1.0),
-        ("valid", "invalid", 0.0),
-    ],
-)
-async def test_bbh_ignores_only_the_form(made: Any, gold: str, answer: str, score: float) -> None:
-    env = made(BBH)
-    days = "Which day?\nOptions:\n(A) Monday\n(B) Tuesday\n(C) Sunday"
-    row = {"question": days, "answer": gold, "groups": {"subset": "navigate"}}
-    assert await env.score(row, f"<answer>{answer}</answer>") == score
-    if "answer" not in answer:
-        assert await env.score(row, f"So the answer is {answer}\nI am sure.") == score
-
-
-async def test_bbh_reads_the_last_statement_where_there_is_no_tag(made: Any) -> None:
-    env = made(BBH)
-    row = {"question": "2 + 2 is?", "answer": "4"}
-    assert await env.score(row, "The answer is 5. No: the answer is **4**.") == 1.0
-    assert await env.score(row, "The answer is 4. No: the answer is 5.") == 0.0
-    assert await env.score(row, "<answer>5</answer> The answer is 4.") == 0.0
-    assert await env.score(row, "It is 4") == 0.0
 
 
 async def test_bbh_counts_every_task_alike_in_its_mean(made: Any) -> None:

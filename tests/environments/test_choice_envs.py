@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs.answers import ChoiceQuestion
 from atroposlib.envs.eval_run import hash_of
 from tests.environments.helpers_environments import load, logged
 
@@ -15,27 +14,7 @@ mcqa = load("mcqa_thinking_env")
 mmlu = load("mmlu_server")
 reversal = load("text_reversal_environment")
 fundamentals = load("fundamental_prediction_environment")
-
-QUESTION = ChoiceQuestion("Which?", ["red", "blue"], "B")
 REPORT = fundamentals.Report("...", "revenue", "reduced", 3.5)
-
-
-@pytest.mark.parametrize(
-    ("answer", "score"),
-    [
-        ("<think>A or B?</think> The best answer is: B", 1.0),
-        ("<think>The best answer is: A</think> The best answer is: B", 1.0),
-        ("<think>The best answer is: B</think> Surely.", -1.0),
-        ("The best answer is: B", -1.0),
-        ("<think>a</think> The best answer is: A", -1.0),
-        ("<think>a</think> The best answer is: A. The best answer is: B", -1.0),
-    ],
-)
-async def test_one_choice_after_the_thinking_counts(
-    started: Any, answer: str, score: float
-) -> None:
-    env = await started(mcqa.MCQAThinkingEnv)
-    assert env.score(QUESTION, answer) == score
 
 
 async def test_options_are_added_to_a_prompt_without_them(started: Any) -> None:
@@ -54,17 +33,6 @@ async def test_mmlu_reports_each_chosen_subject_also_of_few_stored_answers(start
     samples[0]["messages"] = [{"role": "assistant", "content": env.gold_answer(env.eval_rows[0])}]
     metrics = await env.rescore([{**each, "item_index": i} for i, each in enumerate(samples)])
     assert metrics["eval/percent_correct_small_products"] == 1 / 3
-
-
-@pytest.mark.parametrize("thinks", [False, True])
-async def test_reversing_needs_thinking_only_where_it_is_configured(
-    started: Any, thinks: bool
-) -> None:
-    env = await started(reversal.TextReversalEnv, thinking_mode=thinks)
-    assert env.score("ab c", "<reversed_text>\nc ba\n</reversed_text>") == float(not thinks)
-    assert env.score("ab c", "<think>x</think><reversed_text>c ba</reversed_text>") == 1.0
-    assert env.score("ab c", "c ba") == 0.0
-    assert env.score("ab c", "<reversed_text>cba</reversed_text>") == 0.0
 
 
 async def test_figures_of_reversals(started: Any) -> None:
@@ -91,27 +59,6 @@ async def test_figures_of_reversals(started: Any) -> None:
     assert metrics["eval/avg_response_length"] == pytest.approx(statistics.fmean(lengths))
     assert metrics["eval/response_length_std"] == pytest.approx(statistics.pstdev(lengths))
     assert metrics["eval/format_errors"] == len(env.eval_rows)
-
-
-@pytest.mark.parametrize(
-    ("line", "score"),
-    [
-        ("The revenue will be: reduced, -3.5%", 2.0),
-        ("**The Revenue will be: Reduced, -4%**", 1.9),
-        ("The revenue will be: reduced, -30%", 1.0),
-        ("The revenue will be: raised, +3.5%", 0.0),
-        ("The margin will be: reduced, -3.5%", 0.0),
-        ("The revenue will be: reduced", 0.0),
-        ("The revenue will be: reduced, +3.5%", 0.0),
-        ("The revenue will be: reduced, -3.5%\nThe revenue will be: raised, +3.5%", 0.0),
-    ],
-)
-async def test_a_prediction_earns_its_direction_and_its_size(
-    started: Any, line: str, score: float
-) -> None:
-    env = await started(fundamentals.FundamentalPredictionEnv)
-    assert env.score(REPORT, f"<think>a</think>\n{line}") == score
-    assert env.score(REPORT, line) == 0.0
 
 
 async def test_answers_of_nearly_the_limit_lose_half_a_point(started: Any) -> None:

@@ -33,6 +33,7 @@ from atroposlib.inference.scripted_answers import answer_tokens
 from atroposlib.runtime.process import process
 from atroposlib.runtime.replay import Replayer
 from atroposlib.scored_data import Strictness, check_group
+from tests.builders.tables import table
 from tests.environments.game_players import drive_taxi, play_blackjack, play_table
 from tests.environments.helpers_environments import load, logged, make_env
 from tests.runtime.helpers_runtime import LoopbackHub, produced, serving, until
@@ -373,73 +374,7 @@ async def test_a_right_answer_gets_the_best_score_and_a_cheap_trick_next_to_noth
         assert num_successes <= len(scores) // 4, policy.__name__
 
 
-REWARDS = {"train": "percent_correct avg_reward", "eval": "percent_correct avg_reward"}
-MATH = "percent_correct pass_at_groupsize percent_overanswer avg_correct_answer_len avg_incorrect_answer_len iter"
-METRICS: dict[str, dict[str, str]] = {
-    "tool_use_multiturn_server": REWARDS,
-    "tool_use_turnlevel_advantage_server": REWARDS,
-    "sql_query_env": {"train": "execution_success"},
-    "math_server": {
-        "train": MATH,
-        "judge_train": "judge_rollouts selfcorrect_rollouts",
-        "eval": "overall_percent_correct",
-    },
-    "math_server_zero": {"train": f"{MATH} curr_token_length", "eval": "overall_percent_correct"},
-    "letter_counting_environment.letter_counting_environment": {
-        "curriculum": "difficulty_level recent_success_rate samples_in_window",
-    },
-    "instruction_following_algorithm_environment": {
-        "curriculum": "active_items solved_items percent_solved total_items avg_attempts_active",
-    },
-    "pydantic_schema_following_environment.pydantic_schema_following_environment": {
-        "train": "percent_perfect",
-        "eval": "percent_perfect avg_score",
-    },
-    "answer_format_environment.answer_format_environment": {
-        "performance": "accuracy eval_accuracy",
-    },
-    "fundamental_prediction_environment": {
-        "train": "direction_accuracy magnitude_accuracy combined_score",
-        "eval": "direction_accuracy combined_score",
-    },
-    "dataset_environment.dataset_env": {
-        "eval": "mean_score max_score min_score",
-        "reward/accuracyreward": "mean_raw mean_weighted min max",
-    },
-    "code_execution_server.coding_server": {
-        "train_rewards": "rewards overlong_ratio pass@group_size completion_lengths correct_completion_lengths"
-        " incorrect_completion_lengths",
-        "eval": "pass_1",
-    },
-    "swe_rl_env": {
-        "env": "using_icl_prompt",
-        "train": "avg_patch_format_accuracy avg_similarity_score_for_correct_patches"
-        " avg_think_tags_present_accuracy avg_think_tags_well_formed_accuracy",
-        "eval": "avg_similarity_score_correct_patch_format patch_format_accuracy pass_at_1 total_eval_items"
-        " total_patch_format_correct avg_think_tags_present avg_think_tags_well_formed",
-    },
-    "sft_loader_server": {"train": "idx epoch"},
-    "game_environments.gymnasium.gym_taxi": {
-        "train": "percent_correct percent_picked_up_passenger"
-    },
-    "game_environments.gymnasium.blackjack.blackjack_env_no_thinking": {
-        "blackjack_no_thinking_train": "avg_episode_reward win_count loss_count draw_count num_episodes_in_batch",
-        "blackjack_no_thinking_eval": "win_rate loss_rate draw_rate avg_reward num_completed_episodes",
-    },
-    "game_environments.gymnasium.blackjack.blackjack_env_thinking": {
-        "blackjack_train": "avg_episode_reward avg_episode_steps episode_win_rate num_episodes",
-        "eval": "avg_total_reward avg_num_turns action_accuracy win_rate loss_rate draw_rate num_completed_episodes",
-    },
-    "game_environments.textworld_env.textworld_env": {
-        "textworld_minimal/train": "total_episodes win_count_absolute loss_count_absolute draw_count_absolute"
-        " win_rate_percent loss_rate_percent draw_rate_percent avg_episode_steps avg_outcome avg_reward_score"
-        " max_reward_score min_reward_score",
-    },
-}
-"""Metrics by environment and prefix that dashboards of the environments of NousResearch/atropos show.
-
-Other tests have the values of letter_counting's `stats` and `errors`, of text_reversal and the rest of answer_format.
-"""
+METRICS = table("environments/dashboards")
 
 
 @pytest.mark.parametrize(

@@ -24,31 +24,6 @@ def started(started: Any) -> Any:
     return partial(started, images.ImageQuestionEnv, **settings)
 
 
-@pytest.mark.parametrize(
-    ("gold", "text", "score"),
-    [
-        ("3", "<answer>3</answer>", 1.0),
-        ("3", "Red, blue, green. <answer> 3. </answer>", 1.0),
-        ("3", "3", -1.0),
-        ("3", "<answer>13</answer>", -1.0),
-        ("3", "<answer>3</answer><answer>4</answer>", -1.0),
-        ("3", "<answer>3", -1.0),
-        ("circle", "<answer>Circle</answer>", 1.0),
-        ("circle", "<answer>circle or square</answer>", -1.0),
-        ("4:05", "<answer>4:05</answer>", 1.0),
-        ("4:05", "<answer>04:05</answer>", 1.0),
-        ("4:05", "<answer>4:5</answer>", -1.0),
-        ("12:30", "<answer>2:30</answer>", -1.0),
-        ("10:00", "<answer>0:00</answer>", -1.0),
-    ],
-)
-async def test_only_the_tagged_answer_counts(
-    started: Any, gold: str, text: str, score: float
-) -> None:
-    env = await started("")
-    assert env.score(images.Question(text="?", answer=gold, image=""), text) == score
-
-
 async def test_a_group_has_the_image_of_every_sequence(started: Any) -> None:
     env = await started(["<answer>2</answer>", "<answer>no</answer>"], seed=1)
     item = await env.get_next_item()

@@ -26,21 +26,6 @@ def row(function: str, **args: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    ("answer", "score"),
-    [
-        ("<think>a, b</think> text", 1.0),
-        ("<think>a</think> a, b", 0.0),
-        ("text", 0.0),
-        ("<think>a</think>", 0.0),
-        ("<think>a</think><think>b</think> text", 0.0),
-    ],
-)
-async def test_the_text_after_the_thinking_counts(started: Any, answer: str, score: float) -> None:
-    env = await started("")
-    assert env.score(env.parse_row(row("validate_no_commas")), answer) == score
-
-
 async def test_rows_that_cannot_be_checked_are_left_out(started: Any) -> None:
     env = await started("")
     assert env.parse_row(row("validate_repeat_prompt")) is None

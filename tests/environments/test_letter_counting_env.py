@@ -31,35 +31,6 @@ def test_every_level_asks_for_letters_that_are_counted_right(level: int) -> None
         assert len(answer) <= counting.LEVELS[level - 1].max_letters
 
 
-@pytest.mark.parametrize(
-    ("answer", "score"),
-    [
-        ("<think>a</think><answer>3</answer>", 1.0),
-        ("<THINK>a</THINK> it is <answer> 3 </answer>", 1.0),
-        ("<answer>3</answer>", 0.0),
-        ("<think><answer>3</answer></think>", 0.0),
-        ("<think>a</think><answer>3</answer><answer>3</answer>", 0.0),
-        ("<think>a</think><think>b</think><answer>3</answer>", 0.0),
-        ("<think>a</think><answer>3.0</answer>", 0.0),
-        ('<think>a</think><answer>{"a": 3}</answer>', 0.0),
-    ],
-)
-async def test_only_the_count_in_the_required_form_is_right(
-    started: Any, answer: str, score: float
-) -> None:
-    env = await started()
-    assert env.score(counting.Question("?", 3, 1), answer) == score
-
-
-async def test_all_letters_and_no_other_must_be_counted(started: Any) -> None:
-    env = await started()
-    row = counting.Question("?", {"a": 3, "b": 0}, 3)
-    tagged = "<think>a</think><answer>{}</answer>".format
-    assert env.score(row, tagged('{"b": 0, "a": 3}')) == 1.0
-    assert env.score(row, tagged('{"a": 3}')) == 0.0
-    assert env.score(row, tagged('{"a": 3, "b": 0, "c": 1}')) == 0.0
-
-
 async def test_format_errors_of_training_are_counted_and_those_of_evaluation_are_not(
     started: Any,
 ) -> None:

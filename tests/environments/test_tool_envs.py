@@ -71,25 +71,6 @@ REQUEST = tool_calling.Request(
 )
 
 
-@pytest.mark.parametrize(
-    ("answer", "score"),
-    [
-        (f"<think>a</think>{PRICE}{STOCK}", 1.0),
-        (f"<think>a</think>{STOCK}\n{PRICE}", 1.0),
-        (f"<think>a</think>{call('price', fruit='fig', count=3, tax=1)}{STOCK}", 1.0),
-        (f"{PRICE}{STOCK}", -1.0),
-        (f"<think>{PRICE}{STOCK}</think>", -1.0),
-        (f"<think>a</think>{PRICE}", -1.0),
-        (f"<think>a</think>{PRICE}{PRICE}", -1.0),
-        (f"<think>a</think>{PRICE}{STOCK}{STOCK}", -1.0),
-        (f"<think>a</think>{PRICE}{STOCK}<tool_call>no JSON</tool_call>", -1.0),
-    ],
-)
-def test_each_expected_call_must_be_made_once(made: Any, answer: str, score: float) -> None:
-    env = made(tool_calling.SingleToolCallingEnv)
-    assert env.score(REQUEST, answer) == score
-
-
 def test_a_row_without_a_readable_call_is_skipped(made: Any) -> None:
     env = made(tool_calling.SingleToolCallingEnv)
     turns = [{"from": "human", "value": "?"}, {"from": "gpt", "value": "<tool_call>{</tool_call>"}]

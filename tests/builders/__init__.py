@@ -1,0 +1,1 @@
+"""What tests of several folders build: written once, and named after what it makes."""

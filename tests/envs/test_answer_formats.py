@@ -7,6 +7,7 @@ import time
 import pytest
 
 from atroposlib.envs.answer_formats import BLANK, FORMATS, MAX_DOCUMENT
+from tests.builders.tables import table
 
 DOCUMENTS = ("json", "yaml", "toml")
 PROSE = "I think that it may be the second one but this is hard to tell"
@@ -95,44 +96,7 @@ def test_a_document_that_cannot_be_read_is_not_in_the_format(name: str, value: s
         assert found is None or isinstance(found, str)
 
 
-UNITS = (
-    *(
-        "a",
-        " ",
-        "\t",
-        "\n",
-        "$",
-        "\\therefore ",
-        "\\implies ",
-        "\\equiv ",
-        "$\\equiv ",
-        "[",
-        "{",
-        "[a, ",
-        "{a: ",
-        "[]",
-    ),
-    *(
-        "- ",
-        "? ",
-        "a: ",
-        "a.",
-        "&a ",
-        '"',
-        "'",
-        "*",
-        "_",
-        "`",
-        "```\n",
-        "<",
-        "(",
-        "|",
-        "#",
-        "~",
-        "\\begin{align}",
-    ),
-    *("\\boxed{", "\\boxed{a{b{", "# ", "-> ", "1:"),
-)
+UNITS = table("envs/repeated")["formats"]
 
 
 @pytest.mark.parametrize("name", FORMATS)

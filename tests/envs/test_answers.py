@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import time
+from typing import Any
 
 import pytest
 
 from atroposlib.envs.answers import (
-    after_thinking_once,
     code_blocks,
     last_block,
     only_tagged,
@@ -16,82 +17,23 @@ from atroposlib.envs.answers import (
     read_tag,
     solution_of,
 )
-
-COLOURS = ["red", "blue", "a reddish blue", "none of these"]
-
-
-@pytest.mark.parametrize(
-    ("text", "after"),
-    [
-        ("<think>a</think>b", "b"),
-        ("x<Think>a</THINK>b", "b"),
-        ("a</think>b", None),
-        ("</think>a<think>b", None),
-        ("<think>a", None),
-        ("<think>a</think>b<think>c</think>d", None),
-        ("<think><think>a</think>b", None),
-    ],
-)
-def test_thinking_is_one_block(text: str, after: str | None) -> None:
-    assert after_thinking_once(text) == after
+from tests.builders.tables import table
 
 
 @pytest.mark.parametrize(
-    ("text", "inside"),
+    ("reader", "text", "arguments", "value"),
     [
-        ("<a> b </a>", "b"),
-        ("<A>b</A> c", "b"),
-        ("<a>line\nline</a>", "line\nline"),
-        ("<a></a>", ""),
-        ("</a>b<a>", None),
-        ("<a>b", None),
-        ("<a>b</a><a>", None),
-        ("<a><a>b</a></a>", None),
-        ("b", None),
+        (each["reader"], text, each.get("arguments", {}), value)
+        for each in table("envs/readers")
+        for text, value in each["texts"]
     ],
 )
-def test_a_tag_is_read_where_it_is_the_only_one(text: str, inside: str | None) -> None:
-    assert only_tagged(text, "a") == inside
-
-
-@pytest.mark.parametrize(
-    ("text", "letter"),
-    [
-        ("The best answer is: B", "B"),
-        ("the correct answer is (C).", "C"),
-        ("**The answer is B**", "B"),
-        ("Final answer: **D**", "D"),
-        ("the final answer is \\boxed{B}", "B"),
-        ("\\boxed{\\text{C}}", "C"),
-        ("The best answer is: blue", "B"),
-        ("The best answer is: a reddish blue.", "C"),
-        ("The best answer is a compromise", None),
-        ("The best answer is: bluebird", None),
-        ("The answer is A. The answer is B.", None),
-        ("The best answer is A, B, C or D", None),
-        ("The answer is A, so \\boxed{B}", None),
-        ("The best answer is: LETTER", None),
-    ],
-)
-def test_a_choice_is_stated_once(text: str, letter: str | None) -> None:
-    assert read_choice(text, COLOURS)[0] == letter
-
-
-@pytest.mark.parametrize(
-    ("stated", "options", "letter"),
-    [
-        ("New York City", ["New York", "New York City"], "B"),
-        ("A red car", ["a blue car", "A red car"], "B"),
-        ("1.5", ["1", "1.5"], "B"),
-        ("1.5", ["1", "2"], None),
-        ("C", ["C", "D"], "A"),
-        ("A", ["C", "A"], "A"),
-    ],
-)
-def test_the_longest_option_that_is_stated_is_the_choice(
-    stated: str, options: list[str], letter: str | None
+def test_a_reader_returns_what_a_text_states(
+    reader: str, text: str, arguments: dict[str, Any], value: Any
 ) -> None:
-    assert read_choice(f"The best answer is: {stated}", options)[0] == letter
+    module, _, name = reader.rpartition(".")
+    read = getattr(importlib.import_module(f"atroposlib.envs.{module}"), name)
+    assert read(text, **arguments) == value
 
 
 PROGRAM = "for i in range(2):\n    print(i)"
@@ -160,47 +102,7 @@ def test_fences_inside_of_a_program_belong_to_it() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    "unit",
-    [
-        "The ",
-        "the answer is A ",
-        "The answer is",
-        " ",
-        "\n",
-        "\\boxed{",
-        "\\boxed{A",
-        "\\text{a{x}",
-        "A ",
-        "A, ",
-        "A or ",
-        "A\n",
-        "(",
-        "[",
-        "*",
-        "*a",
-        "`",
-        "`a",
-        "$",
-        '"',
-        "it's ",
-        "or maybe ",
-        "Answer: A ",
-        "wait, ",
-        "could be ",
-        "not ",
-        "Paris ",
-        "```",
-        "```py\n",
-        "~~~\n",
-        "```\n",
-        "- ",
-        "1. ",
-        "<answer>",
-        "</answer>",
-        "<think>",
-    ],
-)
+@pytest.mark.parametrize("unit", table("envs/repeated")["answers"])
 def test_reading_takes_linear_time(unit: str) -> None:
     def seconds(length: int) -> float:
         text = (unit * length)[:length]

@@ -12,7 +12,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from atroposlib.envs.base import APIServerConfig
-from atroposlib.envs.judge_env import JudgeEnv, JudgeEnvConfig, pairings, parse_mark, parse_verdict
+from atroposlib.envs.judge_env import JudgeEnv, JudgeEnvConfig, pairings
 from atroposlib.errors import ConfigError, EngineProtocolError, EnvError
 from atroposlib.inference.harness import (
     HarnessRequest,
@@ -167,41 +167,6 @@ def test_judge_has_flags_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     assert "secret" not in capsys.readouterr().out
     env = build_environment(Essays, "process", [], prog="essays")
     assert env.judge is env.server
-
-
-@pytest.mark.parametrize(
-    ("verdict", "mark"),
-    [
-        ("Score: 7", 0.7),
-        ("**Score**: 7.5 out of 10", 0.75),
-        ("Score: 3 at first, but no. score = 4", 0.4),
-        ("<think>Score: 9</think> Score: 2", 0.2),
-        ("<think>Score: 9</think> well", None),
-        ("<think>Score: 9? Too much, perhaps", None),
-        ("<think>hm</think> Score: 2 <think>Score: 9", None),
-        ("Score: 11", None),
-        ("Score: -1", None),
-        ("seven", None),
-        ("", None),
-    ],
-)
-def test_marks_are_read_or_refused(verdict: str, mark: float | None) -> None:
-    assert parse_mark(verdict, best_mark=10) == mark
-
-
-@pytest.mark.parametrize(
-    ("verdict", "first"),
-    [
-        ("Verdict: A", 1.0),
-        ("verdict: **B**", 0.0),
-        ("Verdict: tie.", 0.5),
-        ("Verdict: Another", None),
-        ("A is better", None),
-        ("<think>Verdict: A? Let me see", None),
-    ],
-)
-def test_verdicts_are_read_or_refused(verdict: str, first: float | None) -> None:
-    assert parse_verdict(verdict) == first
 
 
 def test_every_answer_is_in_as_many_pairs_and_no_pair_comes_twice() -> None:

@@ -17,33 +17,6 @@ def verdict(gold: str, text: str, *, allows_restating: bool = False) -> bool | N
     return is_equal(gold, answer) if decided is None else decided
 
 
-@pytest.mark.parametrize(
-    ("text", "boxed", "final"),
-    [
-        (r"\boxed{1}", "1", "1"),
-        (r"\boxed{1}, no, \boxed{\frac{1}{2}}.", r"\frac{1}{2}", r"\frac{1}{2}"),
-        ("\\boxed{16}\n\\boxed{16=\n$17$", None, None),
-        (r"\boxed{16} so \boxed", "16", "16"),
-        (r"\boxed{17 \boxed{16}}", "16", "16"),
-        (r"\boxed {16}", "16", "16"),
-        (r"\fbox{16}", "16", "16"),
-        (r"\boxed{\{1, 2\}}", r"\{1, 2\}", r"\{1, 2\}"),
-        (r"\boxed{}", "", ""),
-        (r"<think>\boxed{16}</think> \boxed{17}", "17", "17"),
-        (r"<think>\boxed{16}</think> 17", None, "16"),
-        (r"<think> so \boxed{16}", None, "16"),
-        (r"#### 16 \boxed{17}", "17", "17"),
-        (r"#### 16 \boxed{17", None, None),
-        ("16 #### 17\n$16$", None, "17"),
-        ("#### 16\n#### 17", None, "17"),
-        ("The answer is 16", None, None),
-        ("####", None, None),
-    ],
-)
-def test_one_span_of_a_text_is_the_answer(text: str, boxed: str | None, final: str | None) -> None:
-    assert (boxed_answer(text), final_answer(text)) == (boxed, final)
-
-
 RIGHT_NUMBERS = {
     "12": r"12|12.|12.0|+12|012|$12$|\$12|12\%|x = 12|x=y=12|\angle A_1 = 12^\circ|12^{\circ}|12 \text{ cm}^2|(12)"
     r"|12\,\mathrm{km/h}|\text{12}|\mathbf{12}|\left(12\right)|12 \approx 12.0|120\times10^{-1}|\(12\)|{12}|12 cm"

@@ -24,7 +24,6 @@ from atroposlib.envs.reward_fns.crossword_format_reward import CrosswordFormatRe
 from atroposlib.envs.reward_fns.format_reward import FormatReward, format_reward
 from atroposlib.envs.reward_fns.math_worker import BlockingWorkers, math_workers
 from atroposlib.envs.reward_fns.r1_reward import (
-    AccuracyXReward,
     FormatReasoningReward,
     R1Reward,
     r1_reward,
@@ -37,6 +36,7 @@ from atroposlib.envs.reward_fns.repetition_penalty_reward import (
 )
 from atroposlib.envs.rewards import RewardFailure
 from atroposlib.errors import ConfigError, EnvError, MissingDependency
+from tests.builders.tables import table
 from tests.envs import helpers_rewards
 from tests.tiny_model import make_tiny_model
 
@@ -272,115 +272,25 @@ def test_combined_is_made_from_names_and_configurations() -> None:
         CombinedReward([], normalization="softmax")  # type: ignore[arg-type]
 
 
-FILLER = "some words so that the text is long enough to count"
 PLAIN = "The cat sat on a mat near our door. Later it went off to sleep in some warm place."
 SAME_BEGINNINGS = "We saw a big dog here. We saw an old car there. We saw some men at work now."
-VALUES: dict[type[RewardFunction], list[tuple[Any, ...]]] = {
-    FormatReward: [
-        ("<think>x</think>", 1.0),
-        ("<THINK>x</THINK>", 1.0),
-        ("<THINK>x</THINK>", {"case_sensitive": True}, 0.0),
-        ("<think>x", 0.0),
-        ("<think>x</think>", {"require_all_tags": True}, 0.0),
-        ("<think>x\n</think><answer>1</answer>", {"require_all_tags": True}, 1.0),
-        ("<a.b>x</a.b>", {"preferred_tags": ["a.b"]}, 1.0),
-        ("<axb>x</axb>", {"preferred_tags": ["a.b"]}, 0.0),
-    ],
-    FormatReasoningReward: [
-        ("<think>x</think>y", 0.5),
-        ("<think>x</think>y", {"reward_value": 2.0}, 2.0),
-        ("<think> </think>y", 0.0),
-        ("<think>x</think> ", 0.0),
-        ("<think>x</think> ", {"require_response": False}, 0.5),
-        ("y", 0.0),
-        ("y", {"require_thinking": False}, 0.5),
-        ("<think>x</think>y<think>z</think>w", 0.0),
-        ("<think>x</think>y<think>z</think>w", {"allow_multiple_thinking": True}, 0.5),
-        ("<think>x</think>y</think>z", {"allow_multiple_thinking": True}, 0.0),
-        ("<think>x</think>y<think>", 0.0),
-    ],
-    CrosswordFormatReward: [
-        ("1-Across: WORD\n2-Down: CAT", 1.0),
-        ("1-Across: WoRD", 0.0),
-        ("1-Across: WoRD", {"penalize_invalid_chars": False}, 1.0),
-        ("1-Across: WORD, 2-Down: C4T", 0.0),
-        ("the answer is WORD", 0.0),
-        ("A1=CAT", {"format_patterns": [r"A\d=(\w+)"], "reward_value": 2.0}, 2.0),
-        ("A1=12", {"format_patterns": [r"A\d=(\w+)"], "valid_chars": "123"}, 1.0),
-    ],
-    ReasoningStepsReward: [
-        ("too short", 0.0),
-        ("these are ten words and not one more of them", 0.0),
-        (FILLER, 0.1),
-        (f"Step 1 {FILLER}", 0.1 + 0.5 / 3),
-        (f"1. a\n2. b\n3. c\n4. d\n{FILLER}", 0.1 + 0.5),
-        (f"- a\n* b\n\u2022 c\n{FILLER}", 0.1 + 0.4),
-        (f"Step 1 Step 2 Step 3\n1. a\n2. b\n3. c\n{FILLER}", 1.0),
-        # Short texts earn their patterns, only not the base score.
-        ("Step 1: a\nstep 2:b\nSTEP 3 c", 0.5),
-        ("Step 1, Step 2. Step 3", 0.0),
-        ("1) a\n2) b\n+ c", 0.0),
-        ("I'll first compute it. After that, let's begin", 0.3),
-        ("To solve this, begin by reading; in conclusion, stop", 0.3),
-        ("fourth fifth lastly", 0.3),
-        ("initially eventually subsequently afterward to begin understand analyze apply", 0.3),
-        ("Therefore x, because y, thus z, hence w, consequently v", 0.0),
-    ],
-    RepetitionPenaltyReward: [
-        ("", -0.1),
-        ("one sentence of ten words is still only one sentence", -0.1),
-        (PLAIN, 0.0),
-        # One of four sentences is said again.
-        (f"{PLAIN} It rains now. it rains, NOW!", -0.6 - 0.4 / 4),
-        ("go on. " * 10, -0.6 - 0.4 * 9 / 10),
-        # 4 of 20 words follow themselves (share 4/19), and 4 of 18 phrases are repeats.
-        ("a b c d e f g h i j. k l m n o p p p p p.", -(0.6 * 4 / 19 + 0.4 * 2 / 18)),
-        # Two of three sentences begin like the first; no other share is above the threshold.
-        (SAME_BEGINNINGS, -(0.5 * 2 / 3)),
-    ],
-}
-"""Texts with their values by reward; with settings between them if these are not the defaults."""
 
 
 @pytest.mark.parametrize(
-    ("reward", "text", "settings", "expected"),
+    ("reward", "text", "settings", "expected", "solution"),
     [
-        (reward, text, *settings, expected) if settings else (reward, text, {}, expected)
-        for reward, rows in VALUES.items()
-        for text, *settings, expected in rows
+        (reward, text, settings, expected, *(solution or [None]))
+        for reward, rows in table("envs/rewards").items()
+        for text, settings, expected, *solution in rows
     ],
 )
 def test_a_text_has_its_value(
-    reward: type[RewardFunction], text: str, settings: dict[str, Any], expected: float
+    reward: str, text: str, settings: dict[str, Any], expected: float, solution: Any
 ) -> None:
-    assert reward(**settings)([text]) == [pytest.approx(expected)]
-    if reward is FormatReward:
+    made = registry.create(reward, **settings)
+    assert made([text], solution=solution) == [pytest.approx(expected)]
+    if reward == "format":
         assert format_reward([text], **settings) == [expected]
-
-
-@pytest.mark.parametrize(
-    ("text", "solution", "config", "expected"),
-    [
-        ("It is Paris.", "paris", {}, 1.0),
-        ("It is Paris.", "paris", {"case_sensitive": True}, 0.0),
-        ("It is Paris.", "paris", {"exact_match": True}, 0.0),
-        (" Paris ", "paris", {"exact_match": True}, 1.0),
-        ("<think>Paris</think>Rome", "Paris", {}, 0.0),
-        ("Paris", "", {}, 0.0),
-        ("Paris", None, {}, 0.0),
-        ("42", 42, {"reward_value": 3.0}, 3.0),
-        ("6 * 7 = 42.", 42, {}, 1.0),
-        ("40, 41, 42, 43", 42, {}, 0.0),
-        ("142", 42, {}, 0.0),
-        (r"41? No: \boxed{1{,}042} dollars for 42.", "1042", {}, 1.0),
-        (r"Paris or \boxed{\text{Rome}}", "Paris", {}, 0.0),
-        ("<think>42", 42, {}, 0.0),
-    ],
-)
-def test_accuracy_x_looks_for_the_solution_in_the_response(
-    text: str, solution: Any, config: dict[str, Any], expected: float
-) -> None:
-    assert AccuracyXReward(**config)([text], solution=solution) == [expected]
 
 
 def test_r1_is_the_weighted_sum_of_form_and_accuracy() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -80,17 +79,6 @@ def test_rescore_is_evaluate_with_a_stored_evaluation(
     assert f"{tmp_path}: there is no evaluate_config.yaml" in capsys.readouterr().err
     assert main(["rescore", "nowhere", "--env", "gsm8k_eval"]) == 2
     assert "nowhere: there is no such file or directory" in capsys.readouterr().err
-
-
-def test_compare_prints_the_difference_of_two_evaluations(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    for name, score in (("before", 0.0), ("after", 1.0)):
-        (tmp_path / name).mkdir()
-        sample = {"score": score, "item_index": 0, "item_hash": "a", "sample_index": 0}
-        (tmp_path / name / "samples.jsonl").write_text(json.dumps(sample) + "\n")
-    assert main(["compare", str(tmp_path / "before"), str(tmp_path / "after")]) == 0
-    assert "| score | 0.0000 | 1.0000 | +1.0000 " in capsys.readouterr().out
 
 
 def test_a_module_runs_by_its_name_in_the_package() -> None:

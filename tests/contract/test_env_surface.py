@@ -28,82 +28,11 @@ from atroposlib.envs.server_handling.openai_server import resolve_openai_configs
 from atroposlib.errors import ConfigError
 from atroposlib.inference.config import ServerManagerConfig
 from atroposlib.runtime.command import build_environment, resolve_servers, run_environment
+from tests.builders.tables import table
 from tests.runtime.helpers_runtime import ScriptedEnv
 
-SERVERS = "atroposlib.envs.server_handling"
-
-NAMES = {
-    "atroposlib.api": "app",
-    "atroposlib.api.server": "app MIN_ENV_WEIGHT Registration RegisterEnv EnvIdentifier ScoredData Status Info"
-    " GZipRequestMiddleware root register register_env_url disconnect_env wandb_info info get_batch"
-    " get_latest_example scored_data scored_data_list get_status get_status_env reset_data",
-    "atroposlib.api.utils": "find_groups_summing_to_target grab_exact_from_heterogeneous_queue"
-    " grab_batch_with_minimum_allocations",
-    "atroposlib.cli.run_api": "main",
-    "atroposlib.cli.view_run": "main",
-    "atroposlib.cli.view_run_multimodal": "main",
-    "atroposlib.cli.sft": "main",
-    "atroposlib.cli.dpo": "main",
-    "atroposlib.cli.inference_node_wandb_watcher": "main",
-    "atroposlib.envs": "BaseEnv BaseEnvConfig APIServerConfig",
-    "atroposlib.envs.base": "BaseEnv BaseEnvConfig APIServerConfig ServerBaseline APIServer ScoredDataGroup"
-    " ScoredDataItem EvalHandlingEnum Item ServerManager ServerManagerConfig ReasoningConfig Message UUID logger"
-    " OpenaiConfig",
-    "atroposlib.envs.constants": "ENV_NAMESPACE OPENAI_NAMESPACE SERVER_MANAGER_NAMESPACE NAMESPACE_SEP",
-    "atroposlib.envs.eval": "pass_at_k evaluate_log EvalBase eval_runner",
-    "atroposlib.envs.teacher_distillation_env": "TeacherDistillationConfig TeacherDistillationEnv",
-    "atroposlib.envs.reward_fns": "RewardFunction registry CombinedReward",
-    "atroposlib.envs.reward_fns.registry": "registry",
-    "atroposlib.envs.reward_fns.combined_reward": "CombinedReward",
-    "atroposlib.envs.reward_fns.reward_function": "RewardFunction",
-    **{
-        f"atroposlib.envs.reward_fns.{name}": ""
-        for name in [
-            "accuracy_reward",
-            "format_reward",
-            "r1_reward",
-            "cascading_r1_math_reward",
-            "cosine_scaled_reward",
-            "crossword_format_reward",
-            "reasoning_steps_reward",
-            "repetition_penalty_reward",
-            "chandas_meter_reward",
-        ]
-    },
-    f"{SERVERS}.server_baseline": "ServerBaseline APIServerConfig APIServer ReasoningConfig"
-    " AsyncSemWithAdaptiveWeight VALID_REASONING_EFFORTS",
-    f"{SERVERS}.server_manager": "ServerManager ServerManagerConfig ServerBaseline APIServerConfig APIServer"
-    " OpenAIServer ServerHarness",
-    f"{SERVERS}.openai_server": "OpenAIServer APIServerConfig resolve_openai_configs",
-    f"{SERVERS}.vllm_server": "VLLMServer",
-    f"{SERVERS}.sglang_server": "SGLangServer",
-    f"{SERVERS}.trl_vllm_server": "TrlVllmServer",
-    f"{SERVERS}.managed_server": "SequenceNode ManagedServer DummyManagedServer ManagedServerAdapter",
-    f"{SERVERS}.managed_server_proxy": "create_app main",
-    f"{SERVERS}.proxy_client": "ProxyManagedServer create_proxy_session",
-    f"{SERVERS}.server_harness": "ServerHarness create_chat_completion create_completion",
-    f"{SERVERS}.tool_call_translator": "ToolCallTranslator VLLM_AVAILABLE",
-    "atroposlib.frontend.jsonl2html": "generate_html create_html_for_group get_score_class",
-    "atroposlib.type_definitions": "Content Item number UUID Message AgentStep AgentHistory Observation GameStep"
-    " GameHistory EvaluationConfigGeneral EvaluationResults EvaluationMetrics EvaluationSample",
-    "atroposlib.utils.tokenize_for_trainer": "tokenize_for_trainer UNMASKED_ROLES",
-    "atroposlib.utils.advantages": "allclose_to_first compute_stats compute_discounted_returns"
-    " compute_grpo_process_supervision_advantages",
-    "atroposlib.utils.best_of_n_selection": "select_best_index",
-    "atroposlib.utils.force_diverse_samples": "generate_with_diverse_first_tokens",
-    "atroposlib.utils.message_history_utils": "strip_thinking truncate_thinking ensure_trajectory_token_limit",
-    "atroposlib.utils.tool_call_parser": "parse_tool_call extract_tool_call",
-    "atroposlib.utils.metrics": "get_std_min_max_avg",
-    "atroposlib.utils.io": "parse_http_response",
-    "atroposlib.utils.display": "display_metrics_table",
-    "atroposlib.utils.cli": "get_prefixed_pydantic_model merge_dicts extract_namespace adjust_model_defaults"
-    " get_double_dash_flags",
-    "atroposlib.utils.tokenizers.qwen_fixed_tokenizer": "QwenFixedTokenizer",
-    "atroposlib.tests.api_test_utils": "launch_api_for_testing",
-    "example_trainer": "TrainingConfig train_legacy train_shared_vllm train_lora train_lora_restart parse_args"
-    " config_from_args",
-}
-"""Module -> what is imported from it."""
+SURFACE = table("contract/env_surface")
+NAMES, METHODS, PARAMETERS = SURFACE["names"], SURFACE["methods"], SURFACE["parameters"]
 
 
 def _missing(module: str) -> list[str]:
@@ -120,44 +49,6 @@ def _missing(module: str) -> list[str]:
 @pytest.mark.parametrize("module", NAMES)
 def test_names_are_where_environments_import_them_from(module: str) -> None:
     assert _missing(module) == []
-
-
-METHODS = {
-    "config_init": "",
-    "setup": "async",
-    "get_next_item": "async",
-    "collect_trajectory": "async item",
-    "collect_trajectories": "async item",
-    "postprocess_histories": "async trajectories",
-    "evaluate": "async *args **kwargs",
-    "wandb_log": "async wandb_metrics=None",
-    "create_rollout_table": "async wandb_metrics",
-    "add_rollouts_for_wandb": "async scored_data item=None",
-    "save_checkpoint": "step data=None",
-    "load_checkpoint": "",
-    "cleanup": "async",
-    "env_step_checks": "async",
-    "add_train_workers": "async",
-    "get_server_info": "async",
-    "get_status": "async",
-    "setup_wandb": "async",
-    "register_env": "async",
-    "handle_env": "async item_uuid",
-    "handle_send_to_api": "async scored_data item=None do_send_to_api=True abort_on_any_max_length_exceeded=True",
-    "_send_scored_data_to_api": "async scored_data",
-    "env_manager": "async",
-    "process_manager": "async",
-    "_register_env": "async",
-    "perf_stats": "metrics_dict",
-    "evaluate_log": "async metrics task_name=None model_name=None start_time=None end_time=None"
-    " generation_parameters=None samples=None verbose=True",
-    "close": "",
-    "cli": "",
-    "get_cli_serve_config_cls": "",
-    "get_cli_process_config_cls": "",
-    "get_cli_evaluate_config_cls": "",
-}
-"""Method -> its parameters in positional order, with defaults."""
 
 
 def _spelled(method: Any) -> str:
@@ -186,130 +77,6 @@ def test_class_attributes_and_constructor_are_the_originals() -> None:
     assert (type(config), type(servers)) == (BaseEnvConfig, ServerBaseline)
 
 
-PARAMETERS = {
-    "envs.eval:pass_at_k": "m c k",
-    "envs.eval:evaluate_log": "metrics eval_dir task_name model_name start_time end_time"
-    " generation_parameters samples verbose",
-    "envs.eval:EvalBase.__init__": "pass_at_n pass_at_n_samples",
-    "envs.eval:EvalBase.chat_completion": "server messages",
-    "envs.eval:EvalBase.run_item": "server data_item",
-    "envs.eval:eval_runner": "eval_env",
-    "envs.reward_fns.accuracy_reward:AccuracyReward.__init__": "tolerance split_on_think_tag"
-    " max_boxed_threshold weight",
-    "envs.reward_fns.accuracy_reward:accuracy_reward": "completions solution ground_truth",
-    "envs.reward_fns.cascading_r1_math_reward:cascading_r1_math_reward": "completions solution",
-    "envs.reward_fns.chandas_meter_reward:ChandasMeterReward.__init__": "meter weight",
-    "envs.reward_fns.combined_reward:CombinedReward.__init__": "rewards normalization weight",
-    "envs.reward_fns.combined_reward:CombinedReward.set_wandb_logger": "logger",
-    "envs.reward_fns.cosine_scaled_reward:CosineScaledReward.__init__": "model_name scale_factor"
-    " min_reward max_reward default_reward weight",
-    "envs.reward_fns.cosine_scaled_reward:cosine_scaled_reward": "completions solution",
-    "envs.reward_fns.crossword_format_reward:CrosswordFormatReward.__init__": "format_patterns"
-    " reward_value penalize_invalid_chars valid_chars weight",
-    "envs.reward_fns.crossword_format_reward:crossword_format_reward": "completions",
-    "envs.reward_fns.format_reward:FormatReward.__init__": "preferred_tags require_all_tags"
-    " case_sensitive weight",
-    "envs.reward_fns.format_reward:format_reward": "completions preferred_tags",
-    "envs.reward_fns.r1_reward:FormatReasoningReward.__init__": "reward_value require_thinking"
-    " require_response allow_multiple_thinking weight",
-    "envs.reward_fns.r1_reward:AccuracyXReward.__init__": "exact_match case_sensitive"
-    " reward_value weight",
-    "envs.reward_fns.r1_reward:R1Reward.__init__": "format_weight accuracy_weight weight",
-    "envs.reward_fns.r1_reward:r1_reward": "completions solution",
-    "envs.reward_fns.reasoning_steps_reward:ReasoningStepsReward.__init__": "min_words min_steps"
-    " base_score pattern_weights weight",
-    "envs.reward_fns.reasoning_steps_reward:reasoning_steps_reward": "completions",
-    "envs.reward_fns.registry:RewardRegistry.register": "cls name",
-    "envs.reward_fns.registry:RewardRegistry.register_function": "name function",
-    "envs.reward_fns.registry:RewardRegistry.create": "name_or_config",
-    "envs.reward_fns.registry:RewardRegistry.get": "name",
-    "envs.reward_fns.registry:RewardRegistry.load_required_functions": "config",
-    "envs.reward_fns.registry:LegacyFunctionWrapper.__init__": "func weight",
-    "envs.reward_fns.repetition_penalty_reward:RepetitionPenaltyReward.__init__": "threshold"
-    " min_words min_sentences short_text_penalty paragraph_repetition_base_penalty"
-    " component_weights stopwords weight",
-    "envs.reward_fns.repetition_penalty_reward:repetition_penalty_reward": "completions threshold",
-    "envs.reward_fns.reward_function:RewardFunction.__init__": "weight name",
-    "envs.reward_fns.reward_function:RewardFunction.set_wandb_logger": "logger",
-    "envs.reward_fns.reward_function:RewardFunction.log_metrics": "raw_rewards weighted_rewards",
-    "envs.reward_fns.reward_function:RewardFunction.get_content": "completion",
-    "envs.server_handling.managed_server:ManagedServer.__init__": "server tokenizer track_tree"
-    " tool_parser preserve_think_blocks",
-    "envs.server_handling.managed_server:DummyManagedServer.__init__": "server tokenizer"
-    " track_tree",
-    "envs.server_handling.managed_server:ManagedServerAdapter.__init__": "managed_server base_url",
-    "envs.server_handling.managed_server_proxy:create_app": "server_manager tokenizer model_name",
-    "envs.server_handling.openai_server:resolve_openai_configs": "default_server_configs"
-    " openai_config_dict yaml_config cli_passed_flags logger",
-    "envs.server_handling.proxy_client:ProxyManagedServer.__init__": "proxy_url session_uuid"
-    " model_name base_url",
-    "envs.server_handling.proxy_client:create_proxy_session": "proxy_url base_url tool_parser"
-    " track_tree model_name",
-    "envs.server_handling.server_baseline:ReasoningConfig.build_extra_body": "base_url"
-    " use_max_tokens",
-    "envs.server_handling.server_baseline:ReasoningConfig.from_env_config": "env_config",
-    "envs.server_handling.server_baseline:AsyncSemWithAdaptiveWeight.__init__": "value",
-    "envs.server_handling.server_baseline:AsyncSemWithAdaptiveWeight.update_weight": "weight",
-    "envs.server_handling.server_baseline:APIServer.__init__": "config reasoning_config",
-    "envs.server_handling.server_baseline:APIServer.update_weight": "weight",
-    "envs.server_handling.server_baseline:APIServer.check_server_status_task": "chat_completion",
-    "envs.server_handling.server_baseline:APIServer.wandb_metrics": "metrics_dict server_name",
-    "envs.server_handling.server_harness:create_chat_completion": "resp n finish_reason",
-    "envs.server_handling.server_harness:create_completion": "resp n finish_reason",
-    "envs.server_handling.server_harness:ServerHarness.conv_to_dictkey": "input_message",
-    "envs.server_handling.server_harness:ServerHarness.update_weight": "weight",
-    "envs.server_handling.server_harness:ServerHarness.set_desired_response": "input_message"
-    " desired_response",
-    "envs.server_handling.server_harness:ServerHarness.set_desired_completion": "input_message"
-    " completion",
-    "envs.server_handling.server_harness:ServerHarness.set_tokens_and_logprobs_response": "prompt"
-    " prompt_tokens output_tokens_list output_logprobs_list finish_reasons",
-    "envs.server_handling.server_manager:ServerManager.__init__": "configs server_class slurm"
-    " testing max_n_completions reasoning_config proxy_url use_proxy tool_parser",
-    "envs.server_handling.server_manager:ServerManager.update_weight": "weight",
-    "envs.server_handling.server_manager:ServerManager.wait_for_sem": "is_training",
-    "envs.server_handling.server_manager:ServerManager.managed_server": "tokenizer base_url"
-    " preserve_think_blocks",
-    "envs.server_handling.tool_call_translator:ToolCallTranslator.__init__": "tokenizer"
-    " parser_name",
-    "envs.server_handling.tool_call_translator:ToolCallTranslator.parse_model_output": "raw_text"
-    " tool_choice tools",
-    "envs.server_handling.tool_call_translator:ToolCallTranslator.reconstruct_raw_text_from_tool_calls": "tool_calls",
-    "envs.server_handling.tool_call_translator:ToolCallTranslator.convert_messages_for_template": "messages",
-    "envs.server_handling.tool_call_translator:ToolCallTranslator.decode_with_tool_awareness": "token_ids"
-    " has_tools",
-    "frontend.jsonl2html:get_score_class": "score",
-    "frontend.jsonl2html:create_html_for_group": "group_data index",
-    "frontend.jsonl2html:generate_html": "input_path output_path",
-    "utils.advantages:allclose_to_first": "values rtol atol equal_nan return_vector",
-    "utils.advantages:compute_stats": "data",
-    "utils.advantages:compute_discounted_returns": "rewards gamma",
-    "utils.advantages:compute_grpo_process_supervision_advantages": "rewards gamma std_tol",
-    "utils.best_of_n_selection:select_best_index": "primary_scores secondary_scores"
-    " primary_higher_is_better secondary_lower_is_better",
-    "utils.cli:get_prefixed_pydantic_model": "base_model prefix",
-    "utils.cli:extract_namespace": "model prefix",
-    "utils.cli:adjust_model_defaults": "model_class defaults",
-    "utils.display:display_metrics_table": "task_name metrics start_time end_time",
-    "utils.force_diverse_samples:generate_with_diverse_first_tokens": "messages prefill n"
-    " max_tokens temperature",
-    "utils.io:parse_http_response": "resp logger",
-    "utils.message_history_utils:strip_thinking": "response_text",
-    "utils.message_history_utils:truncate_thinking": "response_text tokenizer max_think_tokens",
-    "utils.message_history_utils:ensure_trajectory_token_limit": "trajectory tokenizer"
-    " max_trajectory_tokens",
-    "utils.metrics:get_std_min_max_avg": "name data metrics_dict",
-    "utils.tokenize_for_trainer:tokenize_for_trainer": "tokenizer chat include_messages"
-    " train_on_all_assistant_turns finish_reason",
-    "utils.tokenizers.qwen_fixed_tokenizer:QwenFixedTokenizer.__init__": "model_name_or_path",
-    "utils.tool_call_parser:extract_tool_call": "text preferred_tags",
-    "utils.tool_call_parser:parse_tool_call": "response available_tools preferred_tags",
-    "utils.tokenizers.qwen_fixed_tokenizer:QwenFixedTokenizer.apply_chat_template": "conversation"
-    " tools tokenize",
-}
-"""Module and what is called there -> the first parameters in positional order, for callers that name them."""
-
-
 @pytest.mark.parametrize("path", PARAMETERS)
 def test_parameters_have_the_originals_names(path: str) -> None:
     module, _, name = path.partition(":")
@@ -319,43 +86,9 @@ def test_parameters_have_the_originals_names(path: str) -> None:
     assert names[: len(wanted)] == wanted
 
 
-ATTRIBUTES = [
-    "config",
-    "server",
-    "tokenizer",
-    "workers",
-    "eval_workers",
-    "backlog",
-    "rollouts_for_wandb",
-    "running_items",
-    "wandb_project",
-    "wandb_group",
-    "curr_step",
-    "max_token_len",
-    "completion_lengths",
-    "max_num_workers",
-    "wandb_prepend",
-    "checkpoint_dir",
-    "checkpoint_interval",
-    "jsonl_writer",
-    "items_sent_this_step",
-    "eval_runner",
-    "workers_added_list",
-    "succeeded_task_duration",
-    "failed_task_duration",
-    "task_duration",
-    "mainloop_timings",
-    "task_successful",
-    "last_loop_time",
-    "last_completed_item",
-    "status_dict",
-    "env_id",
-]
-
-
 def test_instance_attributes_are_there_after_construction() -> None:
     env = ScriptedEnv()
-    assert [name for name in ATTRIBUTES if name not in vars(env)] == []
+    assert [name for name in SURFACE["attributes"].split() if name not in vars(env)] == []
     assert not hasattr(env, "process_mode")
     assert (env.curr_step, env.max_token_len, env.checkpoint_dir) == (0, -1, "")
     assert (env.checkpoint_interval, env.derived_batch_size) == (-1, -1)

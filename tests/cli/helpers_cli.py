@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -43,7 +41,3 @@ class HubServer:
 
     def get(self, path: str) -> Any:
         return httpx.get(f"{self.url}{path}").raise_for_status().json()
-
-
-def rows_in(path: Path) -> list[Any]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

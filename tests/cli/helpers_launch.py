@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import yaml
 
 from atroposlib.api.schemas import Ledger
 from atroposlib.cli.launch.status import is_closed
+from tests.builders.rows import rows_in
 from tests.processes import ROOT, free_port
 
 DEMO = ROOT / "atroposlib" / "cli" / "_demo" / "demo.yaml"
@@ -51,15 +51,9 @@ def make_model(out: Path) -> Path:
     return out
 
 
-def steps_of(run_dir: Path) -> list[dict[str, Any]]:
-    path = run_dir / "metrics.jsonl"
-    lines = path.read_text().split("\n")[:-1] if path.exists() else []
-    return [json.loads(line) for line in lines]
-
-
 def check_end(run_dir: Path) -> None:
     """The run took every step once, learned, and every group is in one place of the ledger."""
-    steps = steps_of(run_dir)
+    steps = rows_in(run_dir / "metrics.jsonl")
     assert [step["step"] for step in steps] == list(range(1, NUM_STEPS + 1))
     rewards = [step["reward_mean"] for step in steps]
     assert sum(rewards[-4:]) / 4 > sum(rewards[:3]) / 3, rewards

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 
 from atroposlib.cli.compare_evals import compare, paired_items
 from atroposlib.cli.environments import main
+from tests.builders.rows import write_rows
 from tests.frontend.helpers_pages import read_page
 
 
@@ -59,7 +59,7 @@ def test_a_question_of_several_parts_is_shown_as_text(
     messages = [{"role": "user", "content": parts}, {"role": "assistant"}, {"content": "no role"}]
     for name, score in (("old", 0.0), ("new", 1.0)):
         [sample] = samples({"a": [score]}, messages=messages)
-        (tmp_path / name).write_text(json.dumps(sample) + "\n")
+        write_rows(tmp_path / name, sample)
     assert main(["compare", str(tmp_path / "old"), str(tmp_path / "new")]) == 0
     assert "| What is this? [image_url] |" in capsys.readouterr().out
 
@@ -69,9 +69,7 @@ def test_command_prints_every_number_of_the_samples(
 ) -> None:
     for name, right in (("old", 0.0), ("new", 1.0)):
         lines = samples({"a": [right], "b": [right]}, note="x", metrics={"length": 3})
-        (tmp_path / name).mkdir()
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        (tmp_path / name / "samples.jsonl").write_text(text)
+        write_rows(tmp_path / name / "samples.jsonl", *lines)
     assert main(["compare", str(tmp_path / "old"), str(tmp_path / "new" / "samples.jsonl")]) == 0
     head, _, *rows = capsys.readouterr().out.splitlines()
     cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in (head, *rows)]
@@ -100,8 +98,7 @@ def test_the_items_that_changed_most_come_first_also_on_the_page(
                 ("assistant", f"{name} answer"),
             ]
             sample["messages"] = [{"role": role, "content": text} for role, text in turns]
-        lines = "".join(json.dumps(sample) + "\n" for sample in listed)
-        (tmp_path / f"{name}.jsonl").write_text(lines)
+        write_rows(tmp_path / f"{name}.jsonl", *listed)
     page = tmp_path / "page.html"
     assert (
         main(
@@ -147,7 +144,7 @@ def test_what_cannot_be_compared_is_one_line(
     text: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
-    good.write_text(json.dumps(samples({"a": [1.0]})[0]) + "\n")
+    write_rows(good, *samples({"a": [1.0]}))
     if text is not None:
         bad.write_text(text)
     assert main(["compare", str(good), str(bad)]) == 2

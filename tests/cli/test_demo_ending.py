@@ -6,11 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.builders.programs import is_running, processes, wait_until
 
 pytestmark = pytest.mark.e2e
 
@@ -28,7 +29,7 @@ def demo(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as run:
         try:
-            _wait_until(lambda: len(_children(run.pid)) == 2, what="hub and warm-up")
+            wait_until(lambda: len(_children(run.pid)) == 2)
             yield run
         finally:
             run.kill()
@@ -57,26 +58,9 @@ def test_a_dead_part_ends_the_demo_with_its_name_and_log(demo: subprocess.Popen[
 
 def _wait_for_the_end_of(pids: Iterable[int]) -> None:
     """Wait, since the demo does not wait for a part that it was just starting: the kernel ends that with it."""
-    _wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), what="their end")
+    wait_until(lambda: not any(map(is_running, pids)))
 
 
 def _children(parent: int) -> dict[int, str]:
     """Return the command lines of the processes that `parent` started."""
-    found = {}
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            stat = (process / "stat").read_text()
-            command = (process / "cmdline").read_text().replace("\0", " ")
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if int(stat.rpartition(")")[2].split()[1]) == parent and "-m atroposlib" in command:
-            found[int(process.name)] = command
-    return found
-
-
-def _wait_until(is_true: object, *, what: str) -> None:
-    assert callable(is_true)
-    deadline = time.monotonic() + 30
-    while not is_true():
-        assert time.monotonic() < deadline, f"{what} did not appear"
-        time.sleep(0.02)
+    return {p: words for p, of, words in processes() if of == parent and "-m atroposlib" in words}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 
 from atroposlib.cli.environments import SHAPES, find_environments, load, main
 from atroposlib.errors import ConfigError
+from tests.builders.programs import run_python
 from tests.fake_packages import register
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,9 +82,8 @@ def test_rescore_is_evaluate_with_a_stored_evaluation(
 
 
 def test_a_module_runs_by_its_name_in_the_package() -> None:
-    command = [sys.executable, "-m", "atroposlib.environments.gsm8k_server", "--help"]
-    run = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
-    assert "flags of GSM8kEnv" in run.stdout
+    said = run_python("-m", "atroposlib.environments.gsm8k_server", "--help")
+    assert "flags of GSM8kEnv" in said
 
 
 @pytest.mark.drill
@@ -94,9 +93,8 @@ def test_a_new_environment_of_every_shape_passes_its_test(
     monkeypatch.chdir(tmp_path)
     for shape in set(SHAPES.values()):
         assert main(["new", f"my_{shape}", "--shape", shape]) == 0
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert "5 passed" in run.stdout, run.stdout
+    said = run_python("-m", "pytest", "-q", "-p", "no:cacheprovider", tmp_path, cwd=tmp_path)
+    assert "5 passed" in said
 
 
 @pytest.mark.parametrize(

@@ -5,19 +5,19 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.builders.programs import processes, wait_until
+from tests.builders.rows import rows_in
 from tests.cli.helpers_launch import (
     atropos,
     check_end,
     environment,
     make_model,
     short_demo,
-    steps_of,
 )
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(600)]
@@ -49,7 +49,7 @@ def up(tmp_path: Path, model: Path) -> Iterator[subprocess.Popen[bytes]]:
 def test_a_run_survives_the_kill_of_each_part(up: subprocess.Popen[bytes], tmp_path: Path) -> None:
     run_dir = tmp_path / "runs" / "short"
     for num_steps, part in enumerate(PARTS, start=2):
-        wait_until(lambda n=num_steps: len(steps_of(run_dir)) >= n, up, tmp_path)  # type: ignore[misc]
+        wait_for_steps(num_steps, up, tmp_path)
         os.kill(min(children(up.pid, part)), signal.SIGKILL)
     assert up.wait(400) == 0, (tmp_path / "out").read_text()[-3000:]
     said = (tmp_path / "out").read_text()
@@ -63,52 +63,33 @@ def test_no_process_is_left_behind(
     up: subprocess.Popen[bytes], tmp_path: Path, number: signal.Signals
 ) -> None:
     run_dir = tmp_path / "runs" / "short"
-    wait_until(lambda: len(steps_of(run_dir)) >= 1, up, tmp_path)
+    wait_for_steps(1, up, tmp_path)
     assert len(children(up.pid, "")) == 5
     up.send_signal(number)
     assert up.wait(120) == (130 if number == signal.SIGINT else -signal.SIGKILL)
     if number == signal.SIGINT:
         assert left_of(run_dir) == []
-    deadline = time.monotonic() + 60
-    while left := left_of(run_dir):
-        assert time.monotonic() < deadline, left
-        time.sleep(0.1)
-
-
-def wait_until(is_true: Callable[[], bool], up: subprocess.Popen[bytes], directory: Path) -> None:
-    deadline = time.monotonic() + 300
-    while not is_true():
-        said = (directory / "out").read_text()[-3000:]
-        assert up.poll() is None, said
-        assert time.monotonic() < deadline, said
-        time.sleep(0.1)
-
-
-def children(parent: int, part: str) -> list[int]:
-    """Return the processes that `parent` started for a part."""
-    found = []
-    for pid, command in processes():
-        try:
-            stat = Path(f"/proc/{pid}/stat").read_text()
-        except OSError:
-            continue
-        if int(stat.rpartition(")")[2].split()[1]) == parent and part in command:
-            found.append(pid)
-    return found
+    wait_until(lambda: not left_of(run_dir), timeout_s=60, said=lambda: str(left_of(run_dir)))
 
 
 def left_of(run_dir: Path) -> list[str]:
     """Return the command lines of processes that work for a run."""
-    return [command for _, command in processes() if str(run_dir) in command]
+    return [command for *_, command in processes() if str(run_dir) in command]
 
 
-def processes() -> Iterator[tuple[int, str]]:
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            command = (
-                (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            )
-        except OSError:
-            continue
-        if command:
-            yield int(folder.name), command
+def wait_for_steps(number: int, up: subprocess.Popen[bytes], directory: Path) -> None:
+    """Wait until the trainer took a number of steps; the launcher must run until then."""
+
+    def said() -> str:
+        return (directory / "out").read_text()[-3000:]
+
+    def are_taken() -> bool:
+        assert up.poll() is None, said()
+        return len(rows_in(directory / "runs" / "short" / "metrics.jsonl")) >= number
+
+    wait_until(are_taken, timeout_s=300, said=said)
+
+
+def children(parent: int, part: str) -> list[int]:
+    """Return the processes that `parent` started for a part."""
+    return [pid for pid, of, command in processes() if of == parent and part in command]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -15,6 +14,7 @@ import yaml
 
 from atroposlib.cli.launch.render import TARGETS, Target, render
 from atroposlib.errors import ConfigError
+from tests.builders.rows import rows_in
 from tests.cli.helpers_launch import write_run
 
 HOSTILE = (
@@ -57,8 +57,7 @@ def run_shell(script: str | Path, tmp_path: Path, **variables: str) -> list[list
     environ = {"PATH": f"{programs}:{os.environ['PATH']}", "SHOWN": str(shown), **variables}
     words = ["bash", str(script)] if isinstance(script, Path) else ["sh", "-c", script]
     subprocess.run(words, env=environ, cwd=tmp_path, check=True, timeout=15)
-    found = [json.loads(line) for line in shown.read_text().splitlines()]
-    return [each for each in found if each[0] != "sleep"]
+    return [each for each in rows_in(shown) if each[0] != "sleep"]
 
 
 def rendered(tmp_path: Path, target: Target) -> Path:

@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.builders.programs import wait_until
+from tests.builders.rows import rows_in
 from tests.cli.helpers_launch import (
     atropos,
     check_end,
     environment,
     make_model,
     short_demo,
-    steps_of,
     write_run,
 )
 from tests.processes import free_port
@@ -103,7 +104,7 @@ def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
             with (directory / f"{command[0]}.out").open("wb") as log:
                 started.append(subprocess.Popen(command, env=variables, stdout=log, stderr=log))
             time.sleep(0.5)
-        wait_until(lambda: "idle" in run(variables, "sinfo", "-h", "-o", "%t"), what="a node")
+        wait_for(lambda: "idle" in run(variables, "sinfo", "-h", "-o", "%t"), what="a node")
         yield variables
     finally:
         run(variables, "scancel", "--user=root")
@@ -142,14 +143,16 @@ def test_a_run_ends_on_slurm_with_one_job_queued_again(
     jobs = (run_dir / "jobs").read_text().split()
     assert len(jobs) == 5
 
-    wait_until(lambda: len(steps_of(run_dir)) >= 3, what="three steps", run_dir=run_dir)
+    wait_for(
+        lambda: len(rows_in(run_dir / "metrics.jsonl")) >= 3, what="three steps", run_dir=run_dir
+    )
     hub = next(
         job for job in jobs if "short-hub" in run(slurm, "squeue", "-h", "-j", job, "-o", "%j")
     )
     hub += "" if num_hubs == 1 else "_0"
     run(slurm, "scontrol", "requeue", hub)
-    wait_until((run_dir / "done" / "trainer").exists, what="the trainer's end", run_dir=run_dir)
-    wait_until(lambda: not run(slurm, "squeue", "-h"), what="the jobs' end", run_dir=run_dir)
+    wait_for((run_dir / "done" / "trainer").exists, what="the trainer's end", run_dir=run_dir)
+    wait_for(lambda: not run(slurm, "squeue", "-h"), what="the jobs' end", run_dir=run_dir)
     assert "Restarts=1" in run(slurm, "scontrol", "show", "job", hub)
     check_end(run_dir)
 
@@ -159,11 +162,10 @@ def run(variables: dict[str, str], *command: str) -> str:
     return done.stdout.strip()
 
 
-def wait_until(is_true: Callable[[], object], *, what: str, run_dir: Path | None = None) -> None:
-    deadline = time.monotonic() + 300
-    while not is_true():
-        if time.monotonic() > deadline:
-            logs = sorted(run_dir.glob("*.log")) if run_dir is not None else []
-            ends = [f"{log.name}:\n{log.read_text(errors='replace')[-1500:]}" for log in logs]
-            raise AssertionError(f"{what} did not come\n" + "\n".join(ends))
-        time.sleep(0.2)
+def wait_for(is_true: Callable[[], object], *, what: str, run_dir: Path | None = None) -> None:
+    def said() -> str:
+        logs = sorted(run_dir.glob("*.log")) if run_dir is not None else []
+        ends = [f"{log.name}:\n{log.read_text(errors='replace')[-1500:]}" for log in logs]
+        return f"{what} did not come\n" + "\n".join(ends)
+
+    wait_until(is_true, timeout_s=300, said=said)

@@ -24,7 +24,8 @@ from atroposlib.cli.launch.supervisor import (
     terminate_like_interrupt,
 )
 from atroposlib.errors import ConfigError, EngineError
-from tests.faults.drivers import is_alive
+from tests.builders.programs import is_running
+from tests.runtime.helpers_runtime import until
 
 Launched: TypeAlias = Callable[[], AbstractAsyncContextManager[Launcher]]
 
@@ -67,11 +68,6 @@ def bystander() -> Iterator[subprocess.Popen[bytes]]:
     with subprocess.Popen(SLEEP) as process:
         yield process
         process.kill()
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    while not condition():  # noqa: ASYNC110 - processes and files set no event
-        await asyncio.sleep(0.01)
 
 
 async def run_forever(launch: Launched, *programs: Program) -> None:
@@ -190,7 +186,7 @@ async def test_the_end_of_the_block_stops_programs_and_their_children_and_spares
         pid = running.process.pid
     child = int((tmp_path / "child").read_text())
     assert pid is not None
-    await until(lambda: not is_alive(pid) and not is_alive(child))
+    await until(lambda: not is_running(pid) and not is_running(child))
     assert bystander.poll() is None
 
 
@@ -252,7 +248,7 @@ def test_signals_stop_everything_inside_the_block(launch: Launched, number: sign
 
     with pytest.raises(KeyboardInterrupt):
         asyncio.run(run())
-    assert not is_alive(pids[0])
+    assert not is_running(pids[0])
 
 
 def test_two_runs_do_not_share_a_directory(tmp_path: Path) -> None:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from atroposlib.cli import plot_run
+from tests.builders.rows import write_rows
 
 
 def test_a_run_can_be_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     lines = [{"step": i, "reward_mean": i / 10, "loss": None, "train_s": 0.5} for i in range(1, 6)]
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (tmp_path / "metrics.jsonl").write_text(text + '{"step": 6, "rew')  # a run in progress
+    write_rows(tmp_path / "metrics.jsonl", *lines, rest='{"step": 6, "rew')  # a run in progress
     assert plot_run.main([str(tmp_path)]) == 0
     picture = tmp_path / "learning_curve.png"
     assert capsys.readouterr().out.strip() == str(picture)

@@ -18,7 +18,8 @@ from atroposlib.config import parse_flags
 from atroposlib.runtime.process import process
 from atroposlib.scored_data import Strictness, check_group
 from tests.api.helpers_api import serving
-from tests.cli.helpers_cli import TOKENIZER, HubServer, rows_in, text_group
+from tests.builders.rows import rows_in, write_rows
+from tests.cli.helpers_cli import TOKENIZER, HubServer, text_group
 from tests.runtime.test_group_rows import Adding, ByHand, harnessed, hosted
 
 
@@ -306,7 +307,7 @@ def test_a_stored_file_gives_the_rows_that_a_hub_gives(
     hub.send(*groups)
     flags = ["--tokenizer", tokenizer_path, "--num-seqs-to-save=4"]
     assert run_dpo(hub, tmp_path / "of_hub.jsonl", *flags) == 0
-    stored = [lines(tmp_path / f"{i}.jsonl", *groups[i : i + 2]) for i in (0, 2)]
+    stored = [str(write_rows(tmp_path / f"{i}.jsonl", *groups[i : i + 2])) for i in (0, 2)]
     path = tmp_path / "of_file.jsonl"
     assert dpo.main([str(path), "--from-file", *stored, "--tokenizer", tokenizer_path]) == 0
     assert rows_in(path) == rows_in(tmp_path / "of_hub.jsonl")
@@ -314,8 +315,8 @@ def test_a_stored_file_gives_the_rows_that_a_hub_gives(
 
 
 def test_files_give_all_rows_unless_a_number_is_given(tokenizer_path: str, tmp_path: Path) -> None:
-    stored = lines(tmp_path / "g.jsonl", *[text_group("Q", ["a", "b"], [1, 2])] * 60)
-    flags = ["--from-file", stored, "--tokenizer", tokenizer_path]
+    stored = write_rows(tmp_path / "g.jsonl", *[text_group("Q", ["a", "b"], [1, 2])] * 60)
+    flags = ["--from-file", str(stored), "--tokenizer", tokenizer_path]
     for number, wanted in (("all", []), ("some", ["--num-seqs-to-save=7"])):
         assert sft.main([str(tmp_path / number), *flags, *wanted]) == 0
     assert len(rows_in(tmp_path / "all")) == 120
@@ -326,7 +327,7 @@ def test_a_line_that_is_no_group_is_named_and_one_that_was_cut_off_is_left_out(
     tokenizer_path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stored = tmp_path / "g.jsonl"
-    lines(stored, text_group("Q", ["a", "b"], [1, 2]))
+    write_rows(stored, text_group("Q", ["a", "b"], [1, 2]))
     flags = ["--from-file", str(stored), "--tokenizer", tokenizer_path]
     with stored.open("a") as file:
         file.write('{"tokens": [[1')
@@ -336,10 +337,10 @@ def test_a_line_that_is_no_group_is_named_and_one_that_was_cut_off_is_left_out(
         file.write("\n")
     assert sft.main([str(tmp_path / "broken"), *flags]) == 2
     assert f"{stored}, line 2: not JSON" in capsys.readouterr().err
-    lines(stored, {"has_token_ids": False, "tokens": []})
+    write_rows(stored, {"has_token_ids": False, "tokens": []})
     assert sft.main([str(tmp_path / "scoreless"), *flags]) == 2
     assert f"{stored}, line 1: not a group: " in capsys.readouterr().err
-    lines(stored, text_group("Q", ["a", "b"], [1, 2]) | {"masks": [[1], [2]]})
+    write_rows(stored, text_group("Q", ["a", "b"], [1, 2]) | {"masks": [[1], [2]]})
     assert sft.main([str(tmp_path / "misaligned"), *flags]) == 2
     assert f"{stored}, line 1: not a group: sequences[0].masks" in capsys.readouterr().err
 
@@ -394,9 +395,11 @@ def test_chat_rows_need_a_message_of_the_assistant(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     messages = [[{"role": "user", "content": "all of the text"}]] * 2
-    stored = lines(tmp_path / "g.jsonl", text_group("Q", ["a", "b"], [1, 2], messages=messages))
+    stored = write_rows(
+        tmp_path / "g.jsonl", text_group("Q", ["a", "b"], [1, 2], messages=messages)
+    )
     path = tmp_path / "sft.jsonl"
-    assert sft.main([str(path), "--from-file", stored, "--format=chat"]) == 1
+    assert sft.main([str(path), "--from-file", str(stored), "--format=chat"]) == 1
     assert "without a message of the assistant" in capsys.readouterr().err
     assert not path.exists()
 
@@ -406,13 +409,8 @@ def test_answers_to_different_prompts_are_no_pair(
 ) -> None:
     other = [{"role": "user", "content": "another"}, *chat("good")[1:]]
     group = text_group("Q", ["bad", "good"], [0, 1], messages=[chat("bad"), other])
-    stored = lines(tmp_path / "g.jsonl", group)
-    assert dpo.main([str(tmp_path / "dpo"), "--from-file", stored, "--format=chat"]) == 0
+    stored = write_rows(tmp_path / "g.jsonl", group)
+    assert dpo.main([str(tmp_path / "dpo"), "--from-file", str(stored), "--format=chat"]) == 0
     assert not (tmp_path / "dpo").exists()
     assert "their prompts differ" in caplog.text
     assert "no rows: no score is high enough" in capsys.readouterr().err
-
-
-def lines(path: Path, *groups: dict[str, Any]) -> str:
-    path.write_text("".join(json.dumps(group) + "\n" for group in groups))
-    return str(path)

@@ -27,10 +27,10 @@ from benchmarks._hub_process import Hub, cpu_s, memory_bytes, probing, running_h
 from benchmarks._trainer_measure import Result
 from benchmarks._trainer_work import Spec, make_step, step_flops
 from benchmarks.trainer import PARTS, Row, Session, parse, run_parts, same_work, set_mfu
+from tests.builders.programs import run_python
+from tests.processes import ROOT
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(120)]
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def tables_of(output: str) -> dict[str, list[dict[str, str]]]:
@@ -45,15 +45,7 @@ def tables_of(output: str) -> dict[str, list[dict[str, str]]]:
 
 def run_script(name: str, *argv: str) -> dict[str, list[dict[str, str]]]:
     """Run a script of `benchmarks/` and return the tables that it prints."""
-    run = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / name), *argv],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    return tables_of(run.stdout)
+    return tables_of(run_python(ROOT / "benchmarks" / name, *argv, timeout_s=100))
 
 
 @pytest.mark.e2e

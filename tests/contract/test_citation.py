@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
 from atroposlib import __version__
+from tests.builders.programs import run_python
 
 CITATION = Path(__file__).resolve().parents[2] / "CITATION.cff"
 
@@ -21,6 +20,4 @@ def test_the_citation_names_this_version() -> None:
 def test_the_citation_follows_the_citation_file_format() -> None:
     pytest.importorskip("check_jsonschema", reason="pip install 'atroposlib[dev]'")
     schema = ["--builtin-schema", "vendor.citation-file-format"]
-    command = [sys.executable, "-m", "check_jsonschema", *schema, str(CITATION)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_python("-m", "check_jsonschema", *schema, CITATION)

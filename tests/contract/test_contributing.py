@@ -6,7 +6,7 @@ import ast
 import re
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.processes import ROOT
 
 
 def test_every_answer_names_a_definition_that_exists() -> None:

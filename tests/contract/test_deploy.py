@@ -12,7 +12,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -29,9 +28,9 @@ from atroposlib.api.run.replica import Replica
 from atroposlib.cli.run_api import RunApiConfig
 from atroposlib.config import parse_flags
 from tests.api.helpers_api import group, registration, running_hub
-from tests.processes import free_port
+from tests.builders.programs import run_python, wait_until
+from tests.processes import ROOT, free_port
 
-ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
 COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
 DASHBOARD: dict[str, Any] = json.loads((DEPLOY / "grafana/hub.json").read_text())
@@ -40,11 +39,8 @@ HUBS = [name for name in COMPOSE["services"] if name.startswith("hub-")]
 
 def test_the_compose_file_follows_the_compose_specification() -> None:
     pytest.importorskip("check_jsonschema", reason="pip install 'atroposlib[dev]'")
-    command = ["-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
-    done = subprocess.run(
-        [sys.executable, *command, str(DEPLOY / "compose.yaml")], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    schema = ["--builtin-schema", "vendor.compose-spec"]
+    run_python("-m", "check_jsonschema", *schema, DEPLOY / "compose.yaml")
 
 
 def test_every_file_and_secret_that_a_service_names_exists() -> None:
@@ -177,11 +173,12 @@ class Here:
 
 
 def until_true(check: Callable[[], object], *, what: str, logs: Path) -> None:
-    deadline = time.monotonic() + 60
-    while not check():
-        texts = [log.read_text(errors="replace")[-2000:] for log in logs.glob("*.log")]
-        assert time.monotonic() < deadline, "\n".join([what, *texts])
-        time.sleep(0.2)
+    def said() -> str:
+        return "\n".join(
+            [what, *(log.read_text(errors="replace")[-2000:] for log in logs.glob("*.log"))]
+        )
+
+    wait_until(check, timeout_s=60, said=said)
 
 
 @pytest.mark.drill

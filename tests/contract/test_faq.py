@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 import tomllib
-from pathlib import Path
 
 from atroposlib.envs.base import BaseEnvConfig
 from example_trainer.config import TrainerConfig
+from tests.processes import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "FAQ.md").read_text()
 SENTENCES = re.sub(r"\s+", " ", TEXT)
 

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
+from tests.builders.programs import run_python
+from tests.processes import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "transformers", "wandb", "datasets", "openai", "gradio", "matplotlib", "pandas")
 
 
 def loaded_after(statement: str) -> set[str]:
     """Run `statement` in a fresh interpreter and return the heavy packages it loaded."""
     code = f"import sys; {statement}; print(*[m for m in {HEAVY!r} if m in sys.modules])"
-    run = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True
-    )
-    return set(run.stdout.split())
+    return set(run_python("-W", "error", "-c", code).split())
 
 
 def light_modules() -> list[str]:

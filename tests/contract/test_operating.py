@@ -17,9 +17,8 @@ import yaml
 from atroposlib.cli.run_api import RunApiConfig
 from atroposlib.config import parse_flags
 from tests.postgres import Cluster
-from tests.processes import free_port
+from tests.processes import ROOT, free_port
 
-ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "OPERATING.md").read_text()
 SEND_A_GROUP = """
 python - <<'EOF'

@@ -17,8 +17,8 @@ from atroposlib.scored_data import Strictness, check_group
 from environments.gsm8k_server import GSM8kEnv
 from example_trainer.run import RunConfig
 from tests.api.helpers_api import running_hub
+from tests.processes import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 
 

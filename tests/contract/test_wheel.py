@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.builders.programs import run_python
+from tests.processes import ROOT
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(300)]
 
@@ -58,15 +59,9 @@ def test_an_environment_of_the_wheel_starts(installed: Path) -> None:
 
 
 def test_the_command_lists_every_environment_of_the_repository(installed: Path) -> None:
-    here = subprocess.run(
-        [sys.executable, "-m", "atroposlib.cli.environments", "list"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "gsm8k_server" in here.stdout
-    assert run(installed, installed / "bin" / "atropos-env", "list") == here.stdout
+    here = run_python("-m", "atroposlib.cli.environments", "list")
+    assert "gsm8k_server" in here
+    assert run(installed, installed / "bin" / "atropos-env", "list") == here
 
 
 def test_every_tracked_file_of_the_packages_is_in_the_wheel(installed: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.builders.rows import rows_in
 from tests.faults.drivers import hub_process
 from tests.processes import Process, answers, engine_argv, free_port, parity_argv, running
 from tests.tiny_model import make_tiny_model
@@ -80,7 +81,7 @@ def test_the_loop_trains_and_the_engine_follows(
         ledger = hub.get("/ledger")
         assert ledger["rejected"] in ({}, 0), ledger
 
-    steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    steps = rows_in(tmp_path / "metrics.jsonl")
     assert [s["step"] for s in steps] == list(range(1, num_steps + 1))
     assert all(s["num_sequences"] == 16 for s in steps)
     gaps = [s["logprob_gap_max"] for s in steps if s["logprob_gap_max"] is not None]

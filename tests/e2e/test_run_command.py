@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Iterator
@@ -11,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.builders.programs import processes
+from tests.builders.rows import rows_in
 from tests.processes import ROOT, Process, answers, free_port, wait_for
 from tests.tiny_model import make_tiny_model
 
@@ -40,9 +41,7 @@ class Run:
         return self.processes[-1]
 
     def steps(self) -> list[dict[str, Any]]:
-        path = self.directory / "checkpoints" / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [json.loads(line) for line in lines]
+        return rows_in(self.directory / "checkpoints" / "metrics.jsonl")
 
     def log(self, name: str) -> str:
         path = self.directory / "logs" / name
@@ -51,7 +50,8 @@ class Run:
     def assert_nothing_left(self) -> None:
         assert not answers(f"http://127.0.0.1:{self.hub_port}/"), "the hub was left behind"
         assert not answers(f"http://127.0.0.1:{self.engine_port}/health"), "the engine was left"
-        assert children_named(str(self.directory)) == []
+        commands = [command for *_, command in processes()]
+        assert [each for each in commands if str(self.directory) in each] == []
 
 
 @pytest.fixture
@@ -60,19 +60,6 @@ def run(tmp_path: Path) -> Iterator[Run]:
     yield run
     for process in run.processes:
         process.stop()
-
-
-def children_named(text: str) -> list[str]:
-    """Return the command lines of processes that mention `text`."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue  # it has ended
-        if text in words:
-            found.append(words)
-    return found
 
 
 def engine_pid(run: Run) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import json
 import random
 import re
 import string
@@ -33,6 +32,7 @@ from atroposlib.inference.scripted_answers import answer_tokens
 from atroposlib.runtime.process import process
 from atroposlib.runtime.replay import Replayer
 from atroposlib.scored_data import Strictness, check_group
+from tests.builders.rows import rows_in
 from tests.builders.tables import table
 from tests.environments.game_players import drive_taxi, play_blackjack, play_table
 from tests.environments.helpers_environments import load, logged, make_env
@@ -325,7 +325,7 @@ async def test_process_writes_groups_that_pass_the_strict_gate_and_replay(
     path = str(tmp_path / "groups.jsonl")
     env = made(sometimes_right(case), total_steps=8, data_path_to_save_groups=path)
     result = await process(env)
-    groups = [json.loads(line) for line in result.path.read_text().splitlines()]
+    groups = rows_in(result.path)
     assert len(groups) == 8
     for group in groups:
         checked = check_group(group, strictness=Strictness.MEANING)

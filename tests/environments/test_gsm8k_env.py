@@ -11,6 +11,7 @@ import pytest
 
 from atroposlib.envs import math_env
 from atroposlib.scored_data import Strictness, check_group
+from tests.builders.rows import write_rows
 from tests.environments.helpers_environments import SharedWorkers, load
 
 gsm8k = load("gsm8k_server")
@@ -23,8 +24,7 @@ ROWS = [
 
 @pytest.fixture
 async def env(started: Any, tmp_path: Path) -> Any:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(map(json.dumps, ROWS)))
+    path = write_rows(tmp_path / "rows.jsonl", *ROWS)
     return await started(
         gsm8k.GSM8kEnv,
         lambda request: ANSWERS[request.choice],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 
 from atroposlib.errors import ConfigError
 from atroposlib.scored_data import Strictness, check_group
+from tests.builders.rows import write_rows
 from tests.environments.helpers_environments import load
 
 pytest.importorskip("PIL")
@@ -63,8 +63,7 @@ async def test_rows_of_a_file_name_their_images(started: Any, tmp_path: Path) ->
         {"image": str(tmp_path / "a.png"), "question": "How many?", "answer": 3},
         {"image": uri, "question": "Which?", "answer": "square"},
     ]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)))
+    path = write_rows(tmp_path / "rows.jsonl", *rows)
     paths = {"dataset_path": str(path), "eval_dataset_path": str(path)}
     env = await started("", **paths)
     assert [row.image for row in env.train_rows] == [uri, uri]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.builders.rows import write_rows
 from tests.environments.helpers_environments import load, restore
 
 following = load("instruction_following_algorithm_environment")
@@ -33,9 +34,8 @@ async def test_rows_that_cannot_be_checked_are_left_out(started: Any) -> None:
 
 
 async def test_a_solved_instruction_returns_after_all_others(started: Any, tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
     rows = [row("validate_no_commas"), row("validate_uppercase")]
-    path.write_text("\n".join(map(json.dumps, rows)))
+    path = write_rows(tmp_path / "rows.jsonl", *rows)
     settings = {"dataset_path": str(path), "num_eval_rows": 0}
     env = await started("<think>it is easy</think> lower case", **settings)
     asked = []
@@ -78,7 +78,7 @@ async def test_a_checkpoint_of_other_rows_keeps_those_that_are_still_there(
     path = tmp_path / "rows.jsonl"
 
     async def started_with(functions: list[str]) -> Any:
-        path.write_text("\n".join(json.dumps(row(each)) for each in functions))
+        write_rows(path, *map(row, functions))
         return await started("", dataset_path=str(path), num_eval_rows=0)
 
     env = await started_with(functions[:2])

@@ -15,7 +15,7 @@ import pytest
 from atroposlib.envs import bridge as bridge_module
 from atroposlib.envs.bridge import Bridge
 from atroposlib.errors import EnvError
-from tests.faults.drivers import is_alive
+from tests.builders.programs import is_running
 from tests.processes import ROOT
 from tests.runtime.helpers_runtime import until
 
@@ -149,7 +149,7 @@ async def test_a_crash_fails_the_calls_in_flight_and_the_next_call_starts_anothe
         await waiting
     assert bridge.num_ended == 1
     assert await bridge.call("add", a=1, b=1) == 2
-    assert not any(is_alive(pid) for pid in before)
+    assert not any(is_running(pid) for pid in before)
 
 
 async def test_a_cancelled_call_is_cancelled_in_the_child(bridge: Bridge) -> None:
@@ -171,7 +171,7 @@ async def test_a_child_that_does_not_end_a_cancelled_call_is_killed(
             await bridge.call("hang")
     await until(lambda: bridge.num_ended == 1)
     assert await bridge.call("add", a=1, b=1) == 2
-    await until(lambda: not any(is_alive(pid) for pid in before))
+    await until(lambda: not any(is_running(pid) for pid in before))
 
 
 async def test_a_child_that_does_not_start_says_why(script: Path) -> None:
@@ -185,9 +185,9 @@ async def test_a_child_that_does_not_start_says_why(script: Path) -> None:
 
 async def test_close_ends_the_child_and_the_daemons_that_it_started(bridge: Bridge) -> None:
     pids = (await bridge.open())["pids"]
-    assert all(map(is_alive, pids))
+    assert all(map(is_running, pids))
     await bridge.close()
-    assert not any(map(is_alive, pids))
+    assert not any(map(is_running, pids))
     assert bridge.num_ended == 0
 
 
@@ -226,4 +226,4 @@ async def test_a_killed_parent_leaves_no_process(
     assert len(pids) == 3
     parent.send_signal(signal.SIGKILL)
     await parent.wait()
-    await until(lambda: not any(is_alive(pid) for pid in pids))
+    await until(lambda: not any(is_running(pid) for pid in pids))

@@ -17,6 +17,7 @@ from atroposlib.inference.harness import HarnessRequest
 from atroposlib.runtime.evaluate import evaluate
 from atroposlib.runtime.serve import serve
 from atroposlib.scored_data import IGNORE_INDEX, Strictness, check_group
+from tests.builders.rows import rows_in, write_rows
 from tests.envs.helpers_envs import Offline, group_of, make_env
 from tests.runtime.helpers_runtime import FAST, LoopbackHub
 
@@ -291,7 +292,7 @@ async def test_row_whose_gold_answer_breaks_the_grader_is_faulty_and_counts_nowh
     assert metrics["eval/percent_correct"] == 0.5  # "hang" is wrong
     assert metrics["eval/unscored_faulty"] == 2.0
     assert "eval/percent_correct_judged" not in metrics
-    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    samples = rows_in(tmp_path / "samples.jsonl")
     assert [sample["correct"] for sample in samples] == [True, False, None, None]
     assert samples[2]["unscored"] == "faulty"
 
@@ -338,7 +339,7 @@ async def test_evaluation_writes_pass_at_1_mean_and_samples(tmp_path: Path) -> N
         "eval/percent_correct": 1.0,
     }
     assert json.loads((tmp_path / "metrics.json").read_text())["results"]["all"] == metrics
-    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    samples = rows_in(tmp_path / "samples.jsonl")
     assert [sample["row"] for sample in samples] == env.eval_rows
     assert samples[0]["messages"][-1]["role"] == "assistant"
     assert {request["temperature"] for request in env.server.servers[0].requests} == {0.0}
@@ -411,7 +412,7 @@ def test_system_prompt_precedes_a_string_and_leaves_messages_alone() -> None:
 
 async def test_rows_come_from_the_configured_files(tmp_path: Path) -> None:
     for name, rows in (("train", [[1, 2], [3, 4]]), ("eval", [[5, 6], [7, 8]])):
-        (tmp_path / name).write_text("\n".join(map(json.dumps, rows)))
+        write_rows(tmp_path / name, *rows)
 
     class FromFiles(Sums):
         def load_rows(self, split: Any) -> Any:

@@ -20,6 +20,7 @@ from atroposlib.errors import ConfigError
 from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.harness import ServerHarness
 from atroposlib.inference.manager import ServerManager
+from tests.builders.rows import rows_in
 
 
 @pytest.mark.parametrize("m", range(1, 7))
@@ -57,8 +58,7 @@ def test_results_are_written_in_the_shapes_that_readers_know(tmp_path: Path) -> 
         },
         "results": {"atropos|maths|0": metrics, "all": metrics},
     }
-    lines = (folder / "samples.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in lines] == [{"q": 1, "score": 2}, {"q": "\u00e9"}]
+    assert rows_in(folder / "samples.jsonl") == [{"q": 1, "score": 2}, {"q": "\u00e9"}]
     assert sorted(path.name for path in folder.iterdir()) == ["metrics.json", "samples.jsonl"]
 
 
@@ -125,8 +125,7 @@ async def test_evaluation_averages_its_items_and_writes_them(tmp_path: Path) -> 
     assert written["config_general"]["model_name"] == "m"
     parameters = {"temperature": 0.7, "n": 4, "top_p": 1.0, "max_tokens": -1}
     assert written["config_general"]["generation_parameters"] == parameters
-    lines = (tmp_path / "samples.jsonl").read_text().splitlines()
-    assert [json.loads(line)["item"] for line in lines] == ["ab", "cd", "ef"]
+    assert [row["item"] for row in rows_in(tmp_path / "samples.jsonl")] == ["ab", "cd", "ef"]
     assert len(harness.eval_request_timings) == 3  # the evaluation budget, not training's
     assert all("max_tokens" not in request for request in harness.requests)
 

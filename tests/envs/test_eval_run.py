@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +10,8 @@ import pytest
 
 from atroposlib.envs.eval_run import EvalRun, evaluate_items, hash_of, stored_samples
 from atroposlib.errors import ConfigError
+from tests.builders.programs import run_python
+from tests.builders.rows import rows_in
 
 CONFIG = "env: {seed: 0, max_eval_workers: 2}\nopenai:\n- {model_name: m, base_url: http://a}\n"
 
@@ -42,7 +41,7 @@ async def measure(run: EvalRun | None, items: list[Any], **options: Any) -> tupl
 
 
 def lines(folder: Path) -> list[Any]:
-    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    return rows_in(folder / "samples.jsonl")
 
 
 async def test_samples_survive_a_failure_and_a_resume_measures_what_is_missing(
@@ -184,11 +183,5 @@ def test_hash_of_an_item_is_the_same_in_every_process() -> None:
     assert len({*map(hash_of, items)}) == 3
     program = f"from atroposlib.envs.eval_run import hash_of; print(*map(hash_of, {items!r}))"
     for seed in ("1", "2"):
-        done = subprocess.run(
-            [sys.executable, "-c", program],
-            env={"PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert done.stdout.split() == [*map(hash_of, items)]
+        printed = run_python("-c", program, PYTHONHASHSEED=seed)
+        assert printed.split() == [*map(hash_of, items)]

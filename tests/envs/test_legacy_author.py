@@ -26,6 +26,7 @@ from atroposlib.inference.harness import ByteTokenizer
 from atroposlib.runtime import command
 from atroposlib.runtime.command import build_environment, run_environment
 from atroposlib.type_definitions import number
+from tests.builders.rows import rows_in
 from tests.runtime.helpers_runtime import LoopbackHub
 
 
@@ -196,7 +197,7 @@ async def test_legacy_author_serves(tmp_path: Path) -> None:
             await asyncio.sleep(0.02)
         await run
         ledger = hub.coordinator.ledger()
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = rows_in(path)
     assert ledger.produced == len(lines) >= 6
     assert ledger.duplicates == 0
     assert (env.config.batch_size, env.max_token_len, env.curr_step) == (4, 100, 3)
@@ -216,7 +217,7 @@ def test_legacy_author_processes(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     argv = ["process", "--testing", "--env.total_steps", "5"]
     assert run_environment(LegacyEnv, [*argv, "--env.data_path_to_save_groups", str(path)]) == 0
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = rows_in(path)
     assert len(lines) == 6  # the last item gave a list of two
     keys = {"tokens", "masks", "scores", "messages", "ref_logprobs", "overrides"}
     keys |= {"group_overrides", "distill_token_ids", "distill_logprobs"}

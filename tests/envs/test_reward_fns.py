@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,6 +35,7 @@ from atroposlib.envs.reward_fns.repetition_penalty_reward import (
 )
 from atroposlib.envs.rewards import RewardFailure
 from atroposlib.errors import ConfigError, EnvError, MissingDependency
+from tests.builders.programs import run_python
 from tests.builders.tables import table
 from tests.envs import helpers_rewards
 from tests.tiny_model import make_tiny_model
@@ -154,8 +154,7 @@ def test_every_name_makes_its_own_class(name: str, cls: str) -> None:
 )
 def test_names_are_found_where_nothing_was_imported_before(name: str, made: str) -> None:
     code = f"from atroposlib.envs.reward_fns import registry; print(registry.create({name!r}).name)"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout == f"{made}\n"
+    assert run_python("-c", code) == f"{made}\n"
 
 
 def test_custom_names_are_kept_whole() -> None:

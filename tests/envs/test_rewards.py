@@ -14,7 +14,7 @@ import pytest
 
 from atroposlib.envs.rewards import Canary, RewardFailure, RewardWorkers
 from atroposlib.errors import EnvError
-from tests.faults.drivers import is_alive
+from tests.builders.programs import is_running
 from tests.processes import ROOT
 from tests.runtime.helpers_runtime import until
 
@@ -85,7 +85,7 @@ async def test_a_hang_is_killed_and_the_next_call_is_served(workers: RewardWorke
     before, server = await run(workers, "pid"), await run(workers, "parent_pid")
     outcome = await run(workers, "hang", timeout_s=0.1)
     assert outcome == RewardFailure(reason="timeout", detail="no result within 0.1 s")
-    assert not is_alive(before)
+    assert not is_running(before)
     assert await run(workers, "parent_pid") == server
 
 
@@ -97,7 +97,7 @@ async def test_a_kill_takes_the_children_of_the_scoring_code(
     outcome = await run(workers, "hang_with_a_child", str(pid_file), timeout_s=1.5)
     assert isinstance(outcome, RewardFailure)
     child = int(pid_file.read_text())
-    await until(lambda: not is_alive(child))
+    await until(lambda: not is_running(child))
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ async def test_output_between_two_calls_ends_the_process_that_wrote_it(
         assert await run(workers, "forge_afterwards", 0.25, str(mark)) == 0.25
         await until(mark.exists)
         assert await run(workers, "add", number, 0.5) == number + 0.5
-    assert not is_alive(before)
+    assert not is_running(before)
     assert "wrote to its pipe; it is killed" in caplog.text
 
 
@@ -205,7 +205,7 @@ async def test_workers_run_in_parallel() -> None:
     async with RewardWorkers(num_workers=2) as workers:
         pids = await asyncio.gather(*(run(workers, "parent_pid") for _ in range(2)))
     assert len(set(pids)) == 2
-    assert not any(is_alive(pid) for pid in pids)
+    assert not any(is_running(pid) for pid in pids)
 
 
 async def test_a_cancelled_call_kills_its_worker(workers: RewardWorkers) -> None:
@@ -215,7 +215,7 @@ async def test_a_cancelled_call_kills_its_worker(workers: RewardWorkers) -> None
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-    assert not is_alive(before)
+    assert not is_running(before)
     assert await run(workers, "add", 1, 1) == 2
 
 
@@ -240,4 +240,4 @@ async def test_a_hung_worker_does_not_outlive_a_killed_parent(tmp_path: Path) ->
         parent.kill()
         await parent.wait()
     pid = int(pid_file.read_text())
-    await until(lambda: not is_alive(pid))
+    await until(lambda: not is_running(pid))

@@ -6,7 +6,6 @@ containers are skipped, and a program in the place of `docker` shows what it wou
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import socket
@@ -31,6 +30,7 @@ from atroposlib.envs.sandbox import (
     run_code,
 )
 from atroposlib.errors import EnvError
+from tests.builders.rows import rows_in
 from tests.faults import hostile_programs
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
@@ -275,7 +275,7 @@ def test_container_has_no_network_and_few_rights_and_ends_with_its_deadline(tmp_
     assert run(box, "print(input())", "hello").stdout == "hello\n"
     result = run(box, "import time; time.sleep(99)", limits=SandboxLimits(wall_s=1, memory_mb=99))
     assert result.reason == "timeout"
-    first, second, removal = (json.loads(line) for line in log.read_text().splitlines())
+    first, second, removal = rows_in(log)
     for options in (
         ["--network", "none"],
         ["--read-only"],

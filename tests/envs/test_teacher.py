@@ -22,6 +22,7 @@ from atroposlib.inference.scripted_engine import ScriptedEngine, made_up_logprob
 from atroposlib.runtime.command import build_environment
 from atroposlib.runtime.group_log import GroupLog
 from atroposlib.runtime.outbox import Outbox
+from tests.builders.rows import rows_in
 
 POLICY = [APIServerConfig(model_name="policy", base_url="http://policy/v1")]
 TEACHER = APIServerConfig(model_name="big", base_url="http://teacher/v1")
@@ -105,8 +106,7 @@ class Attached:
     async def send(self, scored_data: Any, **options: Any) -> list[tuple[Any, Any]]:
         """Send and return the teacher's fields of every accepted group so far."""
         await self.env.handle_send_to_api(scored_data, None, **options)
-        lines = self.log.path.read_text().splitlines()
-        groups = [json.loads(line) for line in lines]
+        groups = rows_in(self.log.path)
         return [(each["distill_token_ids"], each["distill_logprobs"]) for each in groups]
 
 
@@ -354,7 +354,7 @@ async def test_process_writes_the_teachers_fields_too(tmp_path: Path) -> None:
     env = build(Producing, *flags, mode="process")
     env.teacher_server.servers = [Teacher()]
     await env.process_manager()
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = rows_in(path)
     assert [(each["distill_token_ids"], each["distill_logprobs"]) for each in lines] == [
         (IDS, LOGPROBS)
     ] * 2

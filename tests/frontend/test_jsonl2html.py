@@ -15,17 +15,13 @@ from atroposlib.frontend.jsonl2html import (
     get_score_class,
     main,
 )
+from tests.builders.rows import write_rows
 from tests.frontend.helpers_pages import read_page
-
-
-def write(path: Path, *groups: object) -> Path:
-    path.write_text("\n".join(json.dumps(group) for group in groups) + "\n")
-    return path
 
 
 def test_the_page_of_a_file_holds_its_conversations_and_scores(tmp_path: Path) -> None:
     group = {"messages": [[ASKED], [ANSWERED]], "scores": [1, "n/a"]}
-    path = generate_html(write(tmp_path / "a<b.jsonl", group, group))
+    path = generate_html(write_rows(tmp_path / "a<b.jsonl", group, group))
     assert path == tmp_path / "a<b.html"
     assert "<title>Rendered Messages - a&lt;b</title>" in path.read_text()
     page = read_page(path)
@@ -39,7 +35,7 @@ def test_the_page_of_a_file_holds_its_conversations_and_scores(tmp_path: Path) -
 
 
 def test_the_page_of_a_run_directory_is_written_into_it(tmp_path: Path) -> None:
-    write(tmp_path / "groups.jsonl", {"messages": [[ASKED]], "scores": [1]})
+    write_rows(tmp_path / "groups.jsonl", {"messages": [[ASKED]], "scores": [1]})
     assert generate_html(tmp_path) == tmp_path / "run.html"
     assert read_page(tmp_path / "run.html").head["num_groups"] == 1
 
@@ -47,7 +43,7 @@ def test_the_page_of_a_run_directory_is_written_into_it(tmp_path: Path) -> None:
 def test_the_command_prints_the_path_of_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source = write(tmp_path / "g.jsonl", {"messages": ["text"], "scores": [1]})
+    source = write_rows(tmp_path / "g.jsonl", {"messages": ["text"], "scores": [1]})
     monkeypatch.setattr("sys.argv", ["jsonl2html", str(source), str(tmp_path / "page.html")])
     assert main() == 0
     assert capsys.readouterr().out == f"{tmp_path / 'page.html'}\n"

@@ -13,11 +13,13 @@ from atroposlib.frontend.jsonl2html import create_html_for_group, generate_html
 from atroposlib.frontend.view_groups import images_in, view_of_row
 from atroposlib.inference.harness import ByteTokenizer
 from atroposlib.utils.json_lines import decode_object
+from tests.frontend.helpers_pages import read_page
 
 DIGITS, HUGE = "9" * 5000, "1" + "0" * 400
 ODD = (
     *("null", "true", "0", "-1", "1.5", "1e400", "NaN", "-Infinity", HUGE, f"-{HUGE}", DIGITS),
     *(f'"{DIGITS}"', '"x"', '""', '"\\ud800"', '"\\u0000"', '"NaN"', "[]", "{}", '{"a": 1}'),
+    *('["x", "y"]', '[[7], "x"]', "[{}, {}]", "[[[{}]], [null]]", "[null, null]"),
     *("[[]]", "[null]", "[[null]]", "[[[1]]]", "[{}]", '[{"a": null}]', "[true, false]", "[1, 2]"),
     *('["a", "b"]', '[["a", "b", "c"], ["a"]]', '[[1.5, "x", null], [1, 2, 3]]'),
     *("[[1, 2, 300], [1, 2, -4]]", f"[[{HUGE}, 2, 3], [1, 2, 4]]", f"[{HUGE}, 2]"),
@@ -30,6 +32,7 @@ ODD = (
 )
 TOKENS = {"tokens": [[1, 2, 3], [1, 2, 4]], "masks": [[-100, 2, 3], [-100, -100, 4]]}
 ROW = {**TOKENS, "scores": [1.0, 0.0], "inference_logprobs": [[1.0, -0.25, -0.5], [1.0, 1.0, -2.0]]}
+ONE_TURN = {"prompt": "How?", "completions": ["So.", "No."]}
 SAMPLE = {"item_index": 0, "score": 1.0, "messages": [{"role": "user", "content": "a"}]}
 STEP = {"step": 1, "reward_mean": 0.5, "loss": 0.1, "num_sequences": 8, "num_trained_tokens": 80}
 FIELDS = {
@@ -51,7 +54,7 @@ def test_a_file_with_every_odd_value_in_a_field_gives_a_page(
 ) -> None:
     base: dict[str, Any] = {"row": ROW, "sample": SAMPLE, "step": STEP}[kind]
     lines = [json.dumps(base)]
-    for less in ({}, {"scores": [1.0, 0.0], **TOKENS}, {"scores": [1.0, 0.0]}):
+    for less in ({}, {**ROW, **ONE_TURN}, {"scores": [1.0, 0.0], **TOKENS}, {"scores": [1.0, 0.0]}):
         rest = {name: value for name, value in (less or base).items() if name != field}
         inside = json.dumps(rest)[1:-1]
         lines += [f'{{{inside}{"," * bool(rest)} "{field}": {odd}}}' for odd in ODD]
@@ -59,7 +62,12 @@ def test_a_file_with_every_odd_value_in_a_field_gives_a_page(
             break
     path = tmp_path / "file.jsonl"
     path.write_text("\n".join(lines) + "\n")
-    assert generate_html(path, tokenizer=ByteTokenizer()).stat().st_size > 1000
+    page = generate_html(path, tokenizer=ByteTokenizer())
+    assert page.stat().st_size > 1000
+    if kind == "row" and field != "scores":
+        groups = read_page(page).groups
+        assert len(groups) == len(lines)
+        assert all(group["sequences"] for group in groups)
 
 
 @pytest.mark.parametrize("field", ["scores", "messages"])

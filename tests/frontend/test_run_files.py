@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,15 +10,11 @@ import pytest
 
 from atroposlib.errors import ConfigError
 from atroposlib.frontend.run_files import find_run_files, write_run_page
+from tests.builders.rows import write_rows
 from tests.frontend.helpers_pages import Page, read_page
 from tests.tiny_model import make_tiny_tokenizer
 
 TOKENIZER = make_tiny_tokenizer()
-
-
-def write(path: Path, *rows: dict[str, Any], rest: str = "") -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + rest)
 
 
 def row(name: str, **more: Any) -> dict[str, Any]:
@@ -66,8 +61,8 @@ def page_of(source: Path, **options: Any) -> Page:
 
 def test_what_the_trainer_knows_joins_the_groups_by_their_id(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    write(run / "rollouts.jsonl", *(row(f"g{i}") for i in range(4)))
-    write(
+    write_rows(run / "rollouts.jsonl", *(row(f"g{i}") for i in range(4)))
+    write_rows(
         run / "checkpoints" / "trained_groups.jsonl",
         trained("g2", 3, KEPT, SKIPPED),
         trained("g0", 4, {**SKIPPED, "index": 0}, SKIPPED),
@@ -94,9 +89,11 @@ def test_what_the_trainer_knows_joins_the_groups_by_their_id(tmp_path: Path) -> 
 def test_a_line_of_the_trainer_for_another_sequence_adds_no_figures_of_tokens(
     tmp_path: Path,
 ) -> None:
-    write(tmp_path / "run" / "g.jsonl", row("g0"))
+    write_rows(tmp_path / "run" / "g.jsonl", row("g0"))
     far = {**KEPT, "at": [1, 99]}
-    write(tmp_path / "run" / "trained_groups.jsonl", trained("g0", 3, far, {**KEPT, "index": 7}))
+    write_rows(
+        tmp_path / "run" / "trained_groups.jsonl", trained("g0", 3, far, {**KEPT, "index": 7})
+    )
     [group] = page_of(tmp_path / "run").groups
     assert group["step"] == 3
     assert "trainer" not in group["sequences"][0]
@@ -126,7 +123,7 @@ def test_a_line_nested_beyond_pythons_limit_is_one_error(tmp_path: Path, share: 
     """Near the limit it can be decoded, but its messages cannot be listed."""
     depth = int(share * sys.getrecursionlimit())
     deep = f'{{"scores": [1], "messages": {"[" * depth}{"]" * depth}}}\n'
-    write(tmp_path / "g.jsonl", row("g0"), rest=deep)
+    write_rows(tmp_path / "g.jsonl", row("g0"), rest=deep)
     with pytest.raises(ConfigError, match="nested too deeply"):
         page_of(tmp_path / "g.jsonl")
 
@@ -137,8 +134,8 @@ def test_a_line_nested_beyond_pythons_limit_is_one_error(tmp_path: Path, share: 
 def test_a_line_of_the_trainer_that_is_none_is_one_error(
     tmp_path: Path, fault: dict[str, Any]
 ) -> None:
-    write(tmp_path / "run" / "g.jsonl", row("g0"))
-    write(tmp_path / "run" / "t.jsonl", trained("g1", 3), {**trained("g0", 3), **fault})
+    write_rows(tmp_path / "run" / "g.jsonl", row("g0"))
+    write_rows(tmp_path / "run" / "t.jsonl", trained("g1", 3), {**trained("g0", 3), **fault})
     with pytest.raises(ConfigError, match="is no trained group"):
         page_of(tmp_path / "run")
 
@@ -146,20 +143,22 @@ def test_a_line_of_the_trainer_that_is_none_is_one_error(
 def test_metrics_that_are_no_numbers_are_not_drawn(tmp_path: Path) -> None:
     lines = [{"step": i, "reward_mean": 0.5, "loss": 1.0} for i in (1, 2)]
     lines += [{"step": [], "reward_mean": 0.5}, {"step": 3, "reward_mean": {}, "loss": "x"}]
-    write(tmp_path / "m.jsonl", *lines)
+    write_rows(tmp_path / "m.jsonl", *lines)
     charts = page_of(tmp_path / "m.jsonl").head["charts"]
     assert [chart["title"] for chart in charts] == ["reward", "loss"]
 
 
 def test_files_are_found_by_what_they_hold(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    write(run / "b" / "anything.jsonl", row("g1", item=7))
-    write(run / "a.jsonl", row("g0"), rest='{"scores": [')
-    write(run / "metrics.jsonl", {"step": 1, "reward_mean": 0.5}, {"step": 2, "reward_mean": 1.0})
-    write(run / "evals" / "sums" / "samples.jsonl", {"score": 1.0, "item_index": 3})
-    write(run / "warm_up.jsonl", {"step": 1, "accuracy": 0.5})
-    write(run / "broken.jsonl", rest="no json\n")
-    write(run / "1" / "2" / "3" / "4" / "far.jsonl", row("far"))
+    write_rows(run / "b" / "anything.jsonl", row("g1", item=7))
+    write_rows(run / "a.jsonl", row("g0"), rest='{"scores": [')
+    write_rows(
+        run / "metrics.jsonl", {"step": 1, "reward_mean": 0.5}, {"step": 2, "reward_mean": 1.0}
+    )
+    write_rows(run / "evals" / "sums" / "samples.jsonl", {"score": 1.0, "item_index": 3})
+    write_rows(run / "warm_up.jsonl", {"step": 1, "accuracy": 0.5})
+    write_rows(run / "broken.jsonl", rest="no json\n")
+    write_rows(run / "1" / "2" / "3" / "4" / "far.jsonl", row("far"))
     page = page_of(run, about="About", title="Title")
     assert page.columns["id"] == ["g0", "g1", "item-3"]
     assert page.head["title"] == "Title"
@@ -168,7 +167,7 @@ def test_files_are_found_by_what_they_hold(tmp_path: Path) -> None:
 
 
 def test_pieces_come_from_the_tokenizer_of_a_model_in_the_directory(tmp_path: Path) -> None:
-    write(tmp_path / "run" / "g.jsonl", row("g0"))
+    write_rows(tmp_path / "run" / "g.jsonl", row("g0"))
     assert page_of(tmp_path / "run").chunks[0]["vocabulary"] == {}
     TOKENIZER.save_pretrained(tmp_path / "run" / "checkpoints" / "final_model")
     page = page_of(tmp_path / "run")
@@ -179,7 +178,7 @@ def test_pieces_come_from_the_tokenizer_of_a_model_in_the_directory(tmp_path: Pa
 def test_without_matplotlib_the_page_says_that_it_has_no_charts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write(tmp_path / "metrics.jsonl", {"step": 1, "reward_mean": 0.5})
+    write_rows(tmp_path / "metrics.jsonl", {"step": 1, "reward_mean": 0.5})
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     page = page_of(tmp_path / "metrics.jsonl")
     assert page.head["charts"] == []
@@ -190,19 +189,19 @@ def test_without_matplotlib_the_page_says_that_it_has_no_charts(
 def test_a_directory_without_files_of_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such file or directory"):
         find_run_files(tmp_path / "absent")
-    write(tmp_path / "trained_groups.jsonl", trained("g0", 3))
-    write(tmp_path / "other.jsonl", {"text": "x"})
+    write_rows(tmp_path / "trained_groups.jsonl", trained("g0", 3))
+    write_rows(tmp_path / "other.jsonl", {"text": "x"})
     with pytest.raises(ConfigError, match="hold no groups, samples of an evaluation or metrics"):
         find_run_files(tmp_path)
 
 
 def test_a_line_that_is_no_object_is_named_and_leaves_an_earlier_page(tmp_path: Path) -> None:
-    write(tmp_path / "g.jsonl", row("g0"), rest="[]\n")
+    write_rows(tmp_path / "g.jsonl", row("g0"), rest="[]\n")
     (tmp_path / "page.html").write_text("earlier")
     with pytest.raises(ConfigError, match="line 2: expected a JSON object"):
         page_of(tmp_path / "g.jsonl")
-    write(tmp_path / "run" / "g.jsonl", row("g0"))
-    write(tmp_path / "run" / "trained_groups.jsonl", trained("g0", 3), rest='{"loss": NaN}\n')
+    write_rows(tmp_path / "run" / "g.jsonl", row("g0"))
+    write_rows(tmp_path / "run" / "trained_groups.jsonl", trained("g0", 3), rest='{"loss": NaN}\n')
     with pytest.raises(ConfigError, match="NaN.* is no trained group"):
         write_run_page(find_run_files(tmp_path / "run"), tmp_path / "page.html")
     assert (tmp_path / "page.html").read_text() == "earlier"

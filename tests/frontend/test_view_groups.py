@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import msgspec
 import pytest
 
 from atroposlib.frontend.view_groups import (
@@ -174,33 +173,6 @@ def test_images_are_found_in_any_shape_once_and_in_order_and_in_texts() -> None:
     assert shown is not None
     assert shown["images"] == [f"data:image/jpeg;base64,{jpeg}", URI]
     assert shown["sequences"][0]["text"] == "Look: [image]."
-
-
-_KEYS = [
-    *("tokens", "masks", "inference_logprobs", "advantages", "messages", "overrides", "images"),
-    *("group_overrides", "completions", "prompt", "finish_reasons", "calls", "began_at", "usage"),
-]
-_ODD = [
-    7,
-    "x",
-    True,
-    {"a": 1},
-    [7, 7],
-    [None, None],
-    ["x", "y"],
-    [[7], "x"],
-    [{}, {}],
-    [[[{}]], [None]],
-]
-
-
-@pytest.mark.parametrize("key", _KEYS)
-@pytest.mark.parametrize("value", _ODD, ids=str)
-def test_a_row_with_a_malformed_field_is_shown(key: str, value: Any) -> None:
-    for more in ({}, {"prompt": "How?", "completions": ["So.", "No."]}):
-        shown = view_of_row(row(**{**more, key: value}), name="x", decode=str)
-        assert shown is not None
-        assert json.loads(msgspec.json.encode(shown))["sequences"]
 
 
 def test_a_row_without_sequences_is_not_shown(caplog: pytest.LogCaptureFixture) -> None:

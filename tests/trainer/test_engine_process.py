@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 
 from atroposlib.errors import ConfigError, EngineError
 from example_trainer.vllm_process import EngineProcess, vllm_environment
+from tests.builders.programs import is_running, wait_until
 from tests.processes import ROOT, answers, free_port
 
 DEAF = "trap '' TERM; "
@@ -63,18 +63,7 @@ def kill(pid: int) -> None:
 
 
 def wait_gone(pid: int) -> None:
-    deadline = time.monotonic() + 10
-    while is_running(pid):
-        assert time.monotonic() < deadline, f"process {pid} still runs"
-        time.sleep(0.02)
-
-
-def is_running(pid: int) -> bool:
-    """Whether `pid` does work; a zombie does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    wait_until(lambda: not is_running(pid), said=lambda: f"process {pid} still runs")
 
 
 def test_engine_answers_inside_each_block_and_is_gone_after_it(
@@ -193,10 +182,8 @@ def test_an_engine_and_its_children_end_when_its_parent_is_killed(
     try:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
-        deadline = time.monotonic() + 30
-        while not answers(f"http://127.0.0.1:{port}/health"):
-            assert time.monotonic() < deadline, (tmp_path / "log").read_text()
-            time.sleep(0.02)
+        health = f"http://127.0.0.1:{port}/health"
+        wait_until(lambda: answers(health), said=(tmp_path / "log").read_text)
         assert is_running(pid)
     finally:
         parent.kill()

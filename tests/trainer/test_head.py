@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +20,7 @@ from example_trainer.head import (
     head_logprobs,
     logits_logprobs,
 )
+from tests.builders.programs import run_python
 
 N, H, V, K = 7, 4, 11, 3
 
@@ -143,12 +141,5 @@ def test_blocks_that_cannot_be_compiled_run_as_they_are_after_one_warning(
 @pytest.mark.timeout(180)  # importing torch takes a minute on a busy machine
 def test_logprobs_of_a_large_vocabulary_need_a_fraction_of_one_tensor_of_logits() -> None:
     """In a process of its own: memory once used stays with a process."""
-    root = Path(__file__).resolve().parents[2]
-    run = subprocess.run(
-        [sys.executable, "-m", "benchmarks._trainer_head", "1024", "100000", "8", "cpu"],
-        cwd=root,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert 2**26 < result_in(run.stdout).peak_bytes < 0.6 * 4 * 1024 * 100_000
+    printed = run_python("-m", "benchmarks._trainer_head", 1024, 100_000, 8, "cpu")
+    assert 2**26 < result_in(printed).peak_bytes < 0.6 * 4 * 1024 * 100_000

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from atroposlib.runtime.serve import serve
 from atroposlib.utils import tracing
 from atroposlib.wire import json_pieces, pack_group
 from example_trainer.training import train
+from tests.builders.rows import rows_in
 from tests.runtime.helpers_runtime import FAST
 from tests.trainer.helpers_run import Configure
 from tests.trainer.helpers_trainer import pairs
@@ -93,18 +93,14 @@ def finished(exporter: InMemorySpanExporter) -> list[ReadableSpan]:
     return list(exporter.get_finished_spans())
 
 
-def lines_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def test_one_id_leads_from_the_item_to_the_step(
     configure: Configure, hub_url: str, tmp_path: Path, spans: InMemorySpanExporter
 ) -> None:
     config = configure(num_steps=3)
     with served(hub_url, tmp_path / "groups.jsonl"):
         train(config)
-    written = {line["group_id"]: line for line in lines_of(tmp_path / "groups.jsonl")}
-    trained = lines_of(config.save_path / "trained_groups.jsonl")
+    written = {line["group_id"]: line for line in rows_in(tmp_path / "groups.jsonl")}
+    trained = rows_in(config.save_path / "trained_groups.jsonl")
     assert [line["step"] for line in trained] == [1, 1, 2, 2, 3, 3]
     assert {line["group_id"] for line in trained} <= written.keys()
     for line in trained:
@@ -149,6 +145,6 @@ def test_a_group_of_an_original_client_gets_an_id_that_the_trainer_shows(
         httpx.post(f"{hub_url}/scored_data", content=body).raise_for_status()
     config = configure(num_steps=1)
     train(config)
-    ids = {line["group_id"] for line in lines_of(config.save_path / "trained_groups.jsonl")}
+    ids = {line["group_id"] for line in rows_in(config.save_path / "trained_groups.jsonl")}
     assert len(ids) == 2
     assert all(len(group_id) == 32 for group_id in ids)

@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import pytest
 from atroposlib.errors import EngineError
 from example_trainer.bridges.restart import RestartBridge
 from example_trainer.vllm_process import EngineProcess
+from tests.builders.programs import wait_until
 from tests.processes import free_port
 
 WATCH_S = 0.05
@@ -99,13 +99,6 @@ def bridge(engines: Engines) -> Iterator[RestartBridge]:
     bridge = RestartBridge(start_engine=engines, watch_interval_s=WATCH_S)
     yield bridge
     bridge.close()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 15
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_each_publish_replaces_the_engine_and_names_the_version(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from example_trainer.parallel import ALONE
 from example_trainer.step import data_options, take_step
 from example_trainer.trained_groups import TrainedGroups
 from example_trainer.training import train
+from tests.builders.rows import rows_in
 from tests.trainer import helpers_trainer
 from tests.trainer.helpers_run import Configure, config_for, send
 from tests.trainer.helpers_trainer import PROMPT, logprobs_of
@@ -37,8 +37,7 @@ def pairs(number: int) -> list[ScoredGroup]:
 
 
 def lines_of(config: TrainerConfig) -> list[dict[str, Any]]:
-    text = (config.save_path / "trained_groups.jsonl").read_text()
-    return [json.loads(line) for line in text.splitlines()]
+    return rows_in(config.save_path / "trained_groups.jsonl")
 
 
 def train_on(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from atroposlib.errors import ConfigError, install_command
 from example_trainer import grpo, run
 from example_trainer.config import TrainerConfig
 from example_trainer.training import stop_on_signals
+from tests.builders.programs import run_python
 from tests.processes import Process, wait_for
 from tests.tiny_model import make_tiny_model
 from tests.trainer.helpers_engine import recorded_engine
@@ -212,9 +212,7 @@ def test_help_needs_no_torch() -> None:
         "except SystemExit: pass\n"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "--max_logprob_gap" in done.stdout
+    assert "--max_logprob_gap" in run_python("-c", code)
 
 
 @pytest.mark.parametrize("name", ["small", "7b", "lora"])

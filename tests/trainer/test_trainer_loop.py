@@ -27,6 +27,7 @@ from example_trainer.model import Policy, load_policy
 from example_trainer.optim import make_optimizer
 from example_trainer.step import data_options, take_step
 from example_trainer.training import train
+from tests.builders.rows import rows_in
 from tests.tiny_model import make_tiny_model
 from tests.trainer.helpers_engine import RecordedEngine
 from tests.trainer.helpers_run import Configure, config_for, ledger_of, send
@@ -45,8 +46,7 @@ def registration_of(config: TrainerConfig) -> TrainerRegistration:
 
 
 def steps_of(config: TrainerConfig) -> list[dict[str, Any]]:
-    lines = (config.save_path / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    return rows_in(config.save_path / "metrics.jsonl")
 
 
 def test_a_run_trains_publishes_saves_and_records(

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +16,15 @@ from example_trainer.data import DataOptions, make_batch
 from example_trainer.model import build_model
 from example_trainer.parallel import ALONE, World, processes
 from tests.api.helpers_api import serving
+from tests.builders.programs import run_python
+from tests.builders.rows import rows_in
 from tests.tiny_model import make_tiny_model
 from tests.trainer.helpers_engine import recorded_engine
 from tests.trainer.helpers_run import ledger_of, send
 from tests.trainer.helpers_trainer import make_group, pairs
 from tests.trainer.parallel_worker import run
 
-ROOT = Path(__file__).parents[2]
+TORCHRUN = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
 NUM_STEPS, MIDDLE = 10, 4
 
 
@@ -44,14 +43,8 @@ def settings_for(model_dir: Path, out: Path, **changes: Any) -> dict[str, Any]:
 
 
 def in_two_processes(settings: dict[str, Any], *, save_at: int | None) -> list[float]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
-    command += [str(ROOT / "tests/trainer/parallel_worker.py")]
-    command += [json.dumps(settings), json.dumps(save_at)]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        command, env=env, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    worker = Path(__file__).with_name("parallel_worker.py")
+    run_python(*TORCHRUN, worker, json.dumps(settings), json.dumps(save_at), timeout_s=240)
     return json.loads((Path(settings["save_path"]) / "numbers.json").read_text())  # type: ignore[no-any-return]
 
 
@@ -180,28 +173,18 @@ def test_two_processes_follow_one_hub_through_the_first(tmp_path: Path) -> None:
     finals, traces = [], []
     for name, launcher in (
         ("one", []),
-        ("two", ["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]),
+        ("two", TORCHRUN),
     ):
         with serving(create_app()) as hub_url, recorded_engine() as engine:
             send(hub_url, pairs(6))
             settings = settings_for(model_dir, tmp_path / name, num_steps=3, batch_size=4)
             settings |= {"hub_url": hub_url, "engine_url": engine.url, "bridge": "reload"}
             flags = [f"--{key}={value}" for key, value in settings.items()]
-            done = subprocess.run(
-                [sys.executable, *launcher, "-m", "example_trainer.grpo", *flags],
-                env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-                capture_output=True,
-                text=True,
-                timeout=200,
-                check=False,
-            )
-            assert done.returncode == 0, done.stderr[-4000:]
+            run_python(*launcher, "-m", "example_trainer.grpo", *flags, timeout_s=200)
             assert ledger_of(hub_url) == {"trained": 6}
             assert engine.versions == ["0", "1", "2", "3"]
-        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
-        text = (tmp_path / name / "trained_groups.jsonl").read_text()
-        traces.append([json.loads(line) for line in text.splitlines()])
+        assert [row["step"] for row in rows_in(tmp_path / name / "metrics.jsonl")] == [1, 2, 3]
+        traces.append(rows_in(tmp_path / name / "trained_groups.jsonl"))
         finals.append(weights_of(settings))
     assert [line["group_id"] for line in traces[1]] == [f"g{i}" for i in range(6)]
     assert_equal_traces(traces[1], traces[0])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -25,6 +24,7 @@ from example_trainer.records import MetricsLog
 from example_trainer.training import train
 from example_trainer.weights import WeightsDirectory
 from tests.api.helpers_api import serving
+from tests.builders.rows import rows_in
 from tests.tiny_model import make_tiny_model
 from tests.trainer.helpers_engine import recorded_engine
 from tests.trainer.helpers_run import Configure, config_for, ledger_of, send
@@ -65,8 +65,7 @@ def signalling(real: Any, step: int) -> Any:
 
 
 def metrics_of(config: TrainerConfig) -> list[tuple[float, ...]]:
-    lines = (config.save_path / "metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
+    records = rows_in(config.save_path / "metrics.jsonl")
     return [(r["step"], r["loss"], r["grad_norm"], r["lr"], r["ratio_mean"]) for r in records]
 
 
@@ -305,7 +304,7 @@ def test_the_record_goes_on_after_the_step_of_the_checkpoint(
     config.metrics_path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
 
     def steps() -> list[int]:
-        return [json.loads(line)["step"] for line in config.metrics_path.read_text().splitlines()]
+        return [row["step"] for row in rows_in(config.metrics_path)]
 
     with MetricsLog(config, start=2):
         assert steps() == [1, 2]

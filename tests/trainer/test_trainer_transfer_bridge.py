@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import pickle  # noqa: TID251 - reads back what this process pickled
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -33,7 +30,7 @@ from example_trainer.bridges.transfer import (
 )
 from example_trainer.config import TrainerConfig
 from example_trainer.model import Policy, load_policy
-from tests.processes import ROOT
+from tests.builders.programs import run_python
 from tests.tiny_model import make_tiny_model
 from tests.trainer.helpers_engine import RecordedEngine, recorded_engine
 from tests.trainer.helpers_transfer import KeptSender, assert_bit_for_bit
@@ -139,18 +136,8 @@ def test_two_trainer_processes_gather_and_the_first_sends(model_dir: Path, tmp_p
     with recorded_engine() as engine:
         worker = Path(__file__).with_name("transfer_worker.py")
         arguments = {"model": str(model_dir), "url": engine.url, "out": str(tmp_path / "saved")}
-        done = subprocess.run(
-            [
-                *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"),
-                *("--standalone", str(worker), json.dumps(arguments)),
-            ],
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=200,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
+        torchrun = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
+        run_python(*torchrun, worker, json.dumps(arguments), timeout_s=200)
         assert engine.calls == [*BEGIN, *UPDATE, "/shutdown_weight_transfer_engine"]
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import subprocess
-import sys
 
 from atroposlib.utils.event_loop import EVENTS_PER_ROUND, loop_with_short_rounds
+from tests.builders.programs import run_python
 
 
 def test_many_answers_at_once_are_taken_a_few_in_each_round() -> None:
@@ -68,5 +67,4 @@ print(before != gc.get_threshold() == THRESHOLDS, gc.get_freeze_count() > 1000, 
 
 
 def test_what_is_imported_is_left_alone_and_new_cycles_are_still_found() -> None:
-    run = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
-    assert run.stdout.split() == ["True", "True", "True"]
+    assert run_python("-c", CODE).split() == ["True", "True", "True"]

@@ -1,7 +1,5 @@
 """A hub in this process, and a tokenizer on the disk."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

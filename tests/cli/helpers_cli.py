@@ -1,7 +1,5 @@
 """Groups of text, and a hub that takes them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

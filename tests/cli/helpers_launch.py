@@ -1,7 +1,5 @@
 """Builders for run files, and a short demo on a model that is made once."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """An environment in a file whose reward tests rewrite, and the rollouts that it made before."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import sys

@@ -1,7 +1,5 @@
 """The difference of two evaluations over the items that both have."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """How a demo ends early: Ctrl-C and a dead part stop everything it started, with the right message."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

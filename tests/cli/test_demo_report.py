@@ -1,7 +1,5 @@
 """Progress lines, the learning curve, the rollouts page and the claimed directory."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

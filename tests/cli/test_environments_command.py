@@ -1,7 +1,5 @@
 """`atropos-env`: every environment is listed and documented, is started by its name, and a new one runs."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Run files: errors that name the key, the commands they stand for, and the files for clusters."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

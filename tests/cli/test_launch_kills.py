@@ -1,7 +1,5 @@
 """`atropos up` on the demo's run file: every part killed once, Ctrl-C, and the launcher killed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

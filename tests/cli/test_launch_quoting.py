@@ -1,7 +1,5 @@
 """Rendered files run as they are read in the run file: nothing in it reaches a shell but as one word."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The demo's run file on a one-node Slurm cluster that the test starts in a temporary directory."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """`atropos status` on a real hub, and what `atropos up` prints."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import os

@@ -1,7 +1,5 @@
 """Real processes under the launcher: order, health, restarts and their cap, and the stop of everything."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """`atropos-env pin`: the test that it writes fails with the bug and passes after the cure."""
 
-from __future__ import annotations
-
 import runpy
 import subprocess
 import sys

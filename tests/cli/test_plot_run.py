@@ -1,7 +1,5 @@
 """`atropos-grpo plot`: the picture, and what is said where there is nothing to draw."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`atropos-env rescore`: what changed, what cannot be replayed, and an exit code for a pipeline."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`atropos-sft-gen` and `atropos-dpo-gen`: which rows they write, and what they do to the hub."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

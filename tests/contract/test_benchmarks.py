@@ -1,7 +1,5 @@
 """The benchmarks run, and their figures are measurements."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

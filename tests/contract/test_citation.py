@@ -1,7 +1,5 @@
 """CITATION.cff is valid and names this version."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

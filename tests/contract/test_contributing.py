@@ -1,7 +1,5 @@
 """CONTRIBUTING.md answers the questions of someone who opens the code for the first time."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

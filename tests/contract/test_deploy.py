@@ -3,8 +3,6 @@
 A drill runs the commands of its hubs, and Prometheus with its configuration, as processes of this machine.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

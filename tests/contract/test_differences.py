@@ -1,7 +1,5 @@
 """Every deliberate difference from the original, as MIGRATING.md lists them, is pinned by a test."""
 
-from __future__ import annotations
-
 import re
 
 from tests.processes import ROOT

@@ -1,7 +1,5 @@
 """Every example in a docstring of the library does what it says."""
 
-from __future__ import annotations
-
 import doctest
 import importlib
 

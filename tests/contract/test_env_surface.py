@@ -4,8 +4,6 @@ Names are those that its environments, trainers and documents import. Signatures
 the wild pass positionally.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import logging

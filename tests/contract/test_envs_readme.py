@@ -1,7 +1,5 @@
 """The classes of envs/README.md run as they stand, on a scripted engine, and have at most 25 lines each."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

@@ -1,7 +1,5 @@
 """FAQ.md names files, sections, flags and commands that exist."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 

@@ -5,8 +5,6 @@ https://github.com/verl-project/verl-recipe, folder atropos (atropos_integration
 is installed here: what they send and read was taken from their source. Both send through `requests`.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from typing import Any
 

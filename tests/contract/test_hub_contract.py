@@ -3,8 +3,6 @@
 What differs on purpose is pinned elsewhere (MIGRATING.md); what tests/api pins already is not repeated here.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import signal

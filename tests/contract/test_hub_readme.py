@@ -1,7 +1,5 @@
 """The examples of the hub's README run as they stand, against each other."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Importing the library stays light: heavy packages load when they are used, not before."""
 
-from __future__ import annotations
-
 from tests.builders.programs import run_python
 from tests.processes import ROOT
 

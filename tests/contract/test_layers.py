@@ -3,8 +3,6 @@
 Every import counts: at module level, inside of functions and for type checking.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 from pathlib import Path

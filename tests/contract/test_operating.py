@@ -1,7 +1,5 @@
 """OPERATING.md: its commands run, its alerts, log lines and unit file are those of this version."""
 
-from __future__ import annotations
-
 import configparser
 import os
 import re

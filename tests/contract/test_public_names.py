@@ -1,7 +1,5 @@
 """Every package says what is public, and what authors and trainers import stays where it is."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 

@@ -1,7 +1,5 @@
 """The README's promises that a machine can check: its length, its environment, its commands."""
 
-from __future__ import annotations
-
 import ast
 import re
 import shlex

@@ -1,7 +1,5 @@
 """SECURITY.md is found, and names files and settings that exist."""
 
-from __future__ import annotations
-
 import re
 
 from atroposlib.envs import sandbox

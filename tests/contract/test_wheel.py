@@ -1,7 +1,5 @@
 """The wheel holds all that users run and import, without the repository."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

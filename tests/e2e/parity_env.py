@@ -1,7 +1,5 @@
 """An environment whose reward any model can move: the fraction of sampled tokens with an even id."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A hub for other projects' tests."""
 
-from __future__ import annotations
-
 import json
 import socket
 import urllib.request

@@ -1,7 +1,5 @@
 """The whole loop as a user runs it: hub, engine, environment and trainer are processes that speak HTTP."""
 
-from __future__ import annotations
-
 import json
 import urllib.request
 from contextlib import ExitStack

@@ -3,8 +3,6 @@
 The expected screens are text in which `...` stands for any text, also for several lines; a screen may show more.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The proxy as a user runs it: a process between OpenAI's SDK and an engine with a real (tiny) model."""
 
-from __future__ import annotations
-
 import json
 import urllib.request
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`atropos-grpo-run` with everything it can start: hub, engine, environment and trainer, in one command."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`view-run` with the real Gradio: it serves the viewer and its groups beside its own page."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Environments that are closed after the test."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, TypeAlias
 

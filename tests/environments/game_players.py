@@ -1,7 +1,5 @@
 """Scripted players that read a game from the prompt and play it as well as possible."""
 
-from __future__ import annotations
-
 import functools
 import re
 from typing import Any

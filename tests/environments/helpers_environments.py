@@ -1,7 +1,5 @@
 """Import an environment and put a scripted engine under it."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import importlib

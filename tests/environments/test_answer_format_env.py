@@ -1,7 +1,5 @@
 """Answer formats: which question gets which, and which pause."""
 
-from __future__ import annotations
-
 import asyncio
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Benchmarks: how answers are read and scored, row by row of their edges."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The environments of other libraries, with a stand-in on the other side of the bridge or of the socket."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

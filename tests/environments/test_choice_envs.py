@@ -1,7 +1,5 @@
 """Multiple choice, text reversal and predictions: the edges of their rewards."""
 
-from __future__ import annotations
-
 import statistics
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Programs judged by tests: what passes, and what hostile programs earn."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from typing import Any

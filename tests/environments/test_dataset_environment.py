@@ -1,7 +1,5 @@
 """An environment by configuration: which rewards an answer earns, and what the rewards and the model are given."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

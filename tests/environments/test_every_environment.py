@@ -5,8 +5,6 @@ environment of several turns, or one whose right answer depends on more than the
 `check`, `serve` and `process` take up to several seconds each and are drills; the rewards are always tested.
 """
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 import random

@@ -1,7 +1,5 @@
 """The reference environment on local rows and a scripted engine."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

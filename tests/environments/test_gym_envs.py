@@ -1,7 +1,5 @@
 """Gymnasium's games by text: what ends an episode and what it scores, and what blackjack's alternatives are worth."""
 
-from __future__ import annotations
-
 import random
 import statistics
 from typing import Any

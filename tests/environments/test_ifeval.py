@@ -1,7 +1,5 @@
 """IFEval: strict and loose accuracy, and rows that cannot be checked."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

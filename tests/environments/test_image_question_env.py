@@ -1,7 +1,5 @@
 """Questions about images: what counts as right, what a group holds, and rows of a file."""
 
-from __future__ import annotations
-
 import base64
 from functools import partial
 from pathlib import Path

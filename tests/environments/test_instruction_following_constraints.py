@@ -1,7 +1,5 @@
 """The constraints of RLVR-IFeval and IFEval: a text that keeps each, and one that only seems to."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Verifiable instructions: what counts of an answer, and the queue of unsolved ones."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

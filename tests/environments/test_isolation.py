@@ -1,7 +1,5 @@
 """`--require-isolation`: no command starts that would run a model's program without namespaces or a container."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

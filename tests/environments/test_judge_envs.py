@@ -1,7 +1,5 @@
 """Environments with judges: votes in both orders, verdicts by criterion, and a reward model in this process."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

@@ -1,7 +1,5 @@
 """Counting letters: exact answers in the required form, and a level that follows the success."""
 
-from __future__ import annotations
-
 import random
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The demo's environment on a scripted engine."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The demo's rows, tokenizer and warm-up."""
 
-from __future__ import annotations
-
 import math
 from itertools import islice
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Mathematics: what follows from a group, and what comparisons, verdicts and retries earn."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -5,8 +5,6 @@ rollout of answers whose right scores are in the table, `pin` writes the test, a
 the original source.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import runpy

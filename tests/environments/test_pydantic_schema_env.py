@@ -1,7 +1,5 @@
 """Data for a pydantic model: four formats, three containers, and schemas that misbehave in the sandbox."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from typing import Any

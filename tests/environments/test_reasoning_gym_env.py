@@ -1,7 +1,5 @@
 """Puzzles of reasoning-gym: scores of the tagged answer, complexity, and what is not trained on."""
 
-from __future__ import annotations
-
 import random
 import re
 from ast import literal_eval

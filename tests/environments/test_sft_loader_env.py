@@ -1,7 +1,5 @@
 """Supervised rows: which tokens each format trains, and how many rows a step gets."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

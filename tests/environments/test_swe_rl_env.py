@@ -1,7 +1,5 @@
 """SEARCH/REPLACE edits: which are applied, and how similar their patch is to the real one."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

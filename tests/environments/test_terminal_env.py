@@ -1,7 +1,5 @@
 """Commands in the sandbox of an episode: what they leave, and what the files at the end earn."""
 
-from __future__ import annotations
-
 import json
 import random
 from typing import Any

@@ -1,7 +1,5 @@
 """TextWorld: its own solutions win, a command is one command, and what ends an episode."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Environments of tool calls: the edges of their rewards."""
 
-from __future__ import annotations
-
 import io
 import json
 import tarfile

@@ -1,7 +1,5 @@
 """Wordle, hangman and crosswords: what a guess tells and earns, and that players who use what they see win."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,7 +1,5 @@
 """Environments on a scripted engine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

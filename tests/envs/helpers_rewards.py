@@ -1,7 +1,5 @@
 """Scoring functions that misbehave, called by name in the tests of reward workers."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -1,7 +1,5 @@
 """AgentEnv: unmodified agents over a scripted engine; what is trained is what was sampled; failures are not scores."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

@@ -1,7 +1,5 @@
 """Every answer format reads its own example, once and not twice, and no prose."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

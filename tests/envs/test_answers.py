@@ -1,7 +1,5 @@
 """Reading the one answer of a text; a text that hedges has none."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import time

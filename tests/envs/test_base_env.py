@@ -1,7 +1,5 @@
 """The author's surface: names, defaults and the joining of single sequences."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Bridge: calls of functions in a child process, which ends with its parent and is replaced after a crash."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -1,7 +1,5 @@
 """No process beside a model's text or an agent's gets a secret of this process, whatever its name is."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Coroutine

@@ -3,8 +3,6 @@
 Right answers are made of forms, option texts and letters; each states one choice and no other.
 """
 
-from __future__ import annotations
-
 import string
 
 import pytest

@@ -1,7 +1,5 @@
 """Flags and YAML: every value arrives as its field's own type, every mistake names its cure."""
 
-from __future__ import annotations
-
 import enum
 import logging
 from pathlib import Path

@@ -1,7 +1,5 @@
 """DatasetEnv on a scripted engine: the order of rows, answers that cannot be judged, and evaluation."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Evaluation results on disk, pass@k against enumeration, and evaluations without an environment."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

@@ -1,7 +1,5 @@
 """The directory of an evaluation: samples as they come, resuming, earlier results."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

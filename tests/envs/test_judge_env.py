@@ -1,7 +1,5 @@
 """JudgeEnv with a scripted judge beside the scripted policy: marks, comparisons, rewards, and unreadable verdicts."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager

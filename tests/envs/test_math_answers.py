@@ -1,7 +1,5 @@
 """The reader of mathematical answers: which span of a text is judged, and what equals a gold answer."""
 
-from __future__ import annotations
-
 import random
 import time
 from decimal import Decimal

@@ -1,7 +1,5 @@
 """MultiTurnEnv on a scripted engine: token-exact turns, rewards per turn, and every way an episode ends."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Comparing what a program prints with what it should print."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

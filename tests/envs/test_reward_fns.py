@@ -1,7 +1,5 @@
 """Reward functions: the framework's promises, and a table of values for every reward."""
 
-from __future__ import annotations
-
 import logging
 import math
 import sys

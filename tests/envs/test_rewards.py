@@ -1,7 +1,5 @@
 """The promises of `atroposlib.envs.rewards`: a failure is data, a worker is replaced, nothing is left."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """Rows from files, from the sample next to an environment, and from a data set on the hub."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

@@ -4,8 +4,6 @@
 containers are skipped, and a program in the place of `docker` shows what it would be asked to do.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import socket

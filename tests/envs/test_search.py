@@ -1,7 +1,5 @@
 """BM25 over pages in memory."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """Stepped episodes: what the trainer is asked, what its answers become, and how episodes end."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

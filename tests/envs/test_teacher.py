@@ -1,7 +1,5 @@
 """Teacher distillation: the requests to the teacher, the fields of a group, and the effect of a failure."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Each base plays a group in which some members fail, are aborted or are too short
 The advantages of the judged members must be equal, for every policy and every baseline.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

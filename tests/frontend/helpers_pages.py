@@ -1,7 +1,5 @@
 """Read written pages as the viewer does."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import json

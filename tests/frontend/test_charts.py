@@ -1,7 +1,5 @@
 """The charts of a run."""
 
-from __future__ import annotations
-
 import xml.etree.ElementTree as ET
 from typing import Any
 

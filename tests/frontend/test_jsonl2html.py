@@ -1,7 +1,5 @@
 """The original's functions: the page of a file, and a group as a block of HTML."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Any JSON value in any field of a row, a sample or a step gives a page."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

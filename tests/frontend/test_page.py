@@ -1,7 +1,5 @@
 """The viewer's page: what the written file holds."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

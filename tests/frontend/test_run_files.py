@@ -1,7 +1,5 @@
 """A run's directory as one page."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

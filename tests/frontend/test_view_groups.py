@@ -1,7 +1,5 @@
 """Rows, checked groups and samples as the viewer shows them."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -3,8 +3,6 @@
 Debian's packages `chromium` and `chromium-driver`; without them the module is skipped and says so.
 """
 
-from __future__ import annotations
-
 import base64
 import functools
 import http.server

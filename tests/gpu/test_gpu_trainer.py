@@ -3,8 +3,6 @@
 `pytest -m gpu tests/gpu`; flash_attn is used where it is installed.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The Tinker client of the SDK makes real optimizer steps on the hub's batches, at a server in this process."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """TRL's trainers take the rows of `atropos-sft-gen` and `atropos-dpo-gen` as they are: two steps of each."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The benchmark's step is TRL's step: losses and gradient norms of both agree, on the CPU and on a tiny model."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

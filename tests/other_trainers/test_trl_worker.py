@@ -5,8 +5,6 @@ ask the GPU for its name. Weights go to the
 environment in this process instead of vLLM, by TRL's own `weight_transfer` argument.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace

@@ -5,8 +5,6 @@ Losses as Tinker documents them, sums over tokens: "importance_sampling" -exp(lo
 the result over.
 """
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What tests of the trainer share: a tiny model, a fake engine, and a hub."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path

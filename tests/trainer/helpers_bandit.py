@@ -1,7 +1,5 @@
 """A task that a tiny model learns in seconds: write two letters in reverse. And the environment that samples it."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import itertools

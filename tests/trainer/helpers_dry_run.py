@@ -1,7 +1,5 @@
 """Whole steps without the numbers: what the dry runs on `meta` and on pretended CUDA devices share."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The scripted engine with the weight routes of one kind of server, in a thread, recording what trainers ask of it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

@@ -1,7 +1,5 @@
 """A slow reference of every objective: one python float at a time, written from the papers' formulas."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

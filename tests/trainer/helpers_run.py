@@ -1,7 +1,5 @@
 """The configuration of a run of the whole trainer, and what it needs from the hub."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

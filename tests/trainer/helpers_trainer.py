@@ -1,7 +1,5 @@
 """Groups whose logprobs a given model really has, and steps on them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Stands in for vLLM's trainer side: the calls of its `send_weights`, and the weights kept instead of broadcast."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from typing import Any

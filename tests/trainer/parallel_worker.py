@@ -3,8 +3,6 @@
 python -m torch.distributed.run --nproc_per_node 2 tests/trainer/parallel_worker.py '{"model_name": ...}'
 """
 
-from __future__ import annotations
-
 import json
 import resource
 import sys

@@ -1,7 +1,5 @@
 """`--compile_layers` changes no number of a step; a compiler of C++ takes the place of Triton's here."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -7,8 +7,6 @@ What this cannot reach: the backward pass and the optimizer's step (autograd ask
 dry run has both), numbers, memory, speed, kernels of flash attention and Triton, streams, NCCL, several processes.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any, NamedTuple

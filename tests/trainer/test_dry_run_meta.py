@@ -5,8 +5,6 @@ none on `meta`: float32 only), the fused AdamW kernel (the plain one takes its p
 weights to disk. `test_dry_run_cuda.py` reaches bfloat16 and the choices that are made for CUDA.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path

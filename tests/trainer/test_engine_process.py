@@ -1,7 +1,5 @@
 """`example_trainer/vllm_process.py` with Python's file server: it starts, notices death, and kills only its own."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """A run ends, naming the engines, if they stay unavailable; it continues if they come back."""
 
-from __future__ import annotations
-
 import pytest
 
 from atroposlib.errors import EngineUnavailable

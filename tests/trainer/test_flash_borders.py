@@ -1,7 +1,5 @@
 """The borders between packed sequences that flash attention is given are those that it would read off the positions."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """`gap.py`: the comparison of sampled and own logprobs, against plain sums, and what it says of them."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import math

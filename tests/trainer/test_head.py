@@ -1,7 +1,5 @@
 """Log-probabilities in chunks against torch's own log-softmax over whole logits, in float64."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 from collections.abc import Callable

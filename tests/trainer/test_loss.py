@@ -1,7 +1,5 @@
 """Every objective against a slow float64 reference, and the sign rules of the clip."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """`memory.py`: what a step needs, against figures worked out by hand, and the flag that it names."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """One group id leads from an item to the optimizer step: JSONL line, hub, trainer's file and OpenTelemetry spans."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections import Counter

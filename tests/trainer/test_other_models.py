@@ -1,7 +1,5 @@
 """Models that are more than attention and an MLP: experts, and layers that hand a state on."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

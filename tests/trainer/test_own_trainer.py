@@ -1,7 +1,5 @@
 """The trainer of the README, executed as it stands there, learns."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`bridges/restart.py` with processes of the scripted engine."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -1,7 +1,5 @@
 """The temperature that an environment samples at reaches the trainer, whether or not the author says it."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 from typing import Any

@@ -1,7 +1,5 @@
 """What the training forward computed for some groups of each step is kept, token by token."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

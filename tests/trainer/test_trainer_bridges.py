@@ -1,7 +1,5 @@
 """Which engine and which bridge a configuration makes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

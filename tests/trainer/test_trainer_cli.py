@@ -1,7 +1,5 @@
 """Flags, exit codes and messages of atropos-grpo and atropos-grpo-run."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Groups -> micro-batches: advantages, shift, weights, limits."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The whole trainer against a real hub and a fake engine, in this process."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

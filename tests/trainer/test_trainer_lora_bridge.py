@@ -1,7 +1,5 @@
 """`bridges/lora.py` against small real servers in the place of vLLM, SGLang and the original's server."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

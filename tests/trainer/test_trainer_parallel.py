@@ -1,7 +1,5 @@
 """Two processes with half of the weights each take the steps that one process takes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`bridges/reload.py` against small real servers in the place of vLLM and SGLang."""
 
-from __future__ import annotations
-
 import json
 import logging
 import threading

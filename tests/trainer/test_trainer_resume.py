@@ -1,7 +1,5 @@
 """A run that is stopped and resumed gives the same weights as one that was not stopped."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """What `atropos-grpo-run` starts, and what it does when a part dies. The whole command runs in tests/e2e."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import threading

@@ -1,7 +1,5 @@
 """`bridges/transfer.py`: what is sent, what engines are asked, and failures. tests/vllm has both of vLLM's sides."""
 
-from __future__ import annotations
-
 import base64
 import json
 import pickle  # noqa: TID251 - reads back what this process pickled

@@ -4,8 +4,6 @@ The groups hold what batches of real runs hold: a group of one, completions of o
 token or too long, supervised ones, advantages per token, references and teachers for some groups only.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math

@@ -1,7 +1,5 @@
 """One trainer process among those that torchrun starts: send the weights, and compare them with the checkpoint."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

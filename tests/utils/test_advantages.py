@@ -1,7 +1,5 @@
 """Returns and advantages against slow references written from the definitions."""
 
-from __future__ import annotations
-
 import math
 import statistics
 

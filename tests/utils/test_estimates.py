@@ -1,7 +1,5 @@
 """Standard errors and intervals against their definitions, not against a copy of the formulas."""
 
-from __future__ import annotations
-
 import math
 import random
 from typing import Any

@@ -1,7 +1,5 @@
 """Short rounds of the loop leave nothing out, and rarer garbage collection still finds new cycles."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 

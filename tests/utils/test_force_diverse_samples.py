@@ -1,7 +1,5 @@
 """Diverse first tokens: the requests to the server, and how first tokens are drawn."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections import Counter

@@ -1,7 +1,5 @@
 """Files with one JSON value per line that grow, shrink or end in the middle of a line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from atroposlib.utils.json_lines import LineTail

@@ -1,7 +1,5 @@
 """Loading tokenizers where the hub of models cannot be reached."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Shortening thinking blocks and trajectories, on a tokenizer of one token per byte."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Work off the event loop: one thread, in order, errors and all."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

@@ -1,7 +1,5 @@
 """The fixed chat template: nothing sampled is changed, and earlier turns are a prefix of later ones."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Selection, summaries, HTTP answers, the metrics table, and the helpers of home-made command lines."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import statistics

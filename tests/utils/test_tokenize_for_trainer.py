@@ -1,7 +1,5 @@
 """Labels of a finished chat, against the byte positions of its rendered text."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

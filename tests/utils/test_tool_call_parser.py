@@ -1,7 +1,5 @@
 """What counts as a tool call, and what a bad one is reported as."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

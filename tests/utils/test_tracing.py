@@ -1,7 +1,5 @@
 """Spans: one trace per group, nothing without an exporter, and OTLP as a collector receives it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

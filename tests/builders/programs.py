@@ -1,4 +1,4 @@
-"""Programs of Python that end by themselves, and the processes of this machine (Linux)."""
+"""Programs of Python that end by themselves, the processes of this machine (Linux), and what a command refuses."""
 
 import os
 import subprocess
@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from tests.processes import ROOT
 
@@ -52,3 +53,11 @@ def processes() -> Iterator[tuple[int, int, str]]:
 def is_running(pid: int) -> bool:
     """Whether a process does work; a zombie does not."""
     return any(pid == each for each, *_ in processes())
+
+
+def refusal(status: int, printed: Any) -> str:
+    """Return the one line on stderr of a command that returned 2; `printed` is pytest's `capsys`."""
+    assert status == 2
+    message: str = printed.readouterr().err
+    assert message.count("\n") == 1, message
+    return message

@@ -3,7 +3,6 @@
 import runpy
 import subprocess
 import sys
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -11,20 +10,11 @@ import pytest
 from atroposlib.cli.environments import main
 from atroposlib.cli.pin import judged_scores
 from atroposlib.errors import ConfigError
+from tests.builders.programs import refusal
 from tests.cli.helpers_rollouts import RIGHT, SumsFolder
 
 BUG = """float(answer.startswith(str(row["b"])))"""
 """Compares with a summand instead of the sum."""
-
-
-@pytest.fixture
-def sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SumsFolder:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    made = SumsFolder(folder=tmp_path)
-    made.write(score=BUG)
-    made.roll_out()
-    return made
 
 
 def first_id(sums: SumsFolder) -> str:
@@ -106,10 +96,7 @@ def test_what_is_wrong_is_one_line(sums: SumsFolder, capsys: pytest.CaptureFixtu
         ([name, "--env", "sums.py", "--file", "no.jsonl"], "cannot read 'no.jsonl': No such file"),
         ([name, "--env", "sums.py", "--env.sed", "1"], "did you mean --env.seed?"),
     ]:
-        assert main(["pin", *argv]) == 2
-        error = capsys.readouterr().err
-        assert message in error
-        assert error.count("\n") == 1
+        assert message in refusal(main(["pin", *argv]), capsys)
     assert main(["pin", name, "--env", "sums.py"]) == 0
     assert main(["pin", name, "--env", "sums.py"]) == 2
     assert "exists; remove it to pin the group again" in capsys.readouterr().err

@@ -1,7 +1,6 @@
 """`atropos-env rescore`: what changed, what cannot be replayed, and an exit code for a pipeline."""
 
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,6 @@ from atroposlib.cli.environments import main
 from atroposlib.utils.wording import counted
 from tests.cli.helpers_rollouts import RIGHT, SumsFolder
 from tests.frontend.helpers_pages import read_page
-
-
-@pytest.fixture
-def sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SumsFolder:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    made = SumsFolder(folder=tmp_path)
-    made.write()
-    made.roll_out()
-    return made
 
 
 def rescored(sums: SumsFolder, *more: str) -> int:

@@ -5,15 +5,8 @@ import pytest
 from atroposlib.errors import EngineUnavailable
 from example_trainer.bridges import EngineWatch
 from example_trainer.bridges.running import ReloadBridge
+from tests.builders.clocks import Clock
 from tests.trainer.helpers_engine import RecordedEngine, recorded_engine
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @pytest.fixture

@@ -1,0 +1,11 @@
+"""Time that tests move."""
+
+
+class Clock:
+    """A clock to be called for the time, which stands until a test sets `now_s`."""
+
+    def __init__(self, now_s: float = 0.0) -> None:
+        self.now_s = now_s
+
+    def __call__(self) -> float:
+        return self.now_s

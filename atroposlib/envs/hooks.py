@@ -34,6 +34,7 @@ from atroposlib.scored_data import OPTIONAL_ROWS, ScoredDataGroup, ScoredDataIte
 from atroposlib.type_definitions import UUID, Item
 from atroposlib.utils.metrics import get_std_min_max_avg
 from atroposlib.utils.tokenizers import load_tokenizer
+from atroposlib.utils.tokenizers.backends import decode
 
 logger = logging.getLogger(__name__)
 
@@ -349,7 +350,7 @@ class EnvHooks(ABC):
 
     def decode_tokens(self, tokens: Sequence[int]) -> str:
         """Return the text of `tokens`."""
-        return str(self.tokenizer.decode(list(tokens)))
+        return decode(self.tokenizer, tokens)
 
     async def add_rollouts_for_wandb(self, scored_data: Any, item: Item | None = None) -> None:
         """Keep text and score of some sequences of a group for the rollout table."""

@@ -5,15 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from atroposlib.utils.tokenizers.backends import BYTE_OF_CHARACTER, decode
+
 Decode: TypeAlias = Callable[[Sequence[int]], str]
 """Token ids -> their text, special tokens included."""
-
-_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
-_BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {
-    chr(256 + i): byte for i, byte in enumerate(_OTHERS)
-}
-"""Byte of each character in the tokens of byte-level BPE (GPT-2's table)."""
 
 
 def decoder(tokenizer: Any) -> Decode:
@@ -22,14 +17,14 @@ def decoder(tokenizer: Any) -> Decode:
     Of a single token it keeps the leading space and shows bytes that are no complete character as `\\xe2`.
     """
 
-    def decode(tokens: Sequence[int]) -> str:
+    def text_of(tokens: Sequence[int]) -> str:
         try:
-            text = str(tokenizer.decode(list(map(int, tokens))))
+            text = decode(tokenizer, list(map(int, tokens)))
         except (LookupError, OverflowError, ValueError):  # another model's tokenizer
             return " ".join(f"[{token}]" for token in tokens)
         return text if len(tokens) != 1 else _piece(tokenizer, int(tokens[0]), text)
 
-    return decode
+    return text_of
 
 
 def _piece(tokenizer: Any, token: int, text: str) -> str:
@@ -41,8 +36,10 @@ def _piece(tokenizer: Any, token: int, text: str) -> str:
         return f" {text}"
     if "\ufffd" not in text:
         return text
-    if all(character in _BYTE_OF for character in raw):
-        return bytes(_BYTE_OF[character] for character in raw).decode(errors="backslashreplace")
+    if all(character in BYTE_OF_CHARACTER for character in raw):
+        return bytes(BYTE_OF_CHARACTER[character] for character in raw).decode(
+            errors="backslashreplace"
+        )
     return raw
 
 

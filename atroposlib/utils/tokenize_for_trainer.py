@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NotRequired, TypedDict
 
 from atroposlib.scored_data import IGNORE_INDEX
+from atroposlib.utils.tokenizers.backends import encode, is_of_transformers
 
 logger = logging.getLogger(__name__)
 
@@ -71,29 +72,12 @@ def chat_token_ids(
     if not chat and not add_generation_prompt:
         return []
     options = {"add_generation_prompt": add_generation_prompt}
-    backend = _backend_of(tokenizer)
-    if backend is not None:
-        text = tokenizer.apply_chat_template(list(chat), tokenize=False, **options)
-        return list(backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+    if is_of_transformers(tokenizer, "apply_chat_template", "encode"):
+        return encode(
+            tokenizer, tokenizer.apply_chat_template(list(chat), tokenize=False, **options)
+        )
     # transformers 5 returns a mapping by default; other tokenizers may ignore `return_dict`.
     rendered = tokenizer.apply_chat_template(
         list(chat), tokenize=True, return_dict=False, **options
     )
     return list(rendered["input_ids"] if isinstance(rendered, Mapping) else rendered)
-
-
-def _backend_of(tokenizer: Any) -> Any:
-    """Return the Rust tokenizer of transformers if it gives the same ids when called directly, else None.
-
-    transformers also requests the offsets of every token, which takes a third of the time.
-    """
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None or not hasattr(backend, "encode_batch_fast"):
-        return None
-    for name in ("apply_chat_template", "__call__", "_encode_plus"):
-        method = getattr(type(tokenizer), name, None)
-        is_own = getattr(method, "__module__", "").startswith("transformers.tokenization_utils")
-        if not is_own or name in vars(tokenizer):
-            return None
-    is_plain = backend.truncation is None and backend.padding is None
-    return backend if is_plain and not tokenizer.split_special_tokens else None

@@ -18,10 +18,9 @@ from os.path import commonprefix
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-import numpy as np
-
 from atroposlib.errors import ConfigError
 from atroposlib.inference.sessions.messages import Message, is_opened, with_parsed
+from atroposlib.utils.tokenizers.backends import decode, encode
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +47,6 @@ class _Facts:
     """Special token text that keeps the tokenizer from adding a space before a fragment; "" if not needed."""
     plain_calls: str = ""
     """The chat template for which rendering tool calls as plain answers was found to be exact."""
-    takes_arrays: bool = False
-    """Whether `decode` is that of transformers, which takes arrays."""
     warned: set[str] = field(default_factory=set)
 
 
@@ -83,21 +80,13 @@ def _find_facts(tokenizer: Any, size: int) -> _Facts:
         # SentencePiece models write "a" at the start of a text as " a".
         if anchored[:1] == [eos] and anchored[1:] != plain:
             anchor = text
-    decode = getattr(type(tokenizer), "decode", None)
-    return _Facts(
-        size=size,
-        special=frozenset(special),
-        anchor=anchor,
-        takes_arrays=getattr(decode, "__module__", "").startswith("transformers."),
-    )
+    return _Facts(size=size, special=frozenset(special), anchor=anchor)
 
 
 def special_texts(tokenizer: Any) -> list[str]:
     """Return the texts of a tokenizer's special tokens, longest first."""
-    decode = tokenizer.decode
-    texts = {
-        str(decode([token], skip_special_tokens=False)) for token in _facts_of(tokenizer).special
-    }
+    special = _facts_of(tokenizer).special
+    texts = {decode(tokenizer, [token], skip_special_tokens=False) for token in special}
     return sorted(texts, key=len, reverse=True)
 
 
@@ -300,7 +289,7 @@ class ChatTemplate:
         """Tokenise text. With special tokens, a BOS that the text already contains is not doubled."""
         if not text:
             return []
-        tokens = list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        tokens = encode(self._tokenizer, text, add_special_tokens=add_special_tokens)
         bos = getattr(self._tokenizer, "bos_token_id", None)
         if bos is not None and tokens[:2] == [bos, bos]:
             del tokens[0]
@@ -311,7 +300,7 @@ class ChatTemplate:
         if not added:
             return [], added
         anchor = self._facts.anchor
-        added_tokens = list(self._tokenizer.encode(anchor + added, add_special_tokens=False))
+        added_tokens = encode(self._tokenizer, anchor + added)
         if anchor:
             del added_tokens[0]
         if not self.ends_turn(tokens):
@@ -329,20 +318,15 @@ class ChatTemplate:
 
     def text_of(self, token: int) -> str:
         """Return the text of one special token."""
-        return self.decode([token], skip_special_tokens=False)
-
-    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
-        # transformers checks each element of a list in Python (0.2 s per million tokens), but not of an array.
-        given = np.asarray(tokens, np.int64) if self._facts.takes_arrays else list(tokens)
-        return str(self._tokenizer.decode(given, skip_special_tokens=skip_special_tokens))
+        return decode(self._tokenizer, [token], skip_special_tokens=False)
 
     def decode_both(self, tokens: Sequence[int]) -> tuple[str, str]:
         """Return the text with special tokens, except the one that ends the turn, and the text without any."""
         body = tokens[:-1] if self.ends_turn(tokens) else tokens
-        text = self.decode(body, skip_special_tokens=False)
+        text = decode(self._tokenizer, body, skip_special_tokens=False)
         if self._facts.special.isdisjoint(body):
             return text, text
-        return text, self.decode(body, skip_special_tokens=True)
+        return text, decode(self._tokenizer, body, skip_special_tokens=True)
 
     def say_once(self, warning: str, *args: Any) -> None:
         """Log a warning once per tokenizer."""

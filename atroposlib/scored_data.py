@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from typing_extensions import TypedDict  # pydantic refuses typing's before Python 3.12
 
 from atroposlib.errors import GroupError
+from atroposlib.utils.number_list import array_of
 
 IGNORE_INDEX: Final = -100
 """Mask value of a position that is not trained (the label convention of torch's cross entropy)."""
@@ -396,7 +397,7 @@ def _array(row: Any, path: str) -> NDArray[Any]:
     if not isinstance(row, list | tuple | np.ndarray):
         raise _fault(path, f"expected a list of numbers, got {_short(row)}")
     try:
-        array = np.asarray(row)
+        array = array_of(row)
     except (ValueError, OverflowError) as e:
         raise _fault(path, f"expected a flat list of numbers, got {_short(row)} ({e})") from e
     if array.ndim != 1:

@@ -20,6 +20,7 @@ FOUNDATION = {
     "atroposlib.http_bodies",
     "atroposlib.http_guard",
     "atroposlib.utils",
+    "atroposlib.utils.number_list",
     "atroposlib.utils.wording",
     "atroposlib.frontend",
 }

@@ -26,6 +26,7 @@ from atroposlib.inference.servers.http_peer import strip_v1
 from atroposlib.inference.servers.openai_routes import HttpServer
 from atroposlib.inference.servers.reasoning import ReasoningConfig
 from atroposlib.patience import is_transient_status
+from atroposlib.utils.number_list import array_of, joined
 from atroposlib.utils.tokenizers import load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -146,7 +147,7 @@ class TokenServer(HttpServer):
         """Remove the prompt (`input_ids`, else the text `prompt`) from a body and return it as token ids."""
         text, token_ids = body.pop("prompt", None), body.pop("input_ids", None)
         messages = body.pop("messages", None)
-        if type(token_ids) is list and set(map(type, token_ids)) <= {int}:
+        if isinstance(token_ids, list) and set(map(type, token_ids)) <= {int}:
             return token_ids
         if token_ids is not None:
             return [int(token) for token in token_ids]
@@ -204,8 +205,9 @@ def check_sampled(token_ids: list[int], logprobs: list[float], *, where: str) ->
         raise EngineProtocolError(
             f"{where}: {len(logprobs)} logprobs for {len(token_ids)} token ids"
         )
-    if token_ids and min(token_ids) < 0:
-        raise EngineProtocolError(f"{where}: token id {min(token_ids)} is negative")
+    lowest = array_of(token_ids).min(initial=0)
+    if lowest < 0:
+        raise EngineProtocolError(f"{where}: token id {lowest} is negative")
 
 
 def checked_completion(
@@ -217,6 +219,7 @@ def checked_completion(
     where: str,
 ) -> SampledCompletion:
     """Return a completion whose tokens, logprobs and weight versions were checked against each other."""
+    tokens, logprobs = joined(tokens), joined(logprobs)
     check_sampled(tokens, logprobs, where=where)
     if spans is not None:
         spans = check_spans(spans, num_tokens=len(tokens), where=where)

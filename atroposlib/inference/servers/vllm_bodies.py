@@ -25,6 +25,7 @@ from atroposlib.inference.servers.token_ids import (
     most_likely,
 )
 from atroposlib.utils.answer_bodies import NO_LOGPROB
+from atroposlib.utils.number_list import array_of
 
 DEFAULT_MAX_TOKENS = 16
 """Limit of `/v1/completions` without `max_tokens`; `/inference/v1/generate` would continue to the model's limit."""
@@ -257,14 +258,15 @@ def _checked(
     *,
     where: str,
 ) -> SampledCompletion:
-    if logprobs and min(logprobs) <= NO_LOGPROB:
+    read = None if spans is None else [span.read() for span in spans]
+    found = checked_completion(tokens, logprobs, finish_reason, read, where=where)
+    if array_of(found.logprobs).min(initial=0.0) <= NO_LOGPROB:
         position = next(i for i, value in enumerate(logprobs) if value <= NO_LOGPROB)
         raise EngineProtocolError(
             f"{where}: logprob {logprobs[position]} at token {position} stands for NaN or for a token that cannot"
             " have been sampled; look at the engine's weights"
         )
-    read = None if spans is None else [span.read() for span in spans]
-    return checked_completion(tokens, logprobs, finish_reason, read, where=where)
+    return found
 
 
 def read_prompt_logprobs(

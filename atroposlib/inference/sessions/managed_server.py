@@ -50,6 +50,7 @@ from atroposlib.inference.tools.tool_messages import (
     completion_with_tool_calls,
 )
 from atroposlib.utils.answer_bodies import completion_body
+from atroposlib.utils.number_list import joined
 from atroposlib.utils.off_loop import off_loop
 from atroposlib.utils.tokenizers import load_tokenizer
 
@@ -299,7 +300,9 @@ class ManagedServer:
     def _first_turn(self, text: str, tokens: list[int], **rest: Any) -> PendingTurn:
         """Prepare a turn that continues no sequence."""
         order = self._store.next_order()
-        return PendingTurn(order=order, tokens=tokens, full_text=text, visible_text=text, **rest)
+        return PendingTurn(
+            order=order, tokens=joined(tokens), full_text=text, visible_text=text, **rest
+        )
 
     def _continue(
         self,
@@ -346,7 +349,7 @@ class ManagedServer:
         added_tokens, added_text = self._template.join(kept, added)
         return PendingTurn(
             order=self._store.next_order(),
-            tokens=kept + added_tokens,
+            tokens=joined(kept, added_tokens),
             full_text=full_text + added_text,
             visible_text=stage.visible_text + added,
             parent=match,

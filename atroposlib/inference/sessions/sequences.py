@@ -19,6 +19,7 @@ from atroposlib.errors import EngineProtocolError
 from atroposlib.inference.servers.api_server import WeightSpan
 from atroposlib.inference.servers.sampling_notes import oldest_version, place_spans
 from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
+from atroposlib.utils.number_list import first, joined, repeated
 
 
 class SequenceNode(BaseModel):
@@ -98,7 +99,7 @@ class NodeMatch:
     stage: Stage
 
     def tokens(self, num_kept: int) -> list[int]:
-        return self.tracked.node.tokens[:num_kept]
+        return first(self.tracked.node.tokens, num_kept)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,12 +305,13 @@ class SequenceStore:
             stages = tuple(s for s in turn.parent.tracked.stages if s.num_tokens <= kept)
             if not self.keep_parents:
                 node = turn.parent.tracked.node
-                labels, logprobs = node.masked_tokens[:kept], node.logprobs[:kept]
+                labels, logprobs = first(node.masked_tokens, kept), first(node.logprobs, kept)
                 spans = _spans_before((node.metadata or {}).get("weight_versions"), end=kept)
         num_given = len(turn.tokens) - len(labels)
-        labels = [*labels, *[IGNORE_INDEX] * num_given, *sampled.tokens]
-        logprobs = [*logprobs, *[MASKED_LOGPROB] * num_given, *sampled.logprobs]
-        tokens = [*turn.tokens, *sampled.tokens]
+        labels = joined(labels, repeated(IGNORE_INDEX, num_given), sampled.tokens)
+        given = repeated(MASKED_LOGPROB, num_given)
+        logprobs = joined(logprobs, given, sampled.logprobs)
+        tokens = joined(turn.tokens, sampled.tokens)
         new_spans = sampled.weight_versions
         if spans is not None and new_spans is not None:
             spans = [*spans, *place_spans(new_spans, start=len(turn.tokens))]

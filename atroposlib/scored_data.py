@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Any, Final, NamedTuple, cast
@@ -35,11 +35,103 @@ MAX_GROUP_ID_CHARS: Final = 128
 LOGPROB_TOLERANCE: Final = 1e-4
 """Largest accepted sampled log-probability: float32 log-softmax of a near-certain token may round above 0."""
 
-PER_TOKEN_FIELDS: Final = ("advantages", "ref_logprobs", "inference_logprobs")
-LOGPROB_FIELDS: Final = ("ref_logprobs", "inference_logprobs")
-DISTILL_FIELDS: Final = ("distill_token_ids", "distill_logprobs")
-OPTIONAL_ROWS: Final = (*PER_TOKEN_FIELDS, *DISTILL_FIELDS, "messages", "overrides")
+
+class Level(enum.Enum):
+    """What has one value of a field."""
+
+    GROUP = "group"
+    SEQUENCE = "sequence"
+    TOKEN = "token"
+    ENTRY = "token and entry"
+    """Each token has a list of values."""
+
+
+class Field(NamedTuple):
+    """One field of a group: a key of the dicts and an attribute of `ScoredGroup`."""
+
+    name: str
+    level: Level
+    kind: type
+    """int, float, str; or list, dict, object: JSON of that kind, or any."""
+    meaning: str
+    """For `api/README.md`."""
+    is_required: bool = False
+    """False: null, the default, leaves it out; so does `[]` where there is one value per sequence or token."""
+    is_original: bool = True
+    """Whether the original's clients know it."""
+    is_logprob: bool = False
+    """Whether it is a log-probability, at most 0, wherever the token is trained."""
+    may_be_per_sequence: bool = False
+    """Whether one number per sequence may stand for one per token."""
+
+    @property
+    def is_numeric(self) -> bool:
+        return self.kind in (int, float)
+
+
+_VERSION_MEANING = "Oldest policy version that sampled one of the tokens."
+_ID_MEANING = "Chosen before the first attempt to send. Without one the hub makes it, and a repeat is stored again."
+
+FIELDS: Final = (
+    Field("tokens", Level.TOKEN, int, "Prompt and answer.", is_required=True),
+    Field("masks", Level.TOKEN, int, "The token where it is trained, else -100.", is_required=True),
+    Field("scores", Level.SEQUENCE, float, "The environment's reward.", is_required=True),
+    Field(
+        *("advantages", Level.TOKEN, float),
+        "Replace those computed from the scores. One per sequence applies to each trained token.",
+        may_be_per_sequence=True,
+    ),
+    Field(
+        "ref_logprobs",
+        Level.TOKEN,
+        float,
+        "Log-probability under the reference model.",
+        is_logprob=True,
+    ),
+    Field("messages", Level.SEQUENCE, list, "The conversation."),
+    Field("generation_params", Level.GROUP, dict, "How the tokens were sampled."),
+    Field(
+        *("inference_logprobs", Level.TOKEN, float),
+        "Log-probability under the policy that sampled the token; 1.0 where masked.",
+        is_logprob=True,
+    ),
+    Field("overrides", Level.SEQUENCE, dict, "Instructions to the trainer."),
+    Field("group_overrides", Level.GROUP, dict, "Instructions to the trainer."),
+    Field("images", Level.GROUP, object, "Images of the prompt."),
+    Field("env_id", Level.GROUP, int, "From `POST /register-env`."),
+    Field("distill_token_ids", Level.ENTRY, int, "Tokens that a teacher proposes."),
+    Field(
+        "distill_logprobs",
+        Level.ENTRY,
+        float,
+        "The teacher's log-probability of each proposed token.",
+    ),
+    Field("group_id", Level.GROUP, str, _ID_MEANING, is_original=False),
+    Field("policy_version", Level.GROUP, int, _VERSION_MEANING, is_original=False),
+)
+"""All fields of a group. Gates, encodings, rows of files and the viewer follow this table.
+
+To add a field: a row here, its line in `ScoredDataGroup` (and `ScoredDataItem`, for one per sequence or token), its
+attribute in `ScoredGroup`, its row in `api/README.md`. The order of the rows is that of keys and of digests.
+"""
+
+FIELD: Final = {field.name: field for field in FIELDS}
+OPTIONAL: Final = {
+    level: tuple(field for field in FIELDS if field.level is level and not field.is_required)
+    for level in Level
+}
+"""The optional fields by what has one value of them."""
+PER_TOKEN_FIELDS: Final = tuple(
+    field.name for field in OPTIONAL[Level.TOKEN] if field.kind is float
+)
+LOGPROB_FIELDS: Final = tuple(field.name for field in FIELDS if field.is_logprob)
+DISTILL_FIELDS: Final = tuple(field.name for field in OPTIONAL[Level.ENTRY])
+OPTIONAL_ROWS: Final = tuple(
+    field.name for field in FIELDS if field.level is not Level.GROUP and not field.is_required
+)
 """Optional fields with one entry per sequence; `[]` is another way to leave one out."""
+WIRE_KEYS: Final = tuple(field.name for field in FIELDS if field.is_original)
+"""The keys of a group that the hub hands out as JSON, in this order; the others stay inside."""
 
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float64]
@@ -92,10 +184,6 @@ class ScoredDataGroup(TypedDict, total=False):
     distill_logprobs: list[list[list[float]]] | None
     group_id: str
     policy_version: int | None
-
-
-WIRE_KEYS: Final = tuple(ScoredDataGroup.__annotations__)[:14]
-"""The keys of a group that the hub hands out as JSON, in this order; `group_id` and `policy_version` stay inside."""
 
 
 class ScoredDataItem(TypedDict, total=False):
@@ -217,21 +305,20 @@ class ScoredGroup:
         """Return a copy with some fields changed (ids, versions); arrays are shared."""
         return dataclasses.replace(self, **changes)
 
-    def to_dict(self) -> ScoredDataGroup:
-        """Return the fourteen keys of the JSON form, in order, as plain lists."""
+    def to_dict(self, names: Iterable[str] = WIRE_KEYS) -> ScoredDataGroup:
+        """Return the fields with these names, in their order, as plain lists."""
         bounds = self.offsets.tolist()
         fields: dict[str, Any] = {}
-        for name in WIRE_KEYS:
-            value = getattr(self, name)
+        for name in names:
+            value, field = getattr(self, name), FIELD[name]
             if value is None:
                 value = [] if name in self.empty_fields else None
             elif name == "advantages" and self.sequence_advantages is not None:
                 value = self.sequence_advantages.tolist()
-            elif name == "scores":
-                value = value.tolist()
-            elif name in ("tokens", "masks", *PER_TOKEN_FIELDS, *DISTILL_FIELDS):
-                flat = value.to_lists() if isinstance(value, Ragged) else value.tolist()
-                value = [flat[start:stop] for start, stop in pairwise(bounds)]
+            elif field.is_numeric and field.level is not Level.GROUP:
+                value = value.to_lists() if isinstance(value, Ragged) else value.tolist()
+                if field.level is not Level.SEQUENCE:
+                    value = [value[start:stop] for start, stop in pairwise(bounds)]
             fields[name] = value
         return cast(ScoredDataGroup, fields)
 
@@ -306,18 +393,16 @@ def _check_shapes(group: Mapping[str, Any]) -> ScoredGroup:
         repeated = Ragged(np.repeat(sequence_advantages, lengths), lengths)
         group = {**group, "advantages": repeated}
     per_token = {
-        name: values
-        for name in PER_TOKEN_FIELDS
-        if (values := _per_token_floats(group, name, lengths)) is not None
+        field.name: values
+        for field, rows in _given(group, Level.TOKEN)
+        if (values := _per_token(rows, field, lengths)) is not None
     }
     _check_numbers(lengths=lengths, tokens=tokens, scores=scores, per_token=per_token)
-    distill = _check_distillation(group, lengths)
-    messages = _check_messages(group, num_sequences)
-    overrides = _optional_rows(group, "overrides", num_sequences)
-    if overrides is not None:
-        for i, entry in enumerate(overrides):
-            if not isinstance(entry, Mapping):
-                raise _fault(f"sequences[{i}].overrides", f"expected a dict, got {_short(entry)}")
+    fields: dict[str, Any] = {**per_token, **_check_distillation(group, lengths)}
+    for field, rows in _given(group, Level.SEQUENCE):
+        fields[field.name] = _per_sequence(rows, field, num_sequences)
+    for field, value in _given(group, Level.GROUP):
+        fields[field.name] = _per_group(value, field)
 
     empty = [name for name in OPTIONAL_ROWS if group.get(name) is not None and not len(group[name])]
     return ScoredGroup(
@@ -325,19 +410,9 @@ def _check_shapes(group: Mapping[str, Any]) -> ScoredGroup:
         tokens=tokens.astype(np.int32),
         masks=masks.astype(np.int32),
         scores=scores,
-        inference_logprobs=per_token.get("inference_logprobs"),
-        ref_logprobs=per_token.get("ref_logprobs"),
-        advantages=per_token.get("advantages"),
         sequence_advantages=sequence_advantages,
-        distill_token_ids=distill["distill_token_ids"],
-        distill_logprobs=distill["distill_logprobs"],
-        messages=messages,
-        overrides=overrides,
-        generation_params=_optional_mapping(group, "generation_params"),
-        group_overrides=_optional_mapping(group, "group_overrides"),
-        images=group.get("images"),
         empty_fields=frozenset(empty),
-        **_check_origin(group),
+        **fields,
     )
 
 
@@ -349,22 +424,16 @@ def check_arrays(
     scores: NDArray[Any],
     per_token: Mapping[str, NDArray[Any]],
     origin: Mapping[str, Any],
-) -> GroupHeader:
+) -> None:
     """Check the numbers of a group under `Strictness.MEANING` without building a `ScoredGroup`.
 
     `lengths` and `scores` are [S]; the caller has checked that the other arrays are [sum(lengths)]. `origin` has the
     sender, id and policy version. Raises the `GroupError` of `check_group`.
     """
     _check_numbers(lengths=lengths, tokens=tokens, scores=scores, per_token=per_token)
-    checked = _check_origin(origin)
+    for field, value in _given(origin, Level.GROUP):
+        _per_group(value, field)
     _check_meaning(lengths=lengths, trained=trained, per_token=per_token)
-    return GroupHeader(
-        env_id=checked["env_id"],
-        num_sequences=len(lengths),
-        num_tokens=len(tokens),
-        policy_version=checked["policy_version"],
-        group_id=checked["group_id"] or "",
-    )
 
 
 def _fault(path: str, what: str) -> GroupError:
@@ -408,12 +477,9 @@ def _array(row: Any, path: str) -> NDArray[Any]:
 def _int_rows(value: Any, name: str) -> Ragged:
     """Return the rows of `value` concatenated, in an integer type that holds them."""
     if isinstance(value, Ragged):
-        if value.values.size and value.values.dtype.kind not in "iu":
-            raise _fault(name, f"expected integers, got {value.values.dtype} values")
+        _check_kind(value.values, int, name)
         return value
-    rows = _rows(value, name)
-    arrays = [_int_row(row, f"sequences[{i}].{name}") for i, row in enumerate(rows)]
-    return _lay_out(arrays, np.int64)
+    return _number_rows(_rows(value, name), int, name)
 
 
 def _int_row(row: Any, path: str) -> NDArray[np.int64]:
@@ -425,6 +491,9 @@ def _int_row(row: Any, path: str) -> NDArray[np.int64]:
     if array.size and array.dtype == np.uint64 and array.max() > np.iinfo(np.int64).max:
         raise _fault(path, f"value {array.max()} does not fit 64 bits")
     return array.astype(np.int64, copy=False)
+
+
+_DTYPE: Final[dict[type, type[np.generic]]] = {int: np.int64, float: np.float64}
 
 
 def _lay_out(arrays: Sequence[NDArray[Any]], dtype: type[np.generic]) -> Ragged:
@@ -459,21 +528,58 @@ def _float_row(row: Any, path: str) -> FloatArray:
     return array.astype(np.float64, copy=False)
 
 
-def _per_token_floats(
-    group: Mapping[str, Any], name: str, lengths: NDArray[Any]
-) -> FloatArray | None:
-    """Return one number per token; None for null and for `[]`."""
-    rows = group.get(name)
+def _number_row(row: Any, kind: type, path: str) -> NDArray[Any]:
+    return _int_row(row, path) if kind is int else _float_row(row, path)
+
+
+def _number_rows(rows: Sequence[Any], kind: type, name: str) -> Ragged:
+    arrays = [_number_row(row, kind, f"sequences[{i}].{name}") for i, row in enumerate(rows)]
+    return _lay_out(arrays, _DTYPE[kind])
+
+
+def _check_kind(values: NDArray[Any], kind: type, name: str) -> None:
+    if values.size and values.dtype.kind not in ("iu" if kind is int else "iuf"):
+        expected = "integers" if kind is int else "numbers"
+        raise _fault(name, f"expected {expected}, got {values.dtype} values")
+
+
+def _per_token(rows: Any, field: Field, lengths: NDArray[Any]) -> NDArray[Any] | None:
+    """Return one number per token; None for `[]`."""
+    name = field.name
     if not isinstance(rows, Ragged):
-        listed = _optional_rows(group, name, len(lengths))
+        listed = _listed(rows, name, len(lengths))
         if listed is None:
             return None
-        arrays = [_float_row(row, f"sequences[{i}].{name}") for i, row in enumerate(listed)]
-        rows = _lay_out(arrays, np.float64)
+        rows = _number_rows(listed, field.kind, name)
     _same_lengths(rows.lengths, lengths, name)
-    if rows.values.size and rows.values.dtype.kind not in "iuf":
-        raise _fault(name, f"expected numbers, got {rows.values.dtype} values")
-    return rows.values.astype(np.float64, copy=False)
+    _check_kind(rows.values, field.kind, name)
+    values: NDArray[Any] = rows.values.astype(_DTYPE[field.kind], copy=False)
+    return values
+
+
+def _per_sequence(rows: Any, field: Field, num_sequences: int) -> Any:
+    """Return one value per sequence; None for `[]`."""
+    if field.is_numeric:
+        values = _number_row(rows, field.kind, field.name)
+        return _as_many(values, field.name, num_sequences) if len(values) else None
+    listed = _listed(rows, field.name, num_sequences)
+    if listed is None:
+        return None
+    if field.name == "messages":
+        return _check_messages(listed)
+    for i, entry in enumerate(listed):
+        if not isinstance(entry, Mapping):
+            what = f"expected a dict, got {_short(entry)}"
+            raise _fault(f"sequences[{i}].{field.name}", what)
+    return listed
+
+
+def _per_group(value: Any, field: Field) -> Any:
+    if field.kind is object:
+        return value
+    if field.kind is dict:
+        return _mapping(value, field.name)
+    return _int(value, field.name) if field.kind is int else _id(value, field.name)
 
 
 def _sequence_advantages(group: Mapping[str, Any], num_sequences: int) -> FloatArray | None:
@@ -483,12 +589,16 @@ def _sequence_advantages(group: Mapping[str, Any], num_sequences: int) -> FloatA
         return None
     if isinstance(rows[0], list | tuple | np.ndarray):
         return None
-    values = _float_row(rows, "advantages")
+    return _as_many(_float_row(rows, "advantages"), "advantages", num_sequences)
+
+
+def _as_many(values: NDArray[Any], name: str, num_sequences: int) -> NDArray[Any]:
+    """Return `values` if they are finite and one per sequence."""
     if len(values) != num_sequences:
-        raise _fault("advantages", f"{len(values)} entries for {num_sequences} sequences")
+        raise _fault(name, f"{len(values)} entries for {num_sequences} sequences")
     flat = _first_not_finite(values)
     if flat is not None:
-        raise _fault(f"advantages[{flat}]", _not_finite(values[flat]))
+        raise _fault(f"{name}[{flat}]", _not_finite(values[flat]))
     return values
 
 
@@ -505,10 +615,17 @@ def _same_lengths(
         raise _fault(f"sequences[{i}].{name}", f"{found[i]} {of} for {lengths[i]} tokens")
 
 
-def _optional_rows(group: Mapping[str, Any], name: str, num_sequences: int) -> list[Any] | None:
-    """Return the per-sequence entries of an optional field; None for null and for `[]`."""
-    value = group.get(name)
-    rows = [] if value is None else list(_rows(value, name))
+def _given(group: Mapping[str, Any], level: Level) -> Iterator[tuple[Field, Any]]:
+    """Yield the optional fields of a level that are not null, and their values."""
+    for field in OPTIONAL[level]:
+        value = group.get(field.name)
+        if value is not None:
+            yield field, value
+
+
+def _listed(value: Any, name: str, num_sequences: int) -> list[Any] | None:
+    """Return the entries of an optional field, one per sequence; None for `[]`."""
+    rows = list(_rows(value, name))
     if not rows:
         return None
     if len(rows) != num_sequences:
@@ -516,44 +633,27 @@ def _optional_rows(group: Mapping[str, Any], name: str, num_sequences: int) -> l
     return rows
 
 
-def _optional_mapping(group: Mapping[str, Any], name: str) -> dict[str, Any] | None:
-    value = group.get(name)
-    if value is None:
-        return None
+def _mapping(value: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise _fault(name, f"expected a dict or null, got {_short(value)}")
     return dict(value)
 
 
-def _optional_int(group: Mapping[str, Any], name: str) -> int | None:
-    value = group.get(name)
-    if value is None:
-        return None
+def _int(value: Any, name: str) -> int:
     is_int = isinstance(value, int | np.integer) and not isinstance(value, bool)
     if not is_int or not -(2**63) <= int(value) < 2**63:
         raise _fault(name, f"expected a 64-bit integer or null, got {_short(value)}")
     return int(value)
 
 
-def _check_origin(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Check and return the sender, id and policy version of a group."""
-    group_id = group.get("group_id")
-    if group_id is not None and not (
-        isinstance(group_id, str) and 0 < len(group_id) <= MAX_GROUP_ID_CHARS
-    ):
-        what = f"expected 1 to {MAX_GROUP_ID_CHARS} characters or null, got {_short(group_id)}"
-        raise _fault("group_id", what)
-    return {
-        "env_id": _optional_int(group, "env_id"),
-        "group_id": group_id,
-        "policy_version": _optional_int(group, "policy_version"),
-    }
+def _id(value: Any, name: str) -> str:
+    if isinstance(value, str) and 0 < len(value) <= MAX_GROUP_ID_CHARS:
+        return value
+    what = f"expected 1 to {MAX_GROUP_ID_CHARS} characters or null, got {_short(value)}"
+    raise _fault(name, what)
 
 
-def _check_messages(group: Mapping[str, Any], num_sequences: int) -> list[list[Any]] | None:
-    rows = _optional_rows(group, "messages", num_sequences)
-    if rows is None:
-        return None
+def _check_messages(rows: list[Any]) -> list[list[Any]]:
     for i, conversation in enumerate(rows):
         if not isinstance(conversation, list | tuple):
             what = f"expected a list of messages, got {_short(conversation)}"
@@ -570,21 +670,20 @@ def _check_messages(group: Mapping[str, Any], num_sequences: int) -> list[list[A
     return [list(conversation) for conversation in rows]
 
 
-def _check_distillation(
-    group: Mapping[str, Any], lengths: NDArray[Any]
-) -> dict[str, Ragged | None]:
-    found: dict[str, Ragged | None] = {}
-    for name in DISTILL_FIELDS:
-        value = group.get(name)
+def _check_distillation(group: Mapping[str, Any], lengths: NDArray[Any]) -> dict[str, Ragged]:
+    found: dict[str, Ragged] = {}
+    for field, value in _given(group, Level.ENTRY):
+        name = field.name
         if not isinstance(value, RaggedPerToken):
-            rows = _optional_rows(group, name, len(lengths))
-            value = None if rows is None else _distill_rows(rows, name, lengths)
-        if value is not None:
-            _same_lengths(value.lengths, lengths, name, of="positions")
-        found[name] = None if value is None else value.entries
-    ids, logprobs = found["distill_token_ids"], found["distill_logprobs"]
-    if ids is not None and ids.values.size and ids.values.dtype.kind not in "iu":
-        raise _fault("distill_token_ids", f"expected integers, got {ids.values.dtype} values")
+            rows = _listed(value, name, len(lengths))
+            if rows is None:
+                continue
+            value = _distill_rows(rows, name, lengths)
+        _same_lengths(value.lengths, lengths, name, of="positions")
+        found[name] = value.entries
+    ids, logprobs = found.get("distill_token_ids"), found.get("distill_logprobs")
+    if ids is not None:
+        _check_kind(ids.values, int, "distill_token_ids")
     if logprobs is not None:
         found["distill_logprobs"] = logprobs = _finite_entries(logprobs, lengths)
     if ids is not None and logprobs is not None:
@@ -598,8 +697,7 @@ def _check_distillation(
 
 def _finite_entries(logprobs: Ragged, lengths: NDArray[Any]) -> Ragged:
     values = logprobs.values
-    if values.size and values.dtype.kind not in "iuf":
-        raise _fault("distill_logprobs", f"expected numbers, got {values.dtype} values")
+    _check_kind(values, float, "distill_logprobs")
     bad = _first_not_finite(values)
     if bad is not None:
         position = int(np.searchsorted(np.cumsum(logprobs.lengths), bad, side="right"))
@@ -615,16 +713,16 @@ def _distill_rows(rows: Sequence[Any], name: str, lengths: NDArray[Any]) -> Ragg
             raise _fault(path, f"expected [num_tokens][k] numbers, got {_short(row)}")
         if len(row) != lengths[i]:
             raise _fault(path, f"{len(row)} positions for {lengths[i]} tokens")
-    is_ids = name == "distill_token_ids"
+    kind = FIELD[name].kind
     entries = list(chain.from_iterable(rows))
     counts = np.zeros(len(entries), dtype=np.int64)
-    values: NDArray[Any] = np.zeros(0, dtype=np.int64 if is_ids else np.float64)
+    values: NDArray[Any] = np.zeros(0, dtype=_DTYPE[kind])
     if all(isinstance(entry, list | tuple | np.ndarray) for entry in entries):
         try:
             counts[:] = [len(entry) for entry in entries]
             flat = list(chain.from_iterable(entries))
             values = np.asarray(flat) if flat else values
-            is_plain = values.ndim == 1 and values.dtype.kind in ("i" if is_ids else "iuf")
+            is_plain = values.ndim == 1 and values.dtype.kind in ("i" if kind is int else "iuf")
         except (ValueError, OverflowError, TypeError):
             is_plain = False
         if is_plain:
@@ -633,8 +731,8 @@ def _distill_rows(rows: Sequence[Any], name: str, lengths: NDArray[Any]) -> Ragg
     for i, row in enumerate(rows):
         for j, entry in enumerate(row):
             path = f"sequences[{i}].{name}[{j}]"
-            arrays.append((_int_row if is_ids else _float_row)(entry, path))
-    return RaggedPerToken(_lay_out(arrays, np.int64 if is_ids else np.float64), lengths)
+            arrays.append(_number_row(entry, kind, path))
+    return RaggedPerToken(_lay_out(arrays, _DTYPE[kind]), lengths)
 
 
 def _check_numbers(

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atroposlib.envs.env_config import BaseEnvConfig
-from atroposlib.scored_data import DISTILL_FIELDS, PER_TOKEN_FIELDS, ScoredGroup
+from atroposlib.scored_data import FIELDS, Level, ScoredGroup
 from atroposlib.utils.off_loop import off_loop
 
 T = TypeVar("T")
@@ -68,7 +68,7 @@ def drop_rule(
     return None
 
 
-_NUMBERS = ("tokens", "masks", "scores", *PER_TOKEN_FIELDS, *DISTILL_FIELDS)
+_NUMBERS = [f.name for f in FIELDS if f.is_numeric and f.level is not Level.GROUP]
 
 
 def without_tensors(group: Mapping[str, Any]) -> Mapping[str, Any]:

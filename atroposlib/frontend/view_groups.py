@@ -20,7 +20,7 @@ import xxhash
 
 from atroposlib.frontend.vocabulary import Decode
 from atroposlib.samples import group_advantages
-from atroposlib.scored_data import IGNORE_INDEX, ScoredGroup
+from atroposlib.scored_data import FIELD, FIELDS, IGNORE_INDEX, Level, ScoredGroup
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +35,11 @@ _BASE64_STARTS = {"/9j/": "jpeg", "iVBORw0KGgo": "png"}
 """First characters of the two formats in base64, for images without a type."""
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]+(?:={1,2}\s*)?")
 
+_PLACED = {"scores", "messages", "images", "env_id", "group_id", "policy_version"}
+"""Fields of a group or a sequence that have a place of their own."""
 _FACTS = (
-    *("duration_s", "usage", "generation_params", "group_overrides", "overrides"),
+    *("duration_s", "usage"),
+    *(f.name for f in FIELDS if f.level in (Level.GROUP, Level.SEQUENCE) and f.name not in _PLACED),
     *("environment_source", "atroposlib_version"),
 )
 """Keys of a row that are shown as they are."""
@@ -94,9 +97,8 @@ def view_of_row(
 
 def view_of_group(group: ScoredGroup, *, decode: Decode | None = None) -> dict[str, Any] | None:
     """Return the view group of a checked group; one without a group id gets a hash of its tokens and scores."""
-    row = {**group.to_dict(), "policy_version": group.policy_version, "group_id": group.group_id}
     content = group.tokens.tobytes() + group.lengths.tobytes() + group.scores.tobytes()
-    return view_of_row(row, name=xxhash.xxh3_64_hexdigest(content), decode=decode)
+    return view_of_row(group.to_dict(FIELD), name=xxhash.xxh3_64_hexdigest(content), decode=decode)
 
 
 def views_of_samples(samples: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:

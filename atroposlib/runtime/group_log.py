@@ -15,7 +15,7 @@ import msgspec
 
 from atroposlib.errors import ConfigError
 from atroposlib.runtime.rows import MADE_UP_KEYS, fingerprint, plain
-from atroposlib.scored_data import ScoredGroup
+from atroposlib.scored_data import FIELD, ScoredGroup
 from atroposlib.utils.json_lines import on_one_line
 
 logger = logging.getLogger(__name__)
@@ -156,7 +156,7 @@ def group_line(group: Mapping[str, Any], checked: ScoredGroup, more: Mapping[str
     The group's own keys win over `more`, except `MADE_UP_KEYS`, which are there only if the group's are made up.
     """
     record: dict[str, Any] = dict(group)
-    for key, value in checked.to_dict().items():
+    for key, value in checked.to_dict(FIELD).items():
         if (
             key in ALWAYS_WRITTEN
             or (key in record and key != "env_id")

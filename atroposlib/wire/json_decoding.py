@@ -10,7 +10,7 @@ again, into typed lists. msgspec and `check_group` then report what is wrong and
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Final, cast
 
 import msgspec
@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 
 from atroposlib.errors import GroupError
 from atroposlib.scored_data import (
-    DISTILL_FIELDS,
-    OPTIONAL_ROWS,
-    PER_TOKEN_FIELDS,
+    FIELD,
+    FIELDS,
+    Field,
+    Level,
     Ragged,
     RaggedPerToken,
     ScoredGroup,
@@ -41,37 +42,26 @@ _QUICK_BYTES: Final = 2**26
 """simdjson needs 14 times the memory of its text, 0.9 GB at this size; msgspec half of that."""
 _ODD: Final = (ValueError, TypeError, RuntimeError, AttributeError, KeyError, GroupError)
 """What parsing raises for a body that is faulty or not of the usual form; `msgspec.DecodeError` is a `ValueError`."""
-_INT_FIELDS: Final = ("tokens", "masks", "distill_token_ids")
-_ROW_FIELDS: Final = ("tokens", "masks", *OPTIONAL_ROWS)
-_SCALARS: Final = (("env_id", int), ("group_id", str), ("policy_version", int))
 _NOT_FINITE: Final = re.compile(rb"NaN|-?Infinity")
 
 _Sequences = msgspec.Meta(max_length=MAX_SEQUENCES)
-_IntRows = Annotated[list[list[int]], _Sequences]
-_FloatRows = Annotated[list[list[float]], _Sequences]
 
 
-class _Group(msgspec.Struct, gc=False):
-    """A group in JSON; objects are not parsed yet."""
-
-    tokens: _IntRows
-    masks: _IntRows
-    scores: list[float]
-    advantages: Annotated[list[list[float] | float], _Sequences] | None = None
-    ref_logprobs: _FloatRows | None = None
-    messages: msgspec.Raw = msgspec.Raw()
-    generation_params: msgspec.Raw = msgspec.Raw()
-    inference_logprobs: _FloatRows | None = None
-    overrides: msgspec.Raw = msgspec.Raw()
-    group_overrides: msgspec.Raw = msgspec.Raw()
-    images: msgspec.Raw = msgspec.Raw()
-    env_id: int | None = None
-    distill_token_ids: Annotated[list[list[list[int]]], _Sequences] | None = None
-    distill_logprobs: Annotated[list[list[list[float]]], _Sequences] | None = None
-    group_id: str | None = None
-    policy_version: int | None = None
+def _member(field: Field) -> tuple[Any, ...]:
+    """Return the name, the type and, unless it is required, the default of a field of `_Group`."""
+    if field.name in OBJECT_FIELDS:
+        return field.name, msgspec.Raw, msgspec.Raw()
+    kind: Any = field.kind
+    if field.level is Level.SEQUENCE:
+        kind = list[kind]
+    elif field.level is not Level.GROUP:
+        row: Any = list[kind] if field.level is Level.TOKEN else list[list[kind]]
+        kind = Annotated[list[row | kind] if field.may_be_per_sequence else list[row], _Sequences]
+    return (field.name, kind) if field.is_required else (field.name, kind | None, None)
 
 
+_Group: Any = msgspec.defstruct("_Group", [_member(field) for field in FIELDS], gc=False)
+"""A group in JSON; objects are not parsed yet."""
 _Groups = msgspec.Meta(max_length=MAX_GROUPS)
 _one_decoder = msgspec.json.Decoder(_Group)
 _many_decoder = msgspec.json.Decoder(Annotated[list[_Group], _Groups])
@@ -135,24 +125,25 @@ class _QuickReader:
     def _fields(self, group: Any) -> dict[str, Any]:
         if len(set(group)) != len(group):
             raise ValueError("a key twice")
-        fields: dict[str, Any] = {
-            name: self._rows(group[name], name) for name in ("tokens", "masks")
+        return {
+            name: read(self, group[name] if is_required else group.get(name), name)
+            for name, is_required, read in _READERS
         }
-        for name in PER_TOKEN_FIELDS:
-            fields[name] = self._rows(group.get(name), name)
-        for name in DISTILL_FIELDS:
-            fields[name] = self._nested_rows(group.get(name), name)
-        fields["scores"] = _values(group["scores"], "scores")
+
+    def _scalar(self, value: Any, name: str) -> Any:
+        if type(value) not in (FIELD[name].kind, type(None)):
+            raise TypeError(name)
+        return value
+
+    def _any(self, value: Any, name: str) -> Any:
+        is_object = isinstance(value, simdjson.Array | simdjson.Object)
+        return self._object(value.mini, name) if is_object else value
+
+    def _row(self, row: Any, name: str) -> NDArray[Any] | None:
+        if row is None and not FIELD[name].is_required:
+            return None
         self._num_lists += 1
-        for name in OBJECT_FIELDS:
-            value = group.get(name)
-            is_object = isinstance(value, simdjson.Array | simdjson.Object)
-            fields[name] = self._object(value.mini, name) if is_object else value
-        for name, kind in _SCALARS:
-            fields[name] = group.get(name)
-            if type(fields[name]) not in (kind, type(None)):
-                raise TypeError(name)
-        return fields
+        return _values(row, name)
 
     def _rows(self, rows: Any, name: str) -> Ragged | list[Any] | None:
         if rows is None:
@@ -177,8 +168,22 @@ class _QuickReader:
         return decode_member(text, name)
 
 
+def _reader(field: Field) -> Callable[[_QuickReader, Any, str], Any]:
+    if field.name in OBJECT_FIELDS:
+        return _QuickReader._any
+    return {
+        Level.GROUP: _QuickReader._scalar,
+        Level.SEQUENCE: _QuickReader._row,
+        Level.TOKEN: _QuickReader._rows,
+        Level.ENTRY: _QuickReader._nested_rows,
+    }[field.level]
+
+
+_READERS: Final = [(field.name, field.is_required, _reader(field)) for field in FIELDS]
+
+
 def _values(rows: simdjson.Array, name: str) -> NDArray[Any]:
-    is_int = name in _INT_FIELDS
+    is_int = FIELD[name].kind is int
     buffer = rows.as_buffer(of_type="i" if is_int else "d")
     return np.frombuffer(buffer, dtype=np.int64 if is_int else np.float64)
 
@@ -199,8 +204,8 @@ def _parse(text: Blob, decoder: msgspec.json.Decoder[Any]) -> Any:
         raise GroupError("body: nested too deeply") from e
 
 
-def _with_objects(group: _Group) -> dict[str, Any]:
-    """Return the fields of a group with its objects parsed."""
+def _with_objects(group: msgspec.Struct) -> dict[str, Any]:
+    """Return the fields of a `_Group` with its objects parsed."""
     fields = {name: getattr(group, name) for name in group.__struct_fields__}
     for name in OBJECT_FIELDS:
         text = memoryview(fields[name])
@@ -222,10 +227,18 @@ def _wrong_type(error: Exception) -> GroupError:
 def _place(path: str) -> str:
     """Write paths as `check_group` does: `[0].tokens[2][5]` is `[0].sequences[2].tokens[5]`."""
     found = re.fullmatch(r"((?:\[\d+\])?)\.?(\w+)\[(\d+)\](.*)", path, re.DOTALL)
-    if found and found[2] in _ROW_FIELDS:
+    if found and _is_listed_by_sequence(found[2]):
         group, name, row, rest = found.groups()
         return f"{group}{'.' if group else ''}sequences[{row}].{name}{rest}"
     return path.lstrip(".")
+
+
+def _is_listed_by_sequence(name: str) -> bool:
+    """Whether each entry of a field is a list or an object, rather than a number."""
+    field = FIELD.get(name)
+    if field is None or field.level is Level.GROUP:
+        return False
+    return not (field.level is Level.SEQUENCE and field.is_numeric)
 
 
 def _not_json(text: Blob, error: Exception, decoder: msgspec.json.Decoder[Any]) -> GroupError:

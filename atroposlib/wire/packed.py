@@ -6,7 +6,6 @@ only after `unpack_group` or `check_blob`; `json_pieces` reads blobs that passed
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,10 +19,14 @@ from numpy.typing import NDArray
 from atroposlib.errors import GroupError
 from atroposlib.scored_data import (
     DISTILL_FIELDS,
+    FIELD,
+    FIELDS,
     IGNORE_INDEX,
+    OPTIONAL,
     OPTIONAL_ROWS,
     PER_TOKEN_FIELDS,
     GroupHeader,
+    Level,
     Ragged,
     RaggedPerToken,
     ScoredGroup,
@@ -37,14 +40,21 @@ CONTENT_TYPE_JSON: Final = "application/json"
 CONTENT_TYPE_PACKED: Final = "application/vnd.atropos.groups+msgpack"
 PACKED_VERSION: Final = 1
 
-OBJECT_FIELDS: Final = (
-    "messages",
-    "overrides",
-    "generation_params",
-    "group_overrides",
-    "images",
+KEY_FIELDS: Final = ("env_id", "group_id", "policy_version")
+"""Fields with a key of their own in a blob."""
+ARRAY_FIELDS: Final = tuple(
+    field.name
+    for field in FIELDS
+    if field.is_numeric and field in OPTIONAL[Level.SEQUENCE] + OPTIONAL[Level.TOKEN]
 )
-"""Fields that are not arrays of numbers."""
+"""Optional fields of one number per sequence or token."""
+OBJECT_FIELDS: Final = tuple(
+    field.name
+    for field in OPTIONAL[Level.SEQUENCE] + OPTIONAL[Level.GROUP]
+    if field.name not in KEY_FIELDS + ARRAY_FIELDS
+)
+"""Fields that are sent as JSON."""
+_WIDTHS: Final = {int: ("i4", "i8"), float: ("f4", "f8")}
 
 MAX_GROUPS: Final = 1024
 """Groups in one message; a packed message that announces more is refused before they are allocated."""
@@ -91,7 +101,7 @@ class PackedGroup(msgspec.Struct, omit_defaults=True, gc=False):
     masks: memoryview | None = None
     """[N] i32; replaces `trained` if a foreign client's masks are not labels."""
     arrays: Annotated[dict[str, tuple[str, memoryview]], _FEW] = {}
-    """float arrays by name: ("f4" or "f8", [N]); `sequence_advantages`, in place of `advantages`, is [S]"""
+    """`ARRAY_FIELDS`: (a width of `_WIDTHS`, [N] or [S]); `sequence_advantages`, in place of `advantages`, is [S]"""
     distill: Annotated[dict[str, PackedDistillation], _FEW] = {}
     """`distill_token_ids` ("i4" or "i8") and `distill_logprobs` ("f4" or "f8")"""
     tail: Annotated[dict[str, memoryview], _FEW] | memoryview = {}
@@ -144,13 +154,14 @@ def json_bytes(value: Any, name: str) -> bytes:
         raise GroupError(f"{name}: cannot be sent: {e}") from e
 
 
-def _narrow(values: NDArray[Any], kind: str) -> _Narrowed:
-    """Return numbers of a kind, "f" or "i", with 4 bytes each where that loses nothing, else with 8."""
+def _narrow(values: NDArray[Any], name: str) -> _Narrowed:
+    """Return numbers of a field with 4 bytes each where that loses nothing, else with 8."""
+    short, long = _WIDTHS[FIELD[name].kind]
     with np.errstate(over="ignore"):
-        narrow = values.astype(f"<{kind}4")
+        narrow = values.astype(f"<{short}")
     if np.array_equal(narrow, values):
-        return _Narrowed(f"{kind}4", narrow)
-    return _Narrowed(f"{kind}8", values.astype(f"<{kind}8", copy=False))
+        return _Narrowed(short, narrow)
+    return _Narrowed(long, values.astype(f"<{long}", copy=False))
 
 
 def _buffer_of(values: NDArray[Any]) -> memoryview:
@@ -158,15 +169,16 @@ def _buffer_of(values: NDArray[Any]) -> memoryview:
     return np.ascontiguousarray(values).view(np.uint8).data
 
 
-def _float_arrays(group: ScoredGroup) -> dict[str, _Narrowed]:
-    """Return the float arrays of a group by their names in a blob."""
-    per_sequence = group.sequence_advantages is not None
-    names = [
-        SEQUENCE_ADVANTAGES if name == "advantages" and per_sequence else name
-        for name in PER_TOKEN_FIELDS
-    ]
-    values = {name: getattr(group, name) for name in names}
-    return {name: _narrow(each, "f") for name, each in values.items() if each is not None}
+def _arrays(group: ScoredGroup) -> dict[str, _Narrowed]:
+    """Return the arrays of `ARRAY_FIELDS` by their names in a blob."""
+    arrays = {}
+    for name in ARRAY_FIELDS:
+        is_replaced = name == "advantages" and group.sequence_advantages is not None
+        sent_as = SEQUENCE_ADVANTAGES if is_replaced else name
+        values = getattr(group, sent_as)
+        if values is not None:
+            arrays[sent_as] = _narrow(values, name)
+    return arrays
 
 
 def pack_group(group: ScoredGroup) -> bytes:
@@ -177,7 +189,7 @@ def pack_group(group: ScoredGroup) -> bytes:
     for name in DISTILL_FIELDS:
         entries = getattr(group, name)
         if entries is not None:
-            width, narrow = _narrow(entries.values, "i" if name == "distill_token_ids" else "f")
+            width, narrow = _narrow(entries.values, name)
             counts = _buffer_of(entries.lengths.astype("<u4"))
             distill[name] = PackedDistillation(counts, width, _buffer_of(narrow))
     return _packed_encoder.encode(
@@ -189,7 +201,7 @@ def pack_group(group: ScoredGroup) -> bytes:
             masks=None if is_label else _buffer_of(group.masks.astype("<i4", copy=False)),
             arrays={
                 name: (width, _buffer_of(values))
-                for name, (width, values) in _float_arrays(group).items()
+                for name, (width, values) in _arrays(group).items()
             },
             distill=distill,
             tail={
@@ -198,9 +210,7 @@ def pack_group(group: ScoredGroup) -> bytes:
                 if (value := getattr(group, name)) is not None
             },
             empty=sorted(group.empty_fields),
-            env_id=group.env_id,
-            group_id=group.group_id,
-            policy_version=group.policy_version,
+            **{name: getattr(group, name) for name in KEY_FIELDS},
         )
     )
 
@@ -289,42 +299,40 @@ def _unpack(packed: PackedGroup, *, strictness: Strictness) -> ScoredGroup:
             raise GroupError(f"empty: unknown field {name[:60]!r}")
         group[name] = []
     for name, (width, buffer) in packed.arrays.items():
-        is_per_token = name in PER_TOKEN_FIELDS
-        if not (is_per_token or name == SEQUENCE_ADVANTAGES) or width not in ("f4", "f8"):
+        field = _field_of(name)
+        if field not in ARRAY_FIELDS or width not in _WIDTHS[FIELD[field].kind]:
             raise GroupError(f"arrays.{name[:60]}: unknown array or width {width[:60]!r}")
+        is_per_token = FIELD[field].level is Level.TOKEN and name == field
         count = num_tokens if is_per_token else len(lengths)
         values = read_buffer(buffer, f"<{width}", count, name)
-        values = _owned(values) if width == "f8" else values
-        if is_per_token:
-            group[name] = Ragged(values, lengths)
-        else:
-            group["advantages"] = values
+        values = _owned(values) if values.itemsize == 8 else values
+        group[field] = Ragged(values, lengths) if is_per_token else values
     for name, distillation in packed.distill.items():
         group[name] = RaggedPerToken(_read_distillation(name, distillation, num_tokens), lengths)
     group |= {
         "tokens": Ragged(tokens, lengths),
         "masks": Ragged(masks, lengths),
         "scores": _owned(read_buffer(packed.scores, "<f8", len(lengths), "scores")),
-        "env_id": packed.env_id,
-        "group_id": packed.group_id,
-        "policy_version": packed.policy_version,
+        **{name: getattr(packed, name) for name in KEY_FIELDS},
     }
     return check_group(group, strictness=strictness)
 
 
 def _refuse_two_values(packed: PackedGroup, tail: Mapping[str, memoryview]) -> None:
     """Raise `GroupError` for a field given twice: readers of a blob look for it in different places."""
-    arrays = ["advantages" if name == SEQUENCE_ADVANTAGES else name for name in packed.arrays]
     seen: set[str] = set()
-    for name in (*arrays, *packed.distill, *tail, *packed.empty):
+    for name in (*map(_field_of, packed.arrays), *packed.distill, *tail, *packed.empty):
         if name in seen:
             raise GroupError(f"{name[:60]}: given twice")
         seen.add(name)
 
 
+def _field_of(array: str) -> str:
+    return "advantages" if array == SEQUENCE_ADVANTAGES else array
+
+
 def _read_distillation(name: str, packed: PackedDistillation, num_tokens: int) -> Ragged:
-    widths = ("i4", "i8") if name == "distill_token_ids" else ("f4", "f8")
-    if name not in DISTILL_FIELDS or packed.width not in widths:
+    if name not in DISTILL_FIELDS or packed.width not in _WIDTHS[FIELD[name].kind]:
         raise GroupError(f"distill.{name}: unknown array or width {packed.width!r}")
     lengths = read_buffer(packed.lengths, "<u4", num_tokens, f"{name}.lengths").astype(np.int64)
     values = read_buffer(packed.values, f"<{packed.width}", int(lengths.sum()), name)
@@ -409,13 +417,13 @@ def content_digest(group: ScoredGroup | Blob) -> bytes:
         ("masks", group.masks[~trained].astype("<i4", copy=False)),
         ("scores", group.scores.astype("<f8", copy=False)),
     ]
-    contents += [(f"{name} {width}", each) for name, (width, each) in _float_arrays(group).items()]
+    contents += [(f"{name} {width}", each) for name, (width, each) in _arrays(group).items()]
     for name in DISTILL_FIELDS:
         entries = getattr(group, name)
         if entries is not None:
             contents.append((f"{name} lengths", entries.lengths.astype("<u4")))
-            dtype = "<i8" if name == "distill_token_ids" else "<f8"
-            contents.append((name, entries.values.astype(dtype, copy=False)))
+            _, width = _WIDTHS[FIELD[name].kind]
+            contents.append((name, entries.values.astype(f"<{width}", copy=False)))
     for name in OBJECT_FIELDS:
         value = getattr(group, name)
         if value is not None:
@@ -472,7 +480,7 @@ def _check_in_place(packed: PackedGroup) -> GroupHeader:
     tokens = read_buffer(packed.tokens, "<u4", num_tokens, "tokens")
     trained = read_bits(packed.trained, num_tokens)
     arrays = {name: packed.arrays[name][1] for name in PER_TOKEN_FIELDS if name in packed.arrays}
-    header = check_arrays(
+    check_arrays(
         lengths=lengths,
         tokens=tokens,
         trained=trained,
@@ -480,27 +488,30 @@ def _check_in_place(packed: PackedGroup) -> GroupHeader:
         per_token={
             name: read_buffer(each, "<f4", num_tokens, name) for name, each in arrays.items()
         },
-        origin={
-            "env_id": packed.env_id,
-            "group_id": packed.group_id,
-            "policy_version": packed.policy_version,
-        },
+        origin={name: getattr(packed, name) for name in KEY_FIELDS},
     )
-    if not header.group_id:
-        return header
-    masked = num_tokens - int(np.count_nonzero(trained))
-    digest = _digest(
-        [
-            ("lengths", packed.lengths),
-            ("tokens", packed.tokens),
-            ("trained", np.packbits(trained)),
-            ("masks", _MASKED_LABEL * masked),
-            ("scores", packed.scores),
-            *[(f"{name} f4", each) for name, each in arrays.items()],
-            ("empty", b""),
-        ]
+    digest = b""
+    if packed.group_id is not None:
+        masked = num_tokens - int(np.count_nonzero(trained))
+        digest = _digest(
+            [
+                ("lengths", packed.lengths),
+                ("tokens", packed.tokens),
+                ("trained", np.packbits(trained)),
+                ("masks", _MASKED_LABEL * masked),
+                ("scores", packed.scores),
+                *[(f"{name} f4", each) for name, each in arrays.items()],
+                ("empty", b""),
+            ]
+        )
+    return GroupHeader(
+        env_id=packed.env_id,
+        num_sequences=len(lengths),
+        num_tokens=num_tokens,
+        policy_version=packed.policy_version,
+        group_id=packed.group_id or "",
+        digest=digest,
     )
-    return dataclasses.replace(header, digest=digest)
 
 
 def _canonical_json(value: Any) -> bytes:

@@ -1,0 +1,69 @@
+"""The table of fields is what types, encodings and documents say, and blobs keep their bytes."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atroposlib import wire
+from atroposlib.api.schemas import ScoredData
+from atroposlib.scored_data import (
+    FIELDS,
+    WIRE_KEYS,
+    Field,
+    Level,
+    ScoredDataGroup,
+    ScoredDataItem,
+    ScoredGroup,
+    Strictness,
+    check_group,
+)
+
+ROOT = Path(__file__).parents[1]
+GOLDEN: dict[str, Any] = json.loads((ROOT / "tests/golden_groups.json").read_text())
+"""Groups by what is special about them, with their blob, digest and JSON as clients and stores hold them."""
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_blobs_digests_and_json_keep_their_bytes(name: str) -> None:
+    kept = GOLDEN[name]
+    blob = base64.b64decode(kept["blob"])
+    group = check_group(kept["group"], strictness=Strictness.WIRE)
+    assert wire.pack_group(group) == blob
+    assert wire.content_digest(blob).hex() == kept["digest"]
+    assert wire.encode_json(wire.unpack_group(blob, strictness=Strictness.WIRE)) == (
+        kept["json"].encode()
+    )
+
+
+def test_golden_groups_hold_every_field() -> None:
+    assert set(GOLDEN["everything"]["group"]) == {field.name for field in FIELDS}
+
+
+def test_types_have_the_fields_of_the_table() -> None:
+    names = [field.name for field in FIELDS]
+    assert list(ScoredDataGroup.__annotations__) == names
+    assert set(names) <= set(ScoredGroup.__dataclass_fields__)
+    assert list(ScoredData.model_fields) == list(WIRE_KEYS)
+    by_sequence = {field.name for field in FIELDS if field.level is not Level.GROUP}
+    assert by_sequence <= set(ScoredDataItem.__annotations__) <= set(names)
+
+
+def row(field: Field) -> str:
+    """Return the field's row in the README."""
+    kind = {int: "int", float: "float", str: "string", object: "any JSON"}.get(
+        field.kind, "list of messages" if field.kind is list else "object"
+    )
+    per = f"{field.level.value}, or sequence" if field.may_be_per_sequence else field.level.value
+    said = ["*Required.* "] if field.is_required else [] if field.is_original else ["*Native.* "]
+    return f"| `{field.name}` | {kind} | {per} | {''.join(said)}{field.meaning} |"
+
+
+def test_the_readme_has_the_table() -> None:
+    rows = [row(field) for field in FIELDS]
+    table = "\n".join(["| key | value | one per | meaning |", "|---|---|---|---|", *rows])
+    assert f"<!-- fields -->\n{table}\n\n" in (ROOT / "atroposlib/api/README.md").read_text()

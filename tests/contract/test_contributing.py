@@ -9,7 +9,7 @@ from tests.processes import ROOT
 
 def test_every_answer_names_a_definition_that_exists() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    titles = ("## Where is it?", "## Who retries what?")
+    titles = ("## Where is it?", "## What is a group, and where?", "## Who retries what?")
     sections = [text.partition(title)[2].partition("\n## ")[0] for title in titles]
     rows = [line for section in sections for line in section.splitlines() if "`: `" in line]
     assert len(rows) >= 20
@@ -24,4 +24,7 @@ def test_every_answer_names_a_definition_that_exists() -> None:
             values = [node for node in nodes if isinstance(node, ast.Assign)]
             defined = {node.name for node in nodes if isinstance(node, kinds)}
             defined |= {ast.unparse(target) for node in values for target in node.targets}
+            defined |= {
+                ast.unparse(node.target) for node in nodes if isinstance(node, ast.AnnAssign)
+            }
             assert name in defined, row

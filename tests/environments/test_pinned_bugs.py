@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-import atroposlib.envs.base
 from atroposlib.checker.engine import Answer, PairTokenizer, ProbeEngine
 from atroposlib.cli.environments import load
 from atroposlib.cli.pin import find_row, pin
@@ -45,7 +44,7 @@ def player(answer: str | list[str]) -> Answer:
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Any]:
     """Write an environment's source into the folder of the test and return its class."""
-    monkeypatch.setattr(atroposlib.envs.base, "load_tokenizer", lambda name: PairTokenizer())
+    monkeypatch.setattr("atroposlib.envs.hooks.load_tokenizer", lambda name: PairTokenizer())
     monkeypatch.setattr(sys, "path", [*sys.path])
     # The source changes within the resolution of a file's time.
     monkeypatch.setattr(sys, "dont_write_bytecode", True)

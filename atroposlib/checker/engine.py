@@ -12,14 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from atroposlib.inference.answerer import Answers, Ask, Sampled, with_eos
 from atroposlib.inference.config import APIServerConfig
-from atroposlib.inference.harness import (
-    ByteTokenizer,
-    HarnessRequest,
-    ServerHarness,
-    made_up_logprobs,
-)
-from atroposlib.inference.servers.api_server import TokenCompletions
+from atroposlib.inference.harness import ByteTokenizer, HarnessRequest, ServerHarness
+from atroposlib.inference.scripted_answers import request_of
 
 Answer = str | Callable[[str], str]
 """A completion, or a function from the prompt's text to one."""
@@ -144,31 +140,22 @@ class ProbeEngine(ServerHarness):
             index += max(quoted, key=lambda sample: len(sample.text)).persona
         return index % len(self._answers)
 
-    def _sample(
-        self, prompt_tokens: list[int], prompt: str, call: int, kwargs: dict[str, Any]
-    ) -> TokenCompletions:
-        limit = int(kwargs.get("max_tokens") or kwargs.get("max_completion_tokens") or 2**31)
-        eos = self.tokenizer.eos_token_id
+    async def answer(self, ask: Ask) -> Answers:
         num_earlier = len(self.samples)
-        texts = self._texts(prompt, call, kwargs)
-        tokens = [[*tokens_apart(self.tokenizer, text), eos][:limit] for text in texts]
-        logprobs = [made_up_logprobs(prompt_tokens, sampled) for sampled in tokens]
-        for i, sample in enumerate(self.samples[num_earlier:]):  # none for a judge's prompt
-            sample.prompt_tokens, sample.tokens = prompt_tokens, list(tokens[i])
-            sample.logprobs = list(logprobs[i])
-            sample.text = self.tokenizer.decode(tokens[i], skip_special_tokens=True)
-        reasons = ["stop" if sampled[-1] == eos else "length" for sampled in tokens]
-        return TokenCompletions(prompt_tokens, tokens, logprobs, reasons)
+        answers = await super().answer(ask)
+        added = self.samples[num_earlier:]  # none for a judge's prompt
+        for sample, completion in zip(added, answers.completions, strict=False):
+            sample.text = str(completion.text)
+            if ask.wants_tokens:
+                # Copies: the author's code may change what it got.
+                sample.prompt_tokens = list(answers.prompt_tokens)
+                sample.tokens = list(completion.tokens)
+                sample.logprobs = list(completion.logprobs)
+        return answers
 
-    async def _get_logprobs_wrapper(self, **kwargs: Any) -> dict[str, Any]:
-        """Answer as a teacher whose only candidates are the tokens themselves."""
-        tokens = [int(token) for token in kwargs["input_ids"]]
-        logprobs = made_up_logprobs(tokens[:1], tokens)
-        return {
-            "prompt_tokens": tokens,
-            "prompt_topk_token_ids": [[token] for token in tokens],
-            "prompt_topk_logprobs": [[logprob] for logprob in logprobs],
-        }
+    def _sample(self, ask: Ask, choice: int) -> Sampled:
+        tokens = tokens_apart(self.tokenizer, self._answer(request_of(ask, choice)))
+        return with_eos(self.tokenizer, tokens, ask.max_tokens)
 
 
 def tokens_apart(tokenizer: Any, text: str) -> list[int]:

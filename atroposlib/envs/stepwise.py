@@ -21,18 +21,20 @@ from typing import Any, NamedTuple, Self
 from atroposlib.envs.collecting import close, collect
 from atroposlib.envs.dataset_env import DatasetEnv
 from atroposlib.envs.hooks import EnvHooks
-from atroposlib.envs.in_process_policy import (
-    InProcessPolicy,
-    PolicyAnswer,
-    PolicyRequest,
-    answerer,
-)
+from atroposlib.envs.in_process_policy import InProcessPolicy, answerer, current_answerer
 from atroposlib.envs.judge_env import JudgeEnv
 from atroposlib.errors import ConfigError, EngineProtocolError, EnvError
-from atroposlib.inference.scripted_answers import answer_tokens
+from atroposlib.inference.answerer import (
+    Answers,
+    Ask,
+    Completion,
+    Sampled,
+    end_at_stop,
+    sample_text,
+    with_prompt,
+)
 from atroposlib.inference.servers.choices import run_together
-from atroposlib.inference.servers.stops import read_stops
-from atroposlib.inference.servers.token_ids import check_sampled, encode_prompt
+from atroposlib.inference.servers.token_ids import check_sampled
 from atroposlib.inference.tools.tool_messages import as_dict
 from atroposlib.scored_data import ScoredDataGroup, Strictness, check_group
 
@@ -74,7 +76,7 @@ class Answer:
     """The policy's completion: `token_ids` where they are known, else its `text`."""
 
     text: str = ""
-    """With the stop string that ended it. Tokenised here, with EOS, and cut to the request's `max_tokens`."""
+    """With the stop string that ended it. Tokenised here, with EOS, and cut by the request's limit and stops."""
     token_ids: list[int] | None = None
     """[T] as sampled, with EOS."""
     logprobs: list[float] | None = None
@@ -265,56 +267,42 @@ class _OuterPolicy(InProcessPolicy):
         super().__init__("outer-policy")
         self.tokenizer = tokenizer
 
-    async def answer(self, request: PolicyRequest) -> list[PolicyAnswer]:
-        episode: SteppedEpisode | None = request.answerer
+    async def answer(self, ask: Ask) -> Answers:
+        episode: SteppedEpisode | None = current_answerer()
         if episode is None:
             raise EnvError("a completion was asked for outside of an episode, for example in setup")
-        shown = self._shown(request)
-        answers = await run_together([episode.ask(shown) for _ in range(request.n)])
-        return [self._sampled(answer, shown) for answer in answers]
+        shown = self._shown(ask)
+        answers = await run_together([episode.ask(shown) for _ in range(ask.n)])
+        return Answers(shown.prompt_ids, [self._completed(answer, ask) for answer in answers])
 
-    def _shown(self, request: PolicyRequest) -> Request:
+    def _shown(self, ask: Ask) -> Request:
         """Return a request as the trainer sees it."""
-        prompt, prompt_ids = request.prompt, request.prompt_ids
-        messages, tools = _dicts(request.messages), _dicts(request.kwargs.get("tools"))
-        if prompt_ids is None and messages:
-            if request.wants_tokens:
-                raise EnvError(
-                    "an episode cannot have images: only the engine knows their tokens, and the trainer samples"
-                )
-            prompt = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, tools=tools or None
+        if ask.prompt_tokens is None and ask.messages and ask.wants_tokens:
+            raise EnvError(
+                "an episode cannot have images: only the engine knows their tokens, and the trainer samples"
             )
-            prompt_ids = self.tokenizer.encode(prompt, add_special_tokens=False)
-        elif prompt_ids is None:
-            prompt_ids = encode_prompt(self.tokenizer, prompt or "")
-        given = {**request.kwargs, **(request.kwargs.get("extra_body") or {})}
+        ask = with_prompt(self.tokenizer, ask)
+        given = {**ask.keywords, **(ask.keywords.get("extra_body") or {})}
         return Request(
-            messages=messages,
-            prompt=self.tokenizer.decode(prompt_ids) if prompt is None else prompt,
-            prompt_ids=list(prompt_ids),
-            tools=tools,
+            messages=_dicts(ask.messages),
+            prompt=str(ask.prompt),
+            prompt_ids=ask.prompt_tokens or [],
+            tools=_dicts(ask.keywords.get("tools")),
             sampling={name: given[name] for name in _SAMPLING if given.get(name) is not None},
         )
 
-    def _sampled(self, answer: Answer, request: Request) -> PolicyAnswer:
+    def _completed(self, answer: Answer, ask: Ask) -> Completion:
         """Return an answer with tokens; unknown logprobs are 0, and the group leaves all out."""
-        tokens, reason = answer.token_ids, answer.finish_reason
-        if tokens is None:
-            asked = request.sampling
-            limit = int(asked.get("max_tokens") or asked.get("max_completion_tokens") or 2**31)
-            tokens, reason = answer_tokens(self.tokenizer, answer.text, limit=limit)
-            stops = read_stops(asked)
-            is_stopped = not set(stops.token_ids).isdisjoint(tokens[-2:-1])
-            if reason == "stop" and (is_stopped or answer.text.endswith(tuple(stops.strings))):
-                tokens = tokens[:-1]  # the stop ended it, not EOS
-        return PolicyAnswer(
-            text=self.tokenizer.decode(tokens, skip_special_tokens=True),
-            finish_reason=reason,
-            prompt_tokens=request.prompt_ids,
-            tokens=tokens,
-            logprobs=(answer.logprobs if answer.token_ids else None) or [0.0] * len(tokens),
-        )
+        if answer.token_ids is None:
+            sampled = sample_text(self.tokenizer, answer.text, ask.max_tokens)
+        else:
+            sampled = Sampled(answer.token_ids, answer.finish_reason)
+        completion = end_at_stop(self.tokenizer, ask, sampled)
+        if answer.token_ids is not None:  # stay as they were sampled, also after a stop
+            completion.tokens, completion.finish_reason = sampled
+            completion.logprobs = answer.logprobs or []
+        completion.logprobs = completion.logprobs or [0.0] * len(completion.tokens)
+        return completion
 
 
 class _NoJudge:

@@ -8,32 +8,41 @@ gate, limiter and retry as a real server's.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from atroposlib.inference.answerer import (
+    Answers,
+    Ask,
+    Completion,
+    InProcessServer,
+    Sampled,
+    sample_text,
+    with_prompt,
+    write_chat,
+    write_text,
+)
 from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.scripted_answers import (
     ByteTokenizer,
     HarnessRequest,
     Respond,
-    ScriptedAnswer,
     answer_from_hash,
-    answer_tokens,
+    complete,
+    made_up_candidates,
     made_up_logprobs,
+    request_of,
+    vocab_size_of,
 )
-from atroposlib.inference.servers.api_server import APIServer, TokenCompletions, WeightSpan
-from atroposlib.inference.servers.openai_routes import (
-    chat_completion_from,
-    completion_from,
-)
+from atroposlib.inference.servers.api_server import TokenCompletions, WeightSpan
 from atroposlib.inference.servers.reasoning import ReasoningConfig
-from atroposlib.inference.servers.token_ids import SampledCompletion, gather
+from atroposlib.inference.servers.token_ids import gather_top
 from atroposlib.inference.tools.tool_messages import as_dict
-from atroposlib.utils.answer_bodies import completion_body
 
 
-class ServerHarness(APIServer):
+class ServerHarness(InProcessServer):
     """A server that answers from a script."""
 
     max_backoff_s = 0.0
@@ -118,104 +127,80 @@ class ServerHarness(APIServer):
             raise self._faults.popleft()
         return call
 
-    async def _chat_completion_wrapper(self, **kwargs: Any) -> Any:
-        call = await self._begin(kwargs)
-        messages = [as_dict(message) for message in kwargs["messages"]]
-        scripted = self.response_map.get(self.conv_to_dictkey(messages))
-        if scripted is not None or self.respond is None:
-            return scripted
-        prompt = self._prompt_of(messages)
-        return create_chat_completion(self._texts(prompt, call, kwargs), n=_n(kwargs))
+    async def _respond(self, ask: Ask, write: Callable[[Answers], Any]) -> Any:
+        call = await self._begin(dict(ask.keywords))
+        exact = self._exact(ask)
+        if exact is not None or self.respond is None:
+            return exact
+        return await super()._respond(dataclasses.replace(ask, call=call), write)
 
-    async def _completion_wrapper(self, **kwargs: Any) -> Any:
-        call = await self._begin(kwargs)
-        prompt = kwargs["prompt"]
-        scripted = self.response_map.get(prompt)
-        if scripted is not None or self.respond is None:
-            return scripted
-        return create_completion(self._texts(prompt, call, kwargs), n=_n(kwargs))
+    def _exact(self, ask: Ask) -> Any:
+        """Return the exact script for a request; None if there is none."""
+        if ask.wants_tokens:
+            scripts = self.tokens_and_logprobs_map
+            return scripts.get(str(with_prompt(self.tokenizer, ask).prompt)) if scripts else None
+        if ask.messages is None:
+            return self.response_map.get(str(ask.prompt))
+        messages = [as_dict(message) for message in ask.messages]
+        return self.response_map.get(self.conv_to_dictkey(messages))
 
-    async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> Any:
-        call = await self._begin(kwargs)
-        prompt_tokens = kwargs.get("input_ids")
-        prompt = kwargs.get("prompt")
-        if prompt is None and prompt_tokens is None:
-            prompt = self._prompt_of(kwargs["messages"])
-        elif prompt is None:
-            prompt = self.tokenizer.decode(prompt_tokens)
-        answer = self.tokens_and_logprobs_map.get(prompt)
-        if answer is None:
-            if self.respond is None:
-                return None
-            if prompt_tokens is None:
-                prompt_tokens = self.tokenizer.encode(
-                    prompt, add_special_tokens="messages" not in kwargs
-                )
-            answer = self._sample(list(prompt_tokens), prompt, call, kwargs)
-        return answer
-
-    def _prompt_of(self, messages: Sequence[Any]) -> str:
-        text: str = self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True
+    async def answer(self, ask: Ask) -> Answers:
+        """Answer with the texts of `respond`."""
+        ask = with_prompt(self.tokenizer, ask)
+        assert ask.prompt_tokens is not None
+        sampled = [self._sample(ask, choice) for choice in range(ask.n)]
+        return Answers(
+            ask.prompt_tokens,
+            [complete(self.tokenizer, ask, each, spans_of=self._spans_of) for each in sampled],
         )
-        return text
 
-    def _sample(
-        self, prompt_tokens: list[int], prompt: str, call: int, kwargs: dict[str, Any]
-    ) -> TokenCompletions:
-        version, sampled = self.weight_version, []
-        for tokens, reason in self._completions(prompt, call, kwargs):
-            spans = None if version is None else [WeightSpan(version, len(tokens))]
-            logprobs = made_up_logprobs(prompt_tokens, tokens, spans=spans)
-            sampled.append(SampledCompletion(tokens, logprobs, reason, spans))
-        return gather(prompt_tokens, sampled)
-
-    def _completions(self, prompt: str, call: int, kwargs: dict[str, Any]) -> list[ScriptedAnswer]:
-        """Return the completions of a prompt."""
-        limit = int(kwargs.get("max_tokens") or kwargs.get("max_completion_tokens") or 2**31)
-        texts = self._texts(prompt, call, kwargs)
-        return [answer_tokens(self.tokenizer, text, limit=limit) for text in texts]
-
-    def _texts(self, prompt: str, call: int, kwargs: dict[str, Any]) -> list[str]:
+    def _sample(self, ask: Ask, choice: int) -> Sampled:
         assert self.respond is not None
-        return [
-            self.respond(HarnessRequest(prompt=prompt, choice=i, call=call, kwargs=kwargs))
-            for i in range(_n(kwargs))
-        ]
+        return sample_text(self.tokenizer, self.respond(request_of(ask, choice)), ask.max_tokens)
+
+    def _spans_of(self, num_tokens: int) -> list[WeightSpan] | None:
+        version = self.weight_version
+        return None if version is None else [WeightSpan(version, num_tokens)]
+
+    async def _get_logprobs_wrapper(self, **kwargs: Any) -> dict[str, Any]:
+        await self._begin(kwargs)
+        tokens = with_prompt(self.tokenizer, self.read(kwargs)).prompt_tokens or []
+        wanted = (kwargs.get(name) for name in ("top_k", "top_logprobs"))
+        num_top = next((int(k) for k in wanted if k is not None), 1)
+        ranked = made_up_candidates(
+            tokens,
+            num_top=num_top,
+            vocab_size=vocab_size_of(self.tokenizer),
+            version=self.weight_version,
+        )
+        return gather_top(tokens, [pairs[: max(num_top, 1)] for pairs in ranked])
 
 
 def create_chat_completion(
     resp: str | Sequence[str], n: int = 1, finish_reason: str | Sequence[str] = "stop"
 ) -> Any:
     """Build a `ChatCompletion` from one text `n` times or a list of texts; one finish reason for all, or one each."""
-    contents = [{"message": {"role": "assistant", "content": text}} for text in _repeated(resp, n)]
-    return chat_completion_from(_body(contents, finish_reason))
+    return write_chat(_canned(resp, n, finish_reason))
 
 
 def create_completion(
     resp: str | Sequence[str], n: int = 1, finish_reason: str | Sequence[str] = "stop"
 ) -> Any:
     """Build a `Completion` from one text `n` times or a list of texts; one finish reason for all, or one each."""
-    contents = [{"text": text} for text in _repeated(resp, n)]
-    return completion_from(_body(contents, finish_reason))
+    return write_text(_canned(resp, n, finish_reason))
 
 
-def _repeated(resp: str | Sequence[str], n: int) -> Sequence[str]:
-    return [resp] * n if isinstance(resp, str) else resp
-
-
-def _body(contents: Sequence[dict[str, Any]], finish_reason: str | Sequence[str]) -> dict[str, Any]:
-    """Return the body of a (chat) completion; `contents` holds the text or the message of each choice."""
-    reasons = [finish_reason] * len(contents) if isinstance(finish_reason, str) else finish_reason
-    choices = [
-        {**content, "finish_reason": reason}
-        for content, reason in zip(contents, reasons, strict=True)
-    ]
-    return {**completion_body(choices, model="test_model"), "id": "test_id", "created": 0}
-
-
-def _n(kwargs: Mapping[str, Any]) -> int:
-    return int(kwargs.get("n") or 1)
+def _canned(resp: str | Sequence[str], n: int, finish_reason: str | Sequence[str]) -> Answers:
+    texts = [resp] * n if isinstance(resp, str) else resp
+    reasons = [finish_reason] * len(texts) if isinstance(finish_reason, str) else finish_reason
+    pairs = zip(texts, reasons, strict=True)
+    return Answers(
+        [],
+        [
+            Completion(tokens=[], logprobs=[], finish_reason=reason, text=text)
+            for text, reason in pairs
+        ],
+    )
 
 
 __all__ = [

@@ -2,7 +2,7 @@
 
 Every logprob depends on all tokens before it and on the version that sampled it, so mixing up sequences, turns or
 versions changes it; scoring a sequence returns the logprobs it was sampled with. Shared by `ServerHarness` and the
-HTTP engine. No clock, faults or wire format here.
+HTTP engine (`complete`). No clock, faults or wire format here.
 """
 
 from __future__ import annotations
@@ -10,10 +10,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from atroposlib.inference.answerer import Ask, Completion, Sampled, end_at_stop
+from atroposlib.inference.servers.api_server import WeightSpan
 
 Respond = Callable[["HarnessRequest"], str]
 Spans = Sequence[tuple[str, int]]
@@ -35,6 +38,11 @@ class HarnessRequest:
     """How many requests came before this one."""
     kwargs: Mapping[str, Any]
     """The call's keywords."""
+
+
+def vocab_size_of(tokenizer: Any) -> int:
+    """Return the number of token ids of a tokenizer."""
+    return int(getattr(tokenizer, "vocab_size", 0)) or len(tokenizer)
 
 
 class ByteTokenizer:
@@ -93,17 +101,25 @@ def _text_of(content: Any) -> str:
     return "".join(str(part.get("text", "[image]")) for part in content)
 
 
-class ScriptedAnswer(NamedTuple):
-    """The tokens of one completion and why it ended: "stop" or "length"."""
+def request_of(ask: Ask, choice: int) -> HarnessRequest:
+    """Return what a `Respond` is called with."""
+    prompt = str(ask.prompt)
+    return HarnessRequest(prompt=prompt, choice=choice, call=ask.call, kwargs=ask.keywords)
 
-    tokens: list[int]
-    finish_reason: str
 
-
-def answer_tokens(tokenizer: Any, text: str, *, limit: int) -> ScriptedAnswer:
-    """Return a text's tokens with EOS, cut to `limit`."""
-    tokens = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
-    return ScriptedAnswer(tokens[:limit], "stop" if len(tokens) <= limit else "length")
+def complete(
+    tokenizer: Any,
+    ask: Ask,
+    sampled: Sampled,
+    *,
+    spans_of: Callable[[int], list[WeightSpan] | None],
+) -> Completion:
+    """Return the completion of sampled tokens; `spans_of` gives the weight versions of the first so many."""
+    completion = end_at_stop(tokenizer, ask, sampled)
+    tokens = completion.tokens
+    completion.weight_versions = spans = spans_of(len(tokens))
+    completion.logprobs = made_up_logprobs(ask.prompt_tokens or (), tokens, spans=spans)
+    return completion
 
 
 def answer_from_hash(request: HarnessRequest) -> str:
@@ -130,6 +146,30 @@ def made_up_logprobs(
     scattered = _scatter(states) >> np.uint64(48)
     logprobs: list[float] = (-(scattered.astype(np.float64) + 1.0) / 65536.0).tolist()
     return logprobs
+
+
+def made_up_candidates(
+    tokens: Sequence[int], *, num_top: int, vocab_size: int, version: str | None
+) -> list[list[tuple[int, float]]]:
+    """Return (id, logprob) at each position of a prompt: `num_top` likelier ids, best first, then its own token.
+
+    The first position is empty: nothing is before it.
+    """
+    if not tokens:
+        return []
+    first, rest = tokens[:1], tokens[1:]
+    spans = None if version is None else [(version, len(rest))]
+    own = zip(rest, made_up_logprobs(first, rest, spans=spans), strict=True)
+    return [[]] + [
+        [
+            *(
+                ((token + 1 + i) % vocab_size, value * (i + 1) / (num_top + 1))
+                for i in range(num_top)
+            ),
+            (token, value),
+        ]
+        for token, value in own
+    ]
 
 
 def made_up_tokens(

@@ -14,13 +14,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from atroposlib.envs.hooks import EnvHooks
-from atroposlib.envs.in_process_policy import (
-    InProcessPolicy,
-    PolicyAnswer,
-    PolicyRequest,
-    answerer,
-)
+from atroposlib.envs.in_process_policy import InProcessPolicy, current_answerer
 from atroposlib.errors import ConfigError, EngineRejected
+from atroposlib.inference.answerer import Answers, Ask, Completion
 from atroposlib.inference.manager import ServerManager
 from atroposlib.inference.servers.http_peer import HttpPeer
 from atroposlib.inference.servers.sampling_notes import Position, position
@@ -157,23 +153,29 @@ class _RecordedPolicy(InProcessPolicy):
         position.set(numbers.pop() if len(numbers) == 1 else before)
         return answer
 
-    async def answer(self, request: PolicyRequest) -> list[PolicyAnswer]:
-        recording = request.answerer or _recording()
-        prompt, prompt_tokens = request.messages or request.prompt, request.prompt_ids
+    async def answer(self, ask: Ask) -> Answers:
+        recording = _recording()
+        prompt, prompt_tokens = ask.messages or ask.prompt, ask.prompt_tokens
         if prompt is None:
             raise recording.fail("it asks with token ids alone, and the file has texts")
-        stored = recording.take(prompt, request.n, after=position.get())
+        stored = recording.take(prompt, ask.n, after=position.get())
         _answered_by.get().update(each.number for each in stored)
-        if request.wants_tokens and prompt_tokens is None and request.messages is None:
+        if ask.wants_tokens and prompt_tokens is None and ask.messages is None:
             prompt_tokens = encode_prompt(self._env.tokenizer, str(prompt))
-        made = []
+        turn, completions = StoredTurn([], [], []), []
         for _, _, answer in stored:
-            turn = StoredTurn([], [], [])
-            if request.wants_tokens:
+            if ask.wants_tokens:
                 turn = self._turn(recording, prompt_tokens, prompt, answer)
-            calls = answer.get("tool_calls")
-            made.append(PolicyAnswer(answer["text"], answer["finish_reason"], *turn, calls))
-        return made
+            completions.append(
+                Completion(
+                    tokens=turn.tokens,
+                    logprobs=turn.logprobs,
+                    finish_reason=answer["finish_reason"],
+                    text=answer["text"],
+                    tool_calls=answer.get("tool_calls"),
+                )
+            )
+        return Answers(turn.prompt_tokens, completions)
 
     async def _get_logprobs_wrapper(self, **kwargs: Any) -> dict[str, Any]:
         raise _recording().fail("it asks for the logprobs of prompts, which the file does not hold")
@@ -218,7 +220,7 @@ def replace_servers(env: EnvHooks) -> None:
 
 
 def _recording() -> Recording:
-    recording: Recording | None = answerer.get()
+    recording: Recording | None = current_answerer()
     if recording is None:
         raise ConfigError("a completion was asked for outside of an item, for example in setup")
     return recording

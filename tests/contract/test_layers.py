@@ -70,12 +70,6 @@ CIRCLES = {
             "atroposlib.inference.servers.retries",
         }
     ),
-    frozenset(
-        {
-            "atroposlib.inference.scripted_engine.dialects",
-            "atroposlib.inference.scripted_engine.server",
-        }
-    ),
 }
 """Modules that import each other. One that is undone is removed here; none is added."""
 

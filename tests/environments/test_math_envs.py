@@ -203,7 +203,8 @@ async def test_a_base_model_continues_a_text_up_to_a_limit_that_rises(made: Any)
     )
     await env.setup()
     group, _ = await env.collect_trajectories(Problem(question="3 + 4?", answer="7"))
-    assert group["scores"] == [1.0, -1.0, -1.0, 1.0]
+    # The stop "</answer>" ends the last answer at its first block.
+    assert group["scores"] == [1.0, -1.0, -1.0, -1.0]
     assert requests[0].prompt.endswith("User: 3 + 4?\nAssistant: <think>")
     assert requests[0].kwargs["stop"] == zero.STOPS
     prompt = "x" * 100

@@ -119,15 +119,6 @@ async def test_token_ids_and_logprobs_reach_the_group_as_they_were_sampled() -> 
         assert end.group["inference_logprobs"][0][-2:] == [-0.25, -0.5]
 
 
-async def test_a_text_is_cut_to_the_limit_as_an_engine_does() -> None:
-    async with stepped("CountVowels", max_token_length=3) as env:
-        episode = env.episode()
-        request = await asked(episode.reset(seed=0))
-        end = await ended(episode.step("12345"))
-        assert end.group is not None
-        assert TOKENIZER.decode(end.group["tokens"][0][len(request.prompt_ids) :]) == "123"
-
-
 async def test_a_seed_is_an_item_whatever_was_asked_before() -> None:
     async with stepped("CountVowels") as env, stepped("CountVowels") as other:
         turns = [await env.episode().reset(seed) for seed in (2, 0, 2)]
@@ -167,7 +158,7 @@ async def test_requests_made_at_once_are_asked_one_by_one() -> None:
         end = await ended(episode.step("c."))
         assert end.reward == 3.0
         assert end.group is not None
-        assert end.group["overrides"] == [{"said": ["a", "b", "c."]}]
+        assert end.group["overrides"] == [{"said": ["a", "b", "c"]}]
 
 
 async def test_tools_of_a_plain_chat_are_in_its_prompt() -> None:

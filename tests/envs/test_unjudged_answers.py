@@ -22,8 +22,8 @@ from atroposlib.envs.multi_turn_env import Episode, MultiTurnEnv, Step
 from atroposlib.envs.rewards import RewardFailure
 from atroposlib.envs.tool_env import ToolEnv
 from atroposlib.errors import EnvError
+from atroposlib.inference.answerer import Ask, Sampled
 from atroposlib.inference.harness import ByteTokenizer, HarnessRequest, ServerHarness
-from atroposlib.inference.servers.api_server import TokenCompletions
 from atroposlib.scored_data import Strictness, check_group
 from example_trainer.data import DataOptions, make_batch
 from example_trainer.objective import Baseline
@@ -66,12 +66,10 @@ def judge(answer: str) -> Any:
 class Engine(ServerHarness):
     """Answers that begin with `abort` were aborted."""
 
-    async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> TokenCompletions:
-        answer = await super()._tokens_and_logprobs_completion_wrapper(**kwargs)
-        for i, tokens in enumerate(answer.output_tokens):
-            if self.tokenizer.decode(tokens).startswith("abort"):
-                answer.finish_reasons[i] = "abort"
-        return answer
+    def _sample(self, ask: Ask, choice: int) -> Sampled:
+        sampled = super()._sample(ask, choice)
+        is_aborted = self.tokenizer.decode(sampled.tokens).startswith("abort")
+        return sampled._replace(finish_reason="abort") if is_aborted else sampled
 
 
 class _Rows(Offline):

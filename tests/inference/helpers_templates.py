@@ -15,8 +15,8 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from atroposlib.inference.harness import ServerHarness
-from atroposlib.inference.scripted_answers import ScriptedAnswer, answer_from_hash
+from atroposlib.inference.answerer import Answers, Ask, Completion
+from atroposlib.inference.harness import ServerHarness, answer_from_hash, made_up_logprobs
 from atroposlib.inference.sessions.managed_server import ManagedServer
 
 CORPUS = [
@@ -325,9 +325,20 @@ class ToldEngine(ServerHarness):
         await asyncio.sleep(0)  # concurrent calls overlap
         return await super()._begin(kwargs)
 
-    def _completions(self, prompt: str, call: int, kwargs: dict[str, Any]) -> list[ScriptedAnswer]:
-        answers = [self.answers.pop(0) for _ in range(kwargs.get("n") or 1)]
-        return [ScriptedAnswer(list(ids), reason) for ids, reason in answers]
+    async def answer(self, ask: Ask) -> Answers:
+        prompt = list(ask.prompt_tokens or ())
+        return Answers(prompt, [self._told(prompt) for _ in range(ask.n)])
+
+    def _told(self, prompt: list[int]) -> Completion:
+        ids, reason = self.answers.pop(0)
+        spans = self._spans_of(len(ids))
+        return Completion(
+            tokens=list(ids),
+            logprobs=made_up_logprobs(prompt, ids, spans=spans),
+            finish_reason=reason,
+            weight_versions=spans,
+            text=None,
+        )
 
     def tell(self, *texts: str, end: str = "<|im_end|>", reason: str = "") -> None:
         """Answer these texts, each ended by `end`."""

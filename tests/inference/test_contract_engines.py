@@ -9,6 +9,7 @@ from helpers_inference import Sample, sample
 
 from atroposlib.errors import EngineProtocolError
 from atroposlib.inference.config import APIServerConfig
+from atroposlib.inference.harness import ServerHarness
 from atroposlib.inference.manager import ServerManager
 from atroposlib.inference.scripted_engine import (
     ByteTokenizer,
@@ -102,14 +103,14 @@ async def test_chat_and_text_come_back_whole(name: str) -> None:
     assert [(c.text, c.finish_reason) for c in text.choices] == [("on", "length"), ("tw", "length")]
 
 
-async def test_prompt_logprobs_are_the_same_from_sglang_and_vllm() -> None:
+async def test_prompt_logprobs_are_the_same_from_sglang_vllm_and_in_process() -> None:
     async with ScriptedEngine() as engine:
         answers = []
-        for name in ("sglang", "vllm"):
-            server = open_server(name, engine)
+        in_process = ServerHarness(weight_version="default")
+        for server in (open_server("sglang", engine), open_server("vllm", engine), in_process):
             answers.append([await server.get_logprobs(input_ids=PROMPT, top_k=k) for k in (0, 3)])
             await server.close()
-    assert answers[0] == answers[1]
+    assert answers[0] == answers[1] == answers[2]
     own, top = answers[0]
     assert own["prompt_topk_token_ids"] == [[], [11], [12]]
     values = made_up_logprobs(PROMPT[:1], PROMPT[1:], spans=[("default", 2)])

@@ -14,7 +14,6 @@ from atroposlib.inference.harness import (
     ServerHarness,
     create_chat_completion,
     create_completion,
-    made_up_logprobs,
 )
 from atroposlib.inference.scripted_engine import ScriptedEngine
 from atroposlib.inference.servers.vllm import VLLMServer
@@ -77,15 +76,6 @@ def test_scripted_answers_repeat_one_text_or_keep_several_with_their_finish_reas
         create_chat_completion("yes", n=3, finish_reason=["stop"])
 
 
-async def test_a_stated_version_goes_with_every_token_and_into_its_logprob() -> None:
-    harness = ServerHarness(respond=echo, weight_version="7")
-    answer = await harness.tokens_and_logprobs_completion(prompt="x")
-    (tokens,), (logprobs,) = answer.output_tokens, answer.output_logprobs
-    assert answer.weight_versions == [[("7", len(tokens))]]
-    assert logprobs == made_up_logprobs(answer.prompt_tokens, tokens, spans=[("7", len(tokens))])
-    assert logprobs != made_up_logprobs(answer.prompt_tokens, tokens)
-
-
 async def test_in_process_and_over_http_the_same_conversation_has_the_same_tokens() -> None:
     async def talk(server: Any) -> list[Any]:
         managed = ManagedServer(server, tokenizer=ByteTokenizer())
@@ -108,3 +98,22 @@ async def test_in_process_and_over_http_the_same_conversation_has_the_same_token
         await server.close()
     assert in_process == over_http
     assert len(in_process[0]) > 40
+
+
+@pytest.mark.parametrize("prompt", [{"prompt": "hi"}, {"prompt": "<bos>hi"}, {"input_ids": [9, 8]}])
+async def test_in_process_and_over_http_a_prompt_has_the_same_tokens_versions_and_logprobs(
+    prompt: dict[str, Any],
+) -> None:
+    def answer(request: HarnessRequest) -> str:
+        return f"one {request.choice} hi"
+
+    found = []
+    async with ScriptedEngine(respond=answer, weight_version="7") as engine:
+        config = APIServerConfig(base_url=engine.url, model_name="scripted", server_type="vllm")
+        for server in (VLLMServer(config), ServerHarness(respond=answer, weight_version="7")):
+            server.tokenizer = ByteTokenizer()
+            asked = {**prompt, "n": 2, "max_tokens": 9, "stop": ["i"]}
+            given = await server.tokens_and_logprobs_completion(**asked)
+            found.append((given, given.weight_versions))
+            await server.close()
+    assert found[0] == found[1]

@@ -1,16 +1,21 @@
-"""`stop` with token ids, as original environments pass it: `stop=[tokenizer.eos_token_id]`."""
+"""What ends an answer: limits, stop strings, and token ids in `stop`, as in `stop=[tokenizer.eos_token_id]`."""
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
 from typing import Any
 
 import numpy as np
 import pytest
 
+from atroposlib.checker.engine import ProbeEngine
+from atroposlib.envs.in_process_policy import answerer
+from atroposlib.envs.stepwise import Answer, Request, _OuterPolicy
 from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.harness import ServerHarness
 from atroposlib.inference.manager import ServerManager
 from atroposlib.inference.scripted_engine import ByteTokenizer, Script, ScriptedEngine
+from atroposlib.inference.servers.api_server import APIServer
 from atroposlib.inference.servers.stops import with_stop_ids
 
 TYPES = ("openai", "vllm", "sglang", "trl")
@@ -63,22 +68,65 @@ def test_a_stop_that_is_neither_text_nor_a_token_id_is_refused(wrong: Any) -> No
         with_stop_ids({"stop": wrong})
 
 
-@pytest.mark.parametrize("kind", TYPES)
+class Trainer:
+    """Answers the requests of a stepped episode."""
+
+    async def ask(self, request: Request) -> Answer:
+        return Answer(text=TEXT)
+
+
+async def opened(kind: str, stack: AsyncExitStack) -> APIServer:
+    """Return a server of this type, or an imitation in this process, that answers `TEXT`."""
+    server: Any
+    if kind in TYPES:
+        engine = await stack.enter_async_context(ScriptedEngine(Script(answers=(TEXT,))))
+        server = ServerManager([config_of(engine, kind)]).servers[0]
+    elif kind == "stepwise":
+        server = _OuterPolicy(TOKENIZER)
+        stack.callback(answerer.reset, answerer.set(Trainer()))
+    elif kind == "check":
+        server = ProbeEngine(TOKENIZER)
+        server.script([TEXT])
+    else:
+        server = ServerHarness(respond=lambda request: TEXT)
+    server.tokenizer = TOKENIZER
+    stack.push_async_callback(server.close)
+    return server
+
+
+@pytest.mark.parametrize("kind", [*TYPES, "harness", "check", "stepwise"])
 @pytest.mark.parametrize(
-    ("stop", "text"),
-    [([EOS], TEXT), ([H, "four"], "one two t"), (["two", H], "one "), (H, "one two t")],
+    ("asked", "text", "sampled", "reason"),
+    [
+        ({}, TEXT, f"{TEXT}<eos>", "stop"),
+        ({"stop": [EOS]}, TEXT, f"{TEXT}<eos>", "stop"),
+        ({"max_tokens": 3}, "one", "one", "length"),
+        ({"max_tokens": len(TEXT) + 1}, TEXT, f"{TEXT}<eos>", "stop"),
+        ({"stop": [H, "four"]}, "one two t", "one two th", "stop"),
+        ({"stop": H}, "one two t", "one two th", "stop"),
+        ({"stop": ["three", "two"]}, "one ", "one two", "stop"),
+        ({"stop": ["two", H], "max_tokens": 6}, "one tw", "one tw", "length"),
+        ({"extra_body": {"stop": ["two"]}}, "one ", "one two", "stop"),
+    ],
 )
-async def test_every_server_type_ends_chats_and_texts_at_stop_ids(
-    kind: str, stop: Any, text: str
+async def test_limits_and_stops_end_the_answers_of_every_server(
+    kind: str, asked: dict[str, Any], text: str, sampled: str, reason: str
 ) -> None:
-    async with ScriptedEngine(Script(answers=(TEXT,))) as engine:
-        manager = ServerManager([config_of(engine, kind)])
-        manager.servers[0].tokenizer = TOKENIZER  # type: ignore[attr-defined]
-        chat = await manager.chat_completion(messages=[USER], stop=stop, max_tokens=99)
-        plain = await manager.completion(prompt="hi", stop=stop, max_tokens=99)
-        await manager.close()
-    found = [(c.message.content, c.finish_reason) for c in chat.choices]
-    assert [*found, (plain.choices[0].text, plain.choices[0].finish_reason)] == [(text, "stop")] * 2
+    asked = {"n": 2, "max_tokens": 99, **asked}
+    async with AsyncExitStack() as stack:
+        server = await opened(kind, stack)
+        chat = await server.chat_completion(messages=[USER], **asked)
+        plain = await server.completion(prompt="hi", **asked)
+        found = [(c.message.content, c.finish_reason) for c in chat.choices]
+        assert found + [(c.text, c.finish_reason) for c in plain.choices] == [(text, reason)] * 4
+        if kind != "openai":  # it has no token ids
+            tokens = await server.tokens_and_logprobs_completion(prompt="hi", **asked)
+            assert [TOKENIZER.decode(each) for each in tokens.output_tokens] == [sampled] * 2
+            assert [_kind_of(each) for each in tokens.finish_reasons] == [reason] * 2
+
+
+def _kind_of(reason: Any) -> Any:
+    return reason["type"] if isinstance(reason, dict) else reason  # SGLang's has its cause
 
 
 @pytest.mark.parametrize("kind", TYPES[1:])

@@ -10,6 +10,7 @@ import pytest
 
 from atroposlib.errors import EngineProtocolError
 from atroposlib.inference.servers.choices import part_of, split_n
+from atroposlib.inference.servers.token_ids import SampledCompletion
 from atroposlib.inference.servers.vllm_bodies import (
     NoTokenIds,
     PromptCompletions,
@@ -141,7 +142,7 @@ def test_choices_are_read_field_by_field(
     answer: bytes, prompt_tokens: list[int] | None, sampled: Any
 ) -> None:
     found = read(answer, prompt_tokens)
-    assert found == (PROMPT, [sampled])
+    assert found == (PROMPT, [SampledCompletion(*sampled)])
     assert [type(value) for value in found.sampled[0].logprobs] == [float, float]
 
 
@@ -202,8 +203,8 @@ def test_a_logprob_that_is_no_number_is_named_with_its_position(value: str) -> N
 def test_the_originals_answer_is_read() -> None:
     answer = {"logprobs": [[[{"8": -0.5}], [{"9": -1}]], []], "finish_reasons": ["stop", "abort"]}
     assert read_generated(encoded(answer), where="x") == [
-        ([8, 9], [-0.5, -1.0], "stop", None),
-        ([], [], "abort", None),
+        SampledCompletion([8, 9], [-0.5, -1.0], "stop"),
+        SampledCompletion([], [], "abort"),
     ]
 
 

@@ -1,4 +1,4 @@
-"""The bodies of the scripted engine's protocols: requests into `GenerationRequest`s, samples into answers.
+"""The bodies of the scripted engine's protocols: requests into `Ask`s, `Answers` into bodies.
 
 Shapes are those of vLLM 0.32 (OpenAI routes, `/inference/v1/generate`), SGLang's `/generate` and `trl vllm-serve`.
 Pure. Bad requests are refused with the status and message of the real servers; no streaming.
@@ -7,19 +7,19 @@ Samples may have fewer logprobs than tokens: one of the faults.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, Protocol
 
 from atroposlib.http_bodies import ApiError
-from atroposlib.inference.scripted_answers import made_up_logprobs
-from atroposlib.inference.scripted_engine.generation import Generated, GenerationRequest
+from atroposlib.inference.answerer import Answers, Ask, Completion, ask_of
+from atroposlib.inference.scripted_answers import made_up_candidates
+from atroposlib.inference.scripted_engine.script import Script
 from atroposlib.inference.servers import sglang, vllm_bodies
+from atroposlib.inference.servers.stops import Stops
 from atroposlib.utils.answer_bodies import chat_logprobs, completion_body, text_logprobs
-
-if TYPE_CHECKING:
-    from atroposlib.inference.scripted_engine.server import ScriptedEngine
 
 MAX_LOGPROBS = 20
 """vLLM's --max-logprobs."""
@@ -28,17 +28,24 @@ TRL_DEFAULT_MAX_TOKENS = 16
 Body = dict[str, Any]
 
 
-class Generations(NamedTuple):
-    """One prompt and its completions."""
+class Engine(Protocol):
+    """What bodies depend on."""
 
-    ask: GenerationRequest
-    samples: list[Generated]
+    tokenizer: Any
+    model_name: str
+    max_model_len: int
+    vocab_size: int
+
+    @property
+    def script(self) -> Script: ...
+    @property
+    def weight_version(self) -> str: ...
 
 
 # Requests.
 
 
-def read_completions(body: Body, engine: ScriptedEngine) -> list[GenerationRequest]:
+def read_completions(body: Body, engine: Engine) -> list[Ask]:
     """`/v1/completions`: a text, a list of ids, or lists of either."""
     prompt = body.get("prompt")
     if prompt is None or prompt == []:
@@ -46,7 +53,7 @@ def read_completions(body: Body, engine: ScriptedEngine) -> list[GenerationReque
     return [_read_vllm(body, tokens, engine) for tokens in _to_tokens(prompt, engine)]
 
 
-def read_chat(body: Body, engine: ScriptedEngine) -> list[GenerationRequest]:
+def read_chat(body: Body, engine: Engine) -> list[Ask]:
     """`/v1/chat/completions`: without a limit, as long as the context allows."""
     messages = body.get("messages")
     if not messages:
@@ -66,7 +73,7 @@ def read_chat(body: Body, engine: ScriptedEngine) -> list[GenerationRequest]:
     return [_read_vllm({**body, "max_tokens": limit, "logprobs": logprobs}, list(tokens), engine)]
 
 
-def read_scale_out(body: Body, engine: ScriptedEngine) -> list[GenerationRequest]:
+def read_scale_out(body: Body, engine: Engine) -> list[Ask]:
     """vLLM's `/inference/v1/generate`."""
     tokens = body.get("token_ids")
     if not tokens:
@@ -75,7 +82,7 @@ def read_scale_out(body: Body, engine: ScriptedEngine) -> list[GenerationRequest
     return [_read_vllm({**params, "model": body.get("model")}, tokens, engine)]
 
 
-def read_sglang(body: Body, engine: ScriptedEngine) -> list[GenerationRequest]:
+def read_sglang(body: Body, engine: Engine) -> list[Ask]:
     """SGLang's `/generate`: `input_ids` or `text`, one or several."""
     params = body.get("sampling_params") or {}
     prompts = body.get("input_ids")
@@ -85,13 +92,13 @@ def read_sglang(body: Body, engine: ScriptedEngine) -> list[GenerationRequest]:
         raise ApiError("Either text, input_ids or input_embeds should be provided.")
     limit = params.get("max_new_tokens")
     limit = sglang.DEFAULT_MAX_TOKENS if limit is None else int(limit)
-    asks = [_ask(params, tokens, limit) for tokens in _to_tokens(prompts, engine)]
-    for ask in asks:
-        _check_prompt(ask.prompt_tokens, engine)
-    return asks
+    all_tokens = _to_tokens(prompts, engine)
+    for tokens in all_tokens:
+        _check_prompt(tokens, engine)
+    return [_ask(params, tokens, limit) for tokens in all_tokens]
 
 
-def read_trl(body: Body, engine: ScriptedEngine) -> list[GenerationRequest]:
+def read_trl(body: Body, engine: Engine) -> list[Ask]:
     """`trl vllm-serve`'s `/generate/`: texts, or lists of ids in newer versions."""
     prompts = body.get("prompts")
     if not prompts:
@@ -101,7 +108,7 @@ def read_trl(body: Body, engine: ScriptedEngine) -> list[GenerationRequest]:
     return [_ask(params, tokens, limit) for tokens in _to_tokens(prompts, engine)]
 
 
-def _to_tokens(prompts: Any, engine: ScriptedEngine) -> list[list[int]]:
+def _to_tokens(prompts: Any, engine: Engine) -> list[list[int]]:
     """Return the ids of each prompt: `prompts` is a text, a list of ids, or a list of either."""
     if isinstance(prompts, str) or isinstance(prompts[0], int):
         prompts = [prompts]
@@ -109,7 +116,7 @@ def _to_tokens(prompts: Any, engine: ScriptedEngine) -> list[list[int]]:
     return [encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
 
 
-def _read_vllm(body: Body, tokens: list[int], engine: ScriptedEngine) -> GenerationRequest:
+def _read_vllm(body: Body, tokens: list[int], engine: Engine) -> Ask:
     name = body.get("model")
     if name and name != engine.model_name:
         raise ApiError(
@@ -146,7 +153,7 @@ def _read_vllm(body: Body, tokens: list[int], engine: ScriptedEngine) -> Generat
     return _ask(body, tokens, min(limit, engine.max_model_len - len(tokens)))
 
 
-def _check_prompt(tokens: list[int], engine: ScriptedEngine) -> None:
+def _check_prompt(tokens: list[int], engine: Engine) -> None:
     if len(tokens) >= engine.max_model_len:
         raise ApiError(
             f"This model's maximum context length is {engine.max_model_len} tokens. However, your prompt contains"
@@ -159,51 +166,46 @@ def _check_prompt(tokens: list[int], engine: ScriptedEngine) -> None:
         raise ApiError(f"Token id {wrong} is out of vocabulary")
 
 
-def _ask(params: Mapping[str, Any], tokens: list[int], limit: int) -> GenerationRequest:
+def _ask(params: Mapping[str, Any], tokens: list[int], limit: int) -> Ask:
     stop = params.get("stop") or ()
     stop = (stop,) if isinstance(stop, str) else tuple(stop)
     if not all(isinstance(each, str) for each in stop):
         raise ApiError("stop: Input should be a valid string", param="stop")
-    seed = params.get("seed")
-    return GenerationRequest(
-        prompt_tokens=tokens,
-        n=int(params.get("n") or 1),
-        max_tokens=limit,
-        seed=None if seed is None else int(seed),
-        greedy=params.get("temperature") == 0,
-        stop=stop,
-        stop_token_ids=frozenset(params.get("stop_token_ids") or ()),
-        ignore_eos=bool(params.get("ignore_eos")),
-    )
+    stops = Stops(list(stop), params.get("stop_token_ids") or [])
+    ask = ask_of(params, stops=stops)
+    return dataclasses.replace(ask, prompt_tokens=tokens, max_tokens=limit)
 
 
 # Answers.
 
 
-def write_completions(body: Body, results: Sequence[Generations], engine: ScriptedEngine) -> Body:
+def write_completions(body: Body, results: Sequence[Answers], engine: Engine) -> Body:
     """Choices prompt-major; ids only with `return_token_ids`."""
     choices: list[Body] = []
-    for ask, samples in results:
+    for prompt_tokens, samples in results:
         for sample in samples:
             choice = {
                 **_choice(sample, body),
                 "text": sample.text,
-                "prompt_logprobs": _prompt_logprobs(ask, body.get("prompt_logprobs"), engine),
-                "prompt_token_ids": ask.prompt_tokens if body.get("return_token_ids") else None,
+                "prompt_logprobs": _prompt_logprobs(
+                    prompt_tokens, body.get("prompt_logprobs"), engine
+                ),
+                "prompt_token_ids": prompt_tokens if body.get("return_token_ids") else None,
             }
             if body.get("logprobs") is not None:
                 choice["logprobs"] = text_logprobs(_pieces(sample, engine))
             if engine.script.reports_spans:
                 choice["weight_versions"] = [
-                    {"weight_version": version, "num_tokens": num} for version, num in sample.spans
+                    {"weight_version": version, "num_tokens": num}
+                    for version, num in sample.weight_versions or ()
                 ]
             choices.append(choice)
     return _answer(choices, body, results, engine)
 
 
-def write_chat(body: Body, results: Sequence[Generations], engine: ScriptedEngine) -> Body:
+def write_chat(body: Body, results: Sequence[Answers], engine: Engine) -> Body:
     """Prompt ids are at the top level here, unlike in completions."""
-    ((ask, samples),) = results
+    ((prompt_tokens, samples),) = results
     choices = []
     for sample in samples:
         message = {"role": "assistant", "content": sample.text, "refusal": None}
@@ -213,12 +215,12 @@ def write_chat(body: Body, results: Sequence[Generations], engine: ScriptedEngin
         choices.append(choice)
     return {
         **_answer(choices, body, results, engine),
-        "prompt_logprobs": _prompt_logprobs(ask, body.get("prompt_logprobs"), engine),
-        "prompt_token_ids": ask.prompt_tokens if body.get("return_token_ids") else None,
+        "prompt_logprobs": _prompt_logprobs(prompt_tokens, body.get("prompt_logprobs"), engine),
+        "prompt_token_ids": prompt_tokens if body.get("return_token_ids") else None,
     }
 
 
-def _choice(sample: Generated, body: Body) -> Body:
+def _choice(sample: Completion, body: Body) -> Body:
     """Return the fields that choices of both OpenAI routes have."""
     return {
         "finish_reason": sample.finish_reason,
@@ -227,16 +229,16 @@ def _choice(sample: Generated, body: Body) -> Body:
     }
 
 
-def write_scale_out(body: Body, results: Sequence[Generations], engine: ScriptedEngine) -> Body:
+def write_scale_out(body: Body, results: Sequence[Answers], engine: Engine) -> Body:
     """Ids and logprobs only, and the weight versions as `[start, end)`."""
-    ((ask, samples),) = results
+    ((prompt_tokens, samples),) = results
     params = body.get("sampling_params") or {}
     choices = []
     for sample in samples:
-        ends = accumulate(num for _, num in sample.spans)
+        ends = accumulate(num for _, num in sample.weight_versions or ())
         spans = [
             {"version": version, "start": end - num, "end": end}
-            for (version, num), end in zip(sample.spans, ends, strict=True)
+            for (version, num), end in zip(sample.weight_versions or (), ends, strict=True)
         ]
         content = [
             {"token_id": token, "logprob": logprob, "rank": 1, "top_logprobs": []}
@@ -256,18 +258,16 @@ def write_scale_out(body: Body, results: Sequence[Generations], engine: Scripted
     return {
         **_answer(choices, body, results, engine),
         "request_id": body.get("request_id") or _id_of(body, 0),
-        "prompt_logprobs": _prompt_logprobs(ask, params.get("prompt_logprobs"), engine),
-        "prompt_token_ids": ask.prompt_tokens if body.get("return_token_ids") else None,
+        "prompt_logprobs": _prompt_logprobs(prompt_tokens, params.get("prompt_logprobs"), engine),
+        "prompt_token_ids": prompt_tokens if body.get("return_token_ids") else None,
         "output_mode": "tokens",
     }
 
 
-def write_sglang(
-    body: Body, results: Sequence[Generations], engine: ScriptedEngine
-) -> Body | list[Body]:
+def write_sglang(body: Body, results: Sequence[Answers], engine: Engine) -> Body | list[Body]:
     """One object for one completion, a list for several."""
     answers: list[Body] = []
-    for ask, samples in results:
+    for prompt_tokens, samples in results:
         for sample in samples:
             reason: Body = {"type": sample.finish_reason}
             if sample.finish_reason == "length":
@@ -278,32 +278,32 @@ def write_sglang(
             meta: Body = {
                 "id": _id_of(body, len(answers)),
                 "finish_reason": reason,
-                "prompt_tokens": len(ask.prompt_tokens),
+                "prompt_tokens": len(prompt_tokens),
                 "weight_version": engine.weight_version,
                 "completion_tokens": len(sample.tokens),
                 "cached_tokens": 0,
                 "e2e_latency": 0.0,
             }
             if body.get("return_logprob"):
-                meta |= _sglang_logprobs(body, ask, sample, engine)
+                meta |= _sglang_logprobs(body, prompt_tokens, sample, engine)
             answers.append({"text": sample.text, "output_ids": sample.tokens, "meta_info": meta})
     return answers[0] if len(answers) == 1 else answers
 
 
-def write_trl(body: Body, results: Sequence[Generations], engine: ScriptedEngine) -> Body:
+def write_trl(body: Body, results: Sequence[Answers], engine: Engine) -> Body:
     """Completions prompt-major."""
     samples = [sample for _, all_samples in results for sample in all_samples]
     return {
-        "prompt_ids": [ask.prompt_tokens for ask, _ in results],
+        "prompt_ids": [prompt_tokens for prompt_tokens, _ in results],
         "completion_ids": [sample.tokens for sample in samples],
         "logprobs": [sample.logprobs for sample in samples],
     }
 
 
 def _answer(
-    choices: Sequence[Body], body: Body, results: Sequence[Generations], engine: ScriptedEngine
+    choices: Sequence[Body], body: Body, results: Sequence[Answers], engine: Engine
 ) -> Body:
-    prompt = sum(len(ask.prompt_tokens) for ask, _ in results)
+    prompt = sum(len(prompt_tokens) for prompt_tokens, _ in results)
     sampled = sum(len(sample.tokens) for _, samples in results for sample in samples)
     return completion_body(
         choices,
@@ -319,78 +319,64 @@ def _id_of(body: Body, index: int) -> str:
     return hashlib.blake2b(repr((body, index)).encode(), digest_size=8).hexdigest()
 
 
-def _piece(token: int, engine: ScriptedEngine) -> str:
+def _piece(token: int, engine: Engine) -> str:
     """Return the text of a token; as in vLLM, "" for incomplete UTF-8."""
     text: str = engine.tokenizer.decode([token])
     return "" if "\ufffd" in text else text
 
 
-def _pieces(sample: Generated, engine: ScriptedEngine) -> Iterator[tuple[str, float]]:
+def _pieces(sample: Completion, engine: Engine) -> Iterator[tuple[str, float]]:
     """Yield the text and the logprob of each sampled token."""
     for token, logprob in zip(sample.tokens, sample.logprobs, strict=False):
         yield _piece(token, engine), logprob
 
 
-def _likelier(
-    token: int, logprob: float, num_top: int, engine: ScriptedEngine
-) -> list[tuple[int, float]]:
-    """Return made-up ids that are more likely than `token`, best first."""
-    return [
-        ((token + 1 + i) % engine.vocab_size, logprob * (i + 1) / (num_top + 1))
-        for i in range(num_top)
-    ]
-
-
-def _prompt_values(ask: GenerationRequest, engine: ScriptedEngine) -> list[float | None]:
-    """[P] the logprobs of the prompt's own tokens; None at the first."""
-    first, rest = ask.prompt_tokens[:1], ask.prompt_tokens[1:]
-    values = made_up_logprobs(first, rest, spans=[(engine.weight_version, len(rest))])
-    return [None, *values] if first else []
+def _candidates(
+    prompt_tokens: list[int], num_top: int, engine: Engine
+) -> list[list[tuple[int, float]]]:
+    return made_up_candidates(
+        prompt_tokens,
+        num_top=num_top,
+        vocab_size=engine.vocab_size,
+        version=engine.weight_version,
+    )
 
 
 def _prompt_logprobs(
-    ask: GenerationRequest, num_top: Any, engine: ScriptedEngine
+    prompt_tokens: list[int], num_top: Any, engine: Engine
 ) -> list[Body | None] | None:
     """Return the `num_top` likeliest ids and the prompt's own at each position; None at the first."""
     if num_top is None:
         return None
-    positions: list[Body | None] = []
-    for token, logprob in zip(ask.prompt_tokens, _prompt_values(ask, engine), strict=True):
-        if logprob is None:
-            positions.append(None)
-            continue
-        ranked = [*_likelier(token, logprob, int(num_top), engine), (token, logprob)]
-        positions.append(
-            {
-                str(other): {
-                    "logprob": value,
-                    "rank": rank,
-                    "decoded_token": _piece(other, engine),
-                }
-                for rank, (other, value) in enumerate(ranked, 1)
-            }
-        )
-    return positions
+    return [
+        {
+            str(token): {"logprob": value, "rank": rank, "decoded_token": _piece(token, engine)}
+            for rank, (token, value) in enumerate(ranked, 1)
+        }
+        or None
+        for ranked in _candidates(prompt_tokens, int(num_top), engine)
+    ]
 
 
 def _sglang_logprobs(
-    body: Body, ask: GenerationRequest, sample: Generated, engine: ScriptedEngine
+    body: Body, prompt_tokens: list[int], sample: Completion, engine: Engine
 ) -> Body:
     num_top = int(body.get("top_logprobs_num") or 0)
     start = body.get("logprob_start_len")
     if start is None or start < 0:
-        start = len(ask.prompt_tokens)
-    prompt, own = ask.prompt_tokens[start:], _prompt_values(ask, engine)[start:]
-
+        start = len(prompt_tokens)
+    candidates = _candidates(prompt_tokens, num_top, engine)[start:]
+    own = [ranked[-1][1] if ranked else None for ranked in candidates]
     meta: Body = {
-        "input_token_logprobs": [[v, t, None] for v, t in zip(own, prompt, strict=True)],
+        "input_token_logprobs": [
+            [v, t, None] for v, t in zip(own, prompt_tokens[start:], strict=True)
+        ],
         "output_token_logprobs": [
             [v, t, None] for v, t in zip(sample.logprobs, sample.tokens, strict=False)
         ],
     }
     if num_top:
         meta["input_top_logprobs"] = [
-            value and [[v, t, None] for t, v in _likelier(token, value, num_top, engine)]
-            for value, token in zip(own, prompt, strict=True)
+            [[v, t, None] for t, v in ranked[:-1]] or None for ranked in candidates
         ]
     return meta

@@ -1,62 +1,52 @@
 """The engine behind the routes: duration, concurrency and weights of generations.
 
 Invariant: every sampled token belongs to exactly one weight version, the one in force when it was sampled. The clock
-stops while generation is paused. Routes call `generate`; nothing here depends on HTTP.
+stops while generation is paused. Routes call `answer`; nothing here depends on HTTP.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import functools
 import random
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from atroposlib.http_bodies import ApiError
+from atroposlib.inference.answerer import (
+    Answerer,
+    Answers,
+    Ask,
+    Completion,
+    Sampled,
+    sample_text,
+    with_prompt,
+)
 from atroposlib.inference.scripted_answers import (
-    HarnessRequest,
     Respond,
-    answer_tokens,
-    made_up_logprobs,
+    complete,
     made_up_number,
     made_up_tokens,
+    request_of,
 )
 from atroposlib.inference.scripted_engine.script import Script
+from atroposlib.inference.servers.api_server import WeightSpan
 
 PauseMode = Literal["abort", "wait", "keep"]
 PRINTABLE = range(32 + 3, 127 + 3)
 """Ids of printable ASCII in `ByteTokenizer`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationRequest:
-    """One prompt and its sampling parameters."""
+class _Plan(NamedTuple):
+    """What a completion will be if nothing aborts or stops it."""
 
-    prompt_tokens: list[int]
-    n: int = 1
-    max_tokens: int = 16
-    seed: int | None = None
-    """None: the script's."""
-    greedy: bool = False
-    """Temperature 0: the seed does not matter."""
-    stop: tuple[str, ...] = ()
-    stop_token_ids: frozenset[int] = frozenset()
-    ignore_eos: bool = False
-
-
-@dataclass(slots=True, kw_only=True)
-class Generated:
-    """One completion."""
-
-    tokens: list[int]
-    logprobs: list[float]
+    tokens: list[int] | None
+    """None: drawn when their weight versions are known."""
+    num_tokens: int
     finish_reason: str
-    """stop, length or abort."""
-    stop_reason: int | str | None
-    """The stop string or id that ended it, as in vLLM."""
-    spans: list[tuple[str, int]]
-    text: str
-    """Without special tokens and without what stopped it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -79,8 +69,8 @@ class _Flight:
         return int(passed_s / self.per_token_s) if self.per_token_s else 2**31
 
 
-class Generator:
-    """Answers `GenerationRequest`s according to the script."""
+class Generator(Answerer):
+    """Answers according to the script."""
 
     def __init__(
         self, *, tokenizer: Any, script: Script, respond: Respond | None, weight_version: str
@@ -167,21 +157,20 @@ class Generator:
 
     # Generating.
 
-    async def generate(
-        self, ask: GenerationRequest, *, swaps_weights: bool = False
-    ) -> list[Generated]:
+    async def answer(self, ask: Ask, *, swaps_weights: bool = False) -> Answers:
         """Return `ask.n` completions after the time that the script sets.
 
         `swaps_weights`: the weights change after half of the longest completion.
         """
-        call, self._calls = self._calls, self._calls + 1
+        ask = dataclasses.replace(ask, call=self._calls)
+        self._calls += 1
         if self.is_paused and self.script.while_paused == "refuse":
             raise ApiError("generation is paused", status=503)
         while self.is_paused:
             await self._changed.wait()
-        plans = [self._plan(ask, choice, call) for choice in range(ask.n)]
+        plans = [self._plan(ask, choice) for choice in range(ask.n)]
         await self._enter(ask.n)
-        longest = max(len(tokens) if tokens is not None else num for tokens, num, _ in plans)
+        longest = max(plan.num_tokens for plan in plans)
         flight = self._begin()
         version = self.weight_version
         try:
@@ -196,34 +185,31 @@ class Generator:
         finally:
             self._flights.discard(flight)
             self._leave(ask.n)
-        return [
-            self._finish(ask, choice, plan, version, flight, sampled)
-            for choice, plan in enumerate(plans)
-        ]
+        if flight.is_aborted:
+            plans = [_aborted(plan, sampled) for plan in plans]
+        spans_of = functools.partial(_cut_spans, version, flight.changes)
+        made = [self._finish(ask, i, plan, spans_of) for i, plan in enumerate(plans)]
+        return Answers(ask.prompt_tokens or [], made)
 
-    def _plan(
-        self, ask: GenerationRequest, choice: int, call: int
-    ) -> tuple[list[int] | None, int, str]:
-        """Return (scripted tokens or None, number of tokens, finish reason)."""
+    def _plan(self, ask: Ask, choice: int) -> _Plan:
         script, limit = self.script, ask.max_tokens
         text: str | None = None
         if self.respond is not None:
-            prompt = self.tokenizer.decode(ask.prompt_tokens)
-            text = self.respond(HarnessRequest(prompt=prompt, choice=choice, call=call, kwargs={}))
+            text = self.respond(request_of(with_prompt(self.tokenizer, ask), choice))
         elif script.answers:
             text = script.answers[choice % len(script.answers)]
         if text is not None:
-            tokens, reason = answer_tokens(self.tokenizer, text, limit=limit)
-            return tokens, len(tokens), reason
+            tokens, reason = sample_text(self.tokenizer, text, limit)
+            return _Plan(tokens, len(tokens), reason)
         if script.lengths is None or ask.ignore_eos:
-            return None, limit, "length"
+            return _Plan(None, limit, "length")
         least, most = script.lengths
         drawn = least + made_up_number(
-            ask.prompt_tokens, seed=self._seed(ask), choice=choice, below=most - least + 1
+            ask.prompt_tokens or (), seed=self._seed(ask), choice=choice, below=most - least + 1
         )
-        return None, min(drawn, limit), "stop" if drawn <= limit else "length"
+        return _Plan(None, min(drawn, limit), "stop" if drawn <= limit else "length")
 
-    def _seed(self, ask: GenerationRequest) -> int:
+    def _seed(self, ask: Ask) -> int:
         if ask.greedy:
             return -1
         return self.script.seed if ask.seed is None else ask.seed
@@ -259,64 +245,24 @@ class Generator:
 
     def _finish(
         self,
-        ask: GenerationRequest,
+        ask: Ask,
         choice: int,
-        plan: tuple[list[int] | None, int, str],
-        version: str,
-        flight: _Flight,
-        sampled: int,
-    ) -> Generated:
-        scripted, num_tokens, reason = plan
-        if sampled < num_tokens:
-            num_tokens, reason = sampled, "abort"
-        elif flight.is_aborted:
-            reason = "abort"
-        spans = _cut_spans(version, flight.changes, num_tokens)
-        if scripted is None:
+        plan: _Plan,
+        spans_of: Callable[[int], list[WeightSpan]],
+    ) -> Completion:
+        tokens, num_tokens, reason = plan
+        if tokens is None:
             tokens = made_up_tokens(
-                ask.prompt_tokens,
+                ask.prompt_tokens or (),
                 seed=self._seed(ask),
                 choice=0 if ask.greedy else choice,
-                spans=spans,
+                spans=spans_of(num_tokens),
                 alphabet=PRINTABLE,
             )
             if reason == "stop":
                 tokens[-1] = self.tokenizer.eos_token_id
-        else:
-            tokens = scripted[:num_tokens]
-        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        stop_reason: int | str | None = None
-        if ask.stop or ask.stop_token_ids:
-            tokens, text, stop_reason = self._stop(ask, tokens, text)
-            if stop_reason is not None:
-                reason = "stop"
-                spans = _cut_spans(version, flight.changes, len(tokens))
-        logprobs = made_up_logprobs(ask.prompt_tokens, tokens, spans=spans)
-        return Generated(
-            tokens=tokens,
-            logprobs=logprobs,
-            finish_reason=reason,
-            stop_reason=stop_reason,
-            spans=spans,
-            text=text,
-        )
-
-    def _stop(
-        self, ask: GenerationRequest, tokens: list[int], text: str
-    ) -> tuple[list[int], str, int | str | None]:
-        """Cut at the first stop id or string: the tokens include it, the text excludes it."""
-        for end in range(1, len(tokens) + 1):
-            if tokens[end - 1] in ask.stop_token_ids:
-                kept = tokens[:end]
-                shown = self.tokenizer.decode(kept[:-1], skip_special_tokens=True)
-                return kept, shown, tokens[end - 1]
-            if not ask.stop:
-                continue
-            so_far = self.tokenizer.decode(tokens[:end], skip_special_tokens=True)
-            for stop in ask.stop:
-                if (at := so_far.find(stop)) >= 0:
-                    return tokens[:end], so_far[:at], stop
-        return tokens, text, None
+        sampled = Sampled(tokens[:num_tokens], reason)
+        return complete(self.tokenizer, ask, sampled, spans_of=spans_of)
 
     # The queue.
 
@@ -367,20 +313,22 @@ def _set(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-def _cut_spans(
-    version: str, changes: list[tuple[int, str]], num_tokens: int
-) -> list[tuple[str, int]]:
-    """Return the versions of `num_tokens` tokens.
+def _aborted(plan: _Plan, num_sampled: int) -> _Plan:
+    return _Plan(plan.tokens, min(plan.num_tokens, num_sampled), "abort")
 
-    >>> _cut_spans("7", [(3, "8"), (9, "9")], 5)
+
+def _cut_spans(version: str, changes: list[tuple[int, str]], num_tokens: int) -> list[WeightSpan]:
+    """Return the versions of the first `num_tokens` tokens.
+
+    >>> [tuple(span) for span in _cut_spans("7", [(3, "8"), (9, "9")], 5)]
     [('7', 3), ('8', 2)]
     """
-    spans: list[tuple[str, int]] = []
+    spans: list[WeightSpan] = []
     start = 0
     for at, next_version in [*changes, (num_tokens, "")]:
         end = min(at, num_tokens)
         if end > start:
-            spans.append((version, end - start))
+            spans.append(WeightSpan(version, end - start))
             start = end
         version = next_version
     return spans

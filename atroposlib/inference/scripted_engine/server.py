@@ -18,10 +18,10 @@ import msgspec
 from aiohttp import web
 
 from atroposlib.http_bodies import ApiError
-from atroposlib.inference.scripted_answers import ByteTokenizer, Respond
+from atroposlib.inference.answerer import Answers, Ask
+from atroposlib.inference.scripted_answers import ByteTokenizer, Respond, vocab_size_of
 from atroposlib.inference.scripted_engine import dialects
-from atroposlib.inference.scripted_engine.dialects import Generations
-from atroposlib.inference.scripted_engine.generation import GenerationRequest, Generator
+from atroposlib.inference.scripted_engine.generation import Generator
 from atroposlib.inference.scripted_engine.script import Fault, Schedule, Script
 from atroposlib.utils.answer_bodies import model_card
 
@@ -47,8 +47,8 @@ class ServedRequest:
 
 
 class _Dialect(NamedTuple):
-    read: Callable[[dict[str, Any], ScriptedEngine], list[GenerationRequest]]
-    write: Callable[[dict[str, Any], Sequence[Generations], ScriptedEngine], Any]
+    read: Callable[[dict[str, Any], dialects.Engine], list[Ask]]
+    write: Callable[[dict[str, Any], Sequence[Answers], dialects.Engine], Any]
 
 
 _SGLANG = _Dialect(dialects.read_sglang, dialects.write_sglang)
@@ -94,7 +94,7 @@ class ScriptedEngine:
         self.tokenizer: Any = tokenizer or ByteTokenizer()
         self.model_name = model_name
         self.max_model_len = max_model_len
-        self.vocab_size = int(getattr(self.tokenizer, "vocab_size", 0)) or len(tokenizer)
+        self.vocab_size = vocab_size_of(self.tokenizer)
         self.host = host
         self.port = port
         """The actual port once started; a restart reuses it."""
@@ -214,13 +214,12 @@ class ScriptedEngine:
         served = ServedRequest(path, body, None if fault is None else fault.kind)
         self.served.append(served)
         swaps = served.fault == "swap_weights"
-        samples = await asyncio.gather(
-            *(self.generator.generate(ask, swaps_weights=swaps) for ask in asks)
+        results = await asyncio.gather(
+            *(self.generator.answer(ask, swaps_weights=swaps) for ask in asks)
         )
         served.was_generated = True
         if served.fault == "wrong_lengths":
-            samples[0][0].logprobs.pop()
-        results = [Generations(ask, each) for ask, each in zip(asks, samples, strict=True)]
+            results[0].completions[0].logprobs.pop()
         return _Reply(200, msgspec.json.encode(dialect.write(body, results, self)), {})
 
     # Everything but generation.
@@ -300,7 +299,7 @@ class ScriptedEngine:
 
     def _tokenize(self, body: dict[str, Any]) -> Any:
         if body.get("messages") is not None:
-            tokens = dialects.read_chat({**body, "max_tokens": 1}, self)[0].prompt_tokens
+            tokens = dialects.read_chat({**body, "max_tokens": 1}, self)[0].prompt_tokens or []
         else:
             special = body.get("add_special_tokens", True)
             tokens = self.tokenizer.encode(body.get("prompt", ""), add_special_tokens=special)

@@ -11,7 +11,8 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
@@ -51,13 +52,15 @@ _LOADING = threading.Lock()
 """Held while a tokenizer is loaded: the first requests of an environment are concurrent."""
 
 
-class SampledCompletion(NamedTuple):
+@dataclass(slots=True)
+class SampledCompletion:
     """One completion."""
 
     tokens: list[int]
     logprobs: list[float]
     finish_reason: Any
-    weight_versions: list[WeightSpan] | None
+    weight_versions: list[WeightSpan] | None = None
+    """None: not reported."""
 
 
 class _WeightInfo(msgspec.Struct, gc=False):

@@ -1,41 +1,38 @@
 """What does choosing servers by load and speed gain over choosing by free slots alone?
 
-`PYTHONPATH=. OMP_NUM_THREADS=1 python benchmarks/fleet.py` simulates engines behind real `ServerManager`s in virtual
-time (`_simulated_fleet.py`, some minutes of CPU), with both choices in turn. `--sensitivity` changes the number of
+`PYTHONPATH=. OMP_NUM_THREADS=1 python benchmarks/fleet.py` simulates servers behind the real door in virtual time
+(`_simulated_servers.py`, a minute of CPU), with both choices in turn. `--sensitivity` changes the number of
 recent answers that count.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from atroposlib.inference.manager import ServerManager
-from atroposlib.inference.servers import recent_answers
-from benchmarks._simulated_engine import Server
-from benchmarks._simulated_fleet import (
-    Change,
-    Fleet,
-    MostFreeSlots,
+from atroposlib.inference.servers import admission
+from benchmarks._simulated_servers import (
+    Behaviour,
+    Choice,
     Sample,
     batching,
+    most_free_slots,
     simulate,
     with_slots,
 )
 from benchmarks._table import Table
 
-KINDS: dict[str, Callable[[float], Server]] = {"16 slots": with_slots, "batching": batching}
-CHOICES: list[type[ServerManager]] = [MostFreeSlots, ServerManager]
+KINDS: dict[str, Callable[[float], Behaviour]] = {"16 slots": with_slots, "batching": batching}
+CHOICES: dict[str, Choice] = {"by slots": most_free_slots, "by load and speed": admission.best}
 BEFORE_S, MEASURED_S = 20.0, 60.0
 CHANGE_S = 60.0
 """Virtual seconds before and during a change."""
 
 
-def long_tailed(server: Server) -> Server:
+def long_tailed(server: Behaviour) -> Behaviour:
     """Return the server with answers of 60 tokens in the median, and a standard deviation of the logarithm of 1."""
     return replace(server, lengths=lambda rng: round(5 + rng.lognormvariate(math.log(60), 1.0)))
 
@@ -44,10 +41,12 @@ def means(samples: Sequence[Sample]) -> Sample:
     return Sample(*map(statistics.fmean, zip(*samples, strict=True)))
 
 
-def steady(servers: Sequence[Server], num: int, kind: type[ServerManager], seeds: int) -> Sample:
+def steady(
+    servers: Sequence[Behaviour], num: int, seeds: int, choice: Choice = admission.best
+) -> Sample:
     spans = [(BEFORE_S, BEFORE_S + MEASURED_S)]
     return means(
-        [simulate(servers, num, spans=spans, manager_class=kind, seed=s)[0] for s in range(seeds)]
+        [simulate(servers, num, spans=spans, choice=choice, seed=s)[0] for s in range(seeds)]
     )
 
 
@@ -64,39 +63,24 @@ def describe_pairs(seeds: int) -> None:
     for name, make in KINDS.items():
         for slowness in (1, 2, 4):
             for num in (8, 16, 24, 32, 64, 128):
-                first, second = (
-                    steady([make(s)], num, ServerManager, seeds).tokens_per_s for s in (1, slowness)
-                )
+                first, second = (steady([make(s)], num, seeds).tokens_per_s for s in (1, slowness))
                 pair = [make(1), make(slowness)]
-                both = [steady(pair, num, kind, seeds) for kind in CHOICES]
+                both = [steady(pair, num, seeds, choice) for choice in CHOICES.values()]
                 of_sum = [f"{one.tokens_per_s / (first + second):.2f}" for one in both]
                 alone = f"{first / (first + second):.2f}"
                 table.row(name, slowness, num, alone, *of_sum, *map(waits, both))
-
-
-def changing(server: Server, *, back_after_s: float) -> Change:
-    """Return a change that puts `server` in the first one's place for some seconds."""
-
-    async def change(fleet: Fleet) -> None:
-        await asyncio.sleep(CHANGE_S)
-        engine = fleet.engines[0]
-        before, engine.server = engine.server, server
-        await asyncio.sleep(back_after_s)
-        engine.server = before
-
-    return change
 
 
 CHANGES = {
     "16 slots, 8 times slower for 60 s": (with_slots(), with_slots(8), 60.0),
     "16 slots, answers 500 at once for 10 s": (
         with_slots(),
-        replace(with_slots(), refuses_all=True),
+        replace(with_slots(), refuses_with=500),
         10.0,
     ),
     "batching, answers 500 at once for 20 s": (
         batching(),
-        replace(batching(), refuses_all=True),
+        replace(batching(), refuses_with=500),
         20.0,
     ),
 }
@@ -108,24 +92,19 @@ def describe_changes(seeds: int) -> None:
     for name, (usual, changed, during_s) in CHANGES.items():
         end = CHANGE_S + during_s
         spans = [(20.0, CHANGE_S), (CHANGE_S, end), (end, end + 20), (end + 20, end + 60)]
+        changes = {CHANGE_S: changed, end: usual}
         for num in (2, 16, 64):
-            for kind in CHOICES:
+            for label, choice in CHOICES.items():
                 runs = [
                     simulate(
-                        [usual, usual],
-                        num,
-                        spans=spans,
-                        manager_class=kind,
-                        change=changing(changed, back_after_s=during_s),
-                        seed=seed,
+                        [usual, usual], num, spans=spans, choice=choice, changes=changes, seed=seed
                     )
                     for seed in range(seeds)
                 ]
                 rates = [
                     f"{means(samples).tokens_per_s:,.0f}" for samples in zip(*runs, strict=True)
                 ]
-                choice = "by slots" if kind is MostFreeSlots else "by load and speed"
-                table.row(name, num, choice, *rates)
+                table.row(name, num, label, *rates)
 
 
 def describe_constant(seeds: int) -> None:
@@ -138,23 +117,21 @@ def describe_constant(seeds: int) -> None:
         "8 times slower, 2 in flight: during",
         "20 s after",
     )
-    before = recent_answers.NUM_ANSWERS
-    change = changing(with_slots(8), back_after_s=60)
+    changes = {CHANGE_S: with_slots(8), 2 * CHANGE_S: with_slots()}
     for num_answers in (4, 8, 16, 32, 64, 128):
-        recent_answers.NUM_ANSWERS = num_answers
+        admission.NUM_ANSWERS = num_answers
         servers = {slowness: long_tailed(with_slots(slowness)) for slowness in (1, 4)}
         cases = [
-            steady([servers[1], servers[slowness]], num, ServerManager, seeds)
+            steady([servers[1], servers[slowness]], num, seeds)
             for slowness, num in ((4, 8), (4, 16), (1, 32))
         ]
         equal = [with_slots(), with_slots()]
         spans = [(60.0, 120.0), (120.0, 140.0)]
-        changes = [
-            simulate(equal, 2, spans=spans, change=change, seed=seed) for seed in range(seeds)
+        runs = [
+            simulate(equal, 2, spans=spans, changes=changes, seed=seed) for seed in range(seeds)
         ]
-        cases += [means(samples) for samples in zip(*changes, strict=True)]
+        cases += [means(samples) for samples in zip(*runs, strict=True)]
         table.row(num_answers, *(f"{one.tokens_per_s:,.0f}" for one in cases))
-    recent_answers.NUM_ANSWERS = before
 
 
 def main() -> None:

@@ -57,6 +57,7 @@ class ServerHarness(InProcessServer):
         weight_version: str | None = None,
     ) -> None:
         super().__init__(config or APIServerConfig(model_name="test_model"), reasoning_config)
+        self.checks_health = False
         self.tokenizer: Any = tokenizer or ByteTokenizer()
         self.respond = respond
         self.weight_version = weight_version
@@ -108,15 +109,9 @@ class ServerHarness(InProcessServer):
 
     async def tokens_and_logprobs_completion(self, **kwargs: Any) -> Any:
         """Answer like an engine; like the other two calls, None if no script matches and `respond` is None."""
-        asked = dict(kwargs)
-        raw = await self._call(self._tokens_and_logprobs_completion_wrapper, kwargs)
-        return None if raw is None else self._noted(asked, raw)
+        return await self._call("tokens_and_logprobs_completion", kwargs)
 
     # One attempt.
-
-    @property
-    def _checks_health(self) -> bool:
-        return False
 
     async def _begin(self, kwargs: dict[str, Any]) -> int:
         call = len(self.requests)

@@ -1,8 +1,9 @@
 """All inference servers of an environment behind one object, `BaseEnv.server`.
 
-`_choose` alone picks the server of a call: among the healthy ones with a free slot and no recent failure, the one whose
-load, times its recent seconds per token, is least. Equally fast servers thus get equally many requests, and one that is
-four times slower a quarter of that. Load counts at once, speed only when answers show it, so a burst is spread as well.
+Each call goes to the best server (`admission.best`): among the healthy ones with a free slot and no recent failure, the
+one whose load, times its recent seconds per token, is least. Equally fast servers thus get equally many requests, and
+one that is four times slower a quarter of that. Load counts at once, speed only when answers show it, so a burst is
+spread as well.
 
 The manager also splits calls for many completions and opens managed sessions. A session stays on one server, so that
 its prefix stays cached and its turns come from one engine; if that engine stays down, the session fails with
@@ -11,16 +12,14 @@ its prefix stays cached and its turns come from one engine; if that engine stays
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import logging
 import os
-import time
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from atroposlib.errors import ConfigError, EngineProtocolError, EngineRejected
+from atroposlib.errors import ConfigError
 from atroposlib.inference.config import (
     ENGINES,
     APIServerConfig,
@@ -28,13 +27,11 @@ from atroposlib.inference.config import (
     ServerManagerConfig,
 )
 from atroposlib.inference.harness import ServerHarness, answer_from_hash
-from atroposlib.inference.servers.api_server import APIServer, TokenCompletions
+from atroposlib.inference.servers.admission import choose, start_turn
+from atroposlib.inference.servers.api_server import APIServer, TokenCompletions, call
 from atroposlib.inference.servers.choices import part_of, run_together, split_n, wait_for_first
 from atroposlib.inference.servers.openai import OpenAIServer
-from atroposlib.inference.servers.pacing import start_slot
 from atroposlib.inference.servers.reasoning import ReasoningConfig
-from atroposlib.inference.servers.recent_answers import mean_answer
-from atroposlib.inference.servers.retries import EngineDown, Retries, is_transient, moving
 from atroposlib.inference.servers.sampling_notes import recorded
 from atroposlib.inference.servers.vllm import VLLMServer
 from atroposlib.inference.sessions.managed_server import ManagedServer
@@ -71,8 +68,6 @@ class ServerManager:
     proxy_url: str | None = None
     tool_parser: str | None = None
     _has_warned_of_text = False
-    _num_stuck = 0
-    """Calls waiting because no server is ready."""
     _warned_about_dummy = False
     session_class: type[ManagedServer] = ManagedServer
     """Of the sessions at servers that return token ids."""
@@ -180,97 +175,15 @@ class ServerManager:
 
     async def _call_one(self, method: str, kwargs: dict[str, Any]) -> Any:
         """Make one call on the least loaded server, and on others if it fails there."""
-        await start_slot()
         if len(self.servers) == 1:
             return await getattr(self.servers[0], method)(**kwargs)
-        retries = Retries(self.servers)
-        token = moving.set(retries)
-        try:
-            return await self._call_until_answered(method, kwargs, retries)
-        finally:
-            moving.reset(token)
-
-    async def _call_until_answered(
-        self, method: str, kwargs: dict[str, Any], retries: Retries
-    ) -> Any:
-        failed: list[APIServer] = []
-        """Servers where the call failed; cleared when it has failed on every healthy one."""
-        refused: list[APIServer] = []
-        """Servers that refused the call or gave a wrong answer: after two, the request is at fault."""
-        began = time.monotonic()
-        while True:
-            server = await self._choose(kwargs.get("split", "train"), after=failed)
-            try:
-                answer = await getattr(server, method)(**kwargs)
-            except EngineDown:
-                if server.server_healthy or not server.is_another_healthy():
-                    raise
-            except (EngineRejected, EngineProtocolError) as e:
-                refused.append(server)
-                failed.append(server)
-                if len(refused) > 1 or not server.is_another_healthy():
-                    raise
-                retries.note(e)
-            except Exception as e:
-                if not is_transient(e):
-                    raise
-                retries.note(e)
-                failed.append(server)
-                if all(other in failed for other in self.servers if other.server_healthy):
-                    failed = []
-                    await asyncio.sleep(server.pause_s(e, retries.num_sent))
-            else:
-                for other in refused:
-                    other.blame(began=began)
-                return answer
+        return await call(self.servers, method, kwargs)
 
     # Choosing.
 
-    async def _choose(
-        self, split: str = "train", *, after: Collection[APIServer] = ()
-    ) -> APIServer:
-        """Return the healthy server with the least load times seconds per token; if none is healthy, wait for one.
-
-        Servers without a free slot come after the others, then those with recent failures, those in `after` last.
-        Raises EngineDown when none becomes healthy within the longest `health_wait_s`.
-        """
-        servers = self.servers
-        if len(servers) == 1:
-            return servers[0]
-        if unknown := [server for server in servers if not server.is_known]:
-            await asyncio.gather(*(server.first_answer() for server in unknown))
-        if not any(server.server_healthy for server in servers):
-            await self._wait_for_any()
-        # No await from here to the call: another call must not choose before this one takes its slot.
-        mean = mean_answer([server.recent for server in servers])
-
-        def rank(server: APIServer) -> tuple[bool, bool, bool, float, float]:
-            load = server.load(split)
-            expected = load * server.recent.seconds_per_token(mean)
-            return server not in after, not server.is_avoided, load <= 1, -expected, -load
-
-        ready = []
-        for server in servers:
-            if server.server_healthy:
-                ready.append(server)
-            else:
-                server.look_again()  # no request waits for it, so nothing else probes it
-        if not ready:
-            raise EngineDown(f"no inference server is ready. {self._reasons()}")
-        return max(ready, key=rank)
-
-    async def _wait_for_any(self) -> None:
-        """Return when a server is healthy, or after the longest `health_wait_s`."""
-        self._num_stuck += 1
-        if self._num_stuck == 1:
-            logger.warning("No inference server is ready; requests wait. %s", self._reasons())
-        try:
-            await wait_for_first(
-                [server.healthy_again() for server in self.servers],
-                timeout_s=max(server.config.health_wait_s for server in self.servers),
-            )
-        finally:
-            self._num_stuck -= 1
+    async def _choose(self) -> APIServer:
+        """Return the server of a session; the only one even if it is down, because its requests wait for it."""
+        return self.servers[0] if len(self.servers) == 1 else await choose(self.servers)
 
     def down(self) -> list[str]:
         """Return the URLs of the servers that were asked and do not answer, without passwords."""
@@ -279,13 +192,6 @@ class ServerManager:
             for server in self.servers
             if server.is_known and not server.server_healthy
         ]
-
-    def _reasons(self) -> str:
-        reasons = (
-            f"{server.config.base_url}: {server.health_reason or 'no answer yet'}"
-            for server in self.servers
-        )
-        return without_users("; ".join(reasons))
 
     async def wait_for_sem(self, is_training: bool) -> None:
         """Return when a server has a free training (else evaluation) slot; the slot is not taken."""
@@ -298,13 +204,10 @@ class ServerManager:
 
     @asynccontextmanager
     async def dedicated_server(self) -> AsyncIterator[APIServer]:
-        """Yield one server for several calls; meanwhile `_choose` counts one more request on it."""
+        """Yield one server for several calls, which meanwhile counts one more request."""
         server = await self._choose()
-        server.num_assigned["train"] += 1
-        try:
+        with server.assigned("train"):
             yield server
-        finally:
-            server.num_assigned["train"] -= 1
 
     @asynccontextmanager
     async def managed_server(
@@ -327,7 +230,7 @@ class ServerManager:
             async with self._proxy_session(base_url, parser, track_tree) as session:
                 yield session
             return
-        await start_slot()
+        await start_turn()
         server = self._at(base_url) if base_url else await self._choose()
         managed = self._manage(
             server,
@@ -336,11 +239,10 @@ class ServerManager:
             tool_parser=parser,
             preserve_think_blocks=preserve_think_blocks,
         )
-        server.num_assigned["train"] += 1
         try:
-            yield managed
+            with server.assigned("train"):
+                yield managed
         finally:
-            server.num_assigned["train"] -= 1
             managed.reset()
 
     def _manage(

@@ -30,8 +30,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from atroposlib.errors import ConfigError, EngineError
 from atroposlib.http_bodies import MAX_BODY_BYTES
 from atroposlib.inference.manager import DEFAULT_TOOL_PARSER
+from atroposlib.inference.servers.admission import start_turn
 from atroposlib.inference.servers.api_server import TokenCompletions
-from atroposlib.inference.servers.pacing import start_slot
 from atroposlib.inference.servers.sampling_notes import noting_sampling, position, recorded
 from atroposlib.inference.sessions.managed_server import ManagedServer, ManagedTurn, Prompt
 from atroposlib.inference.sessions.sequences import SequenceNode
@@ -293,7 +293,7 @@ class Session:
         write: Callable[[AgentAnswer], T],
     ) -> tuple[AgentAnswer, T]:
         # Hundreds of agents may call at once, and building a prompt takes a fraction of a millisecond.
-        await start_slot()
+        await start_turn()
         asked = self._allowed(ask.sampling)
         if "response_format" in asked and not self._can_constrain():
             raise ProxyError(

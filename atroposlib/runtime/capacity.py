@@ -6,7 +6,7 @@ latest; one item that takes much longer than the others is older. Workers: the n
 every item counts as a group, or else as many items as the trainer needs (`Demand`). The result says how many items to
 start; running items are never cancelled.
 
-Who limits what: this module decides how many items are started; `inference/servers/concurrency.py` decides how many
+Who limits what: this module decides how many items are started; `inference/servers/admission.py` decides how many
 requests an inference server gets. No item is started on demand while all servers are at their limit, so that a slow
 server does not make the demand for items, which grows with their durations, overtake it.
 """

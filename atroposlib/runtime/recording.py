@@ -7,7 +7,7 @@ A request that the row does not have fails the group's replay, also if the autho
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -142,11 +142,11 @@ class _RecordedPolicy(InProcessPolicy):
         super().__init__("replay")
         self._env = env
 
-    async def _call(self, send: Callable[..., Awaitable[Any]], kwargs: dict[str, Any]) -> Any:
+    async def _call(self, method: str, kwargs: dict[str, Any]) -> Any:
         before, numbers = position.get(), set[int]()
         token = _answered_by.set(numbers)
         try:
-            answer = await super()._call(send, kwargs)
+            answer = await super()._call(method, kwargs)
         finally:
             _answered_by.reset(token)
         # The position as it was in the run: several servers that shared a request did not change it.

@@ -17,14 +17,13 @@ from atroposlib.inference.harness import (
     create_chat_completion,
 )
 from atroposlib.inference.scripted_engine import Fault, Latency, Script
+from atroposlib.inference.servers.admission import ConcurrencyController
 from atroposlib.inference.servers.api_server import (
     APIServer,
     TokenCompletions,
-    longest_completion,
     token_counts,
 )
-from atroposlib.inference.servers.concurrency import ConcurrencyController
-from benchmarks._simulated_fleet import run_virtually
+from benchmarks._simulated_servers import run_virtually
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -214,8 +213,8 @@ async def test_tokens_of_every_kind_of_answer_are_counted() -> None:
     assert server.num_tokens_in == 3 + chat.usage.prompt_tokens + text.usage.prompt_tokens
     sampled += chat.usage.completion_tokens + text.usage.completion_tokens
     assert server.num_tokens_out == sampled > 0
-    assert token_counts({"prompt_tokens": [1, 2]}) == (2, 0)
-    assert token_counts(object()) == (0, 0)
+    assert token_counts({"prompt_tokens": [1, 2]}) == (2, 0, 0)
+    assert token_counts(object()) == (0, 0, 0)
 
 
 async def test_queued_requests_wait_when_the_server_goes_down() -> None:
@@ -342,12 +341,11 @@ async def test_the_weight_share_applies_on_top_of_the_limit() -> None:
 
 def test_tokens_of_an_answer_are_those_of_its_longest_completion() -> None:
     tokens = TokenCompletions([1], [[1] * 3, [1] * 7], [[0.0] * 3, [0.0] * 7], ["stop", "stop"])
-    assert longest_completion(tokens) == 7
+    assert token_counts(tokens) == (1, 10, 7)
     chat = create_chat_completion("x", n=4)
-    assert longest_completion(chat) is None
+    assert token_counts(chat).longest == 0
     chat.usage = type("Usage", (), {"completion_tokens": 40})()
-    assert longest_completion(chat) == 10
-    assert longest_completion({"prompt_tokens": [1]}) is None
+    assert token_counts(chat) == (0, 40, 10)
 
 
 # Figures.

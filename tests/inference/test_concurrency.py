@@ -1,19 +1,29 @@
-"""The concurrency controller against simulated servers, in virtual time: throughput, recovery, storms, fairness."""
+"""The number of requests at simulated servers, in virtual time: throughput, recovery, storms, fairness."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
-from atroposlib.inference.servers.concurrency import ConcurrencyController
-from benchmarks._simulated_engine import TOKEN_TIME_S, Client, FixedLimit, Server, Simulation
+from atroposlib.inference.servers.admission import ConcurrencyController
+from benchmarks._simulated_servers import TOKEN_TIME_S, Behaviour, Client, Simulation
 
 CAP = 512
 
 
-def client(starts_at: float = 0.0) -> Client:
-    return Client(ConcurrencyController(CAP), starts_at=starts_at)
+def client(starts_at: float = 0.0, **config: Any) -> Client:
+    config = {"num_max_requests_at_once": CAP, "num_requests_for_eval": 1, **config}
+    return Client(config, starts_at=starts_at)
+
+
+@contextmanager
+def simulated(*clients: Client, seed: int = 0, **behaviour: Any) -> Iterator[Simulation]:
+    with Simulation([Behaviour(**behaviour)], clients, seed=seed) as simulation:
+        yield simulation
 
 
 def rate_until(simulation: Simulation, until: float) -> float:
@@ -22,6 +32,12 @@ def rate_until(simulation: Simulation, until: float) -> float:
     simulation.run(until)
     after = sum(one.num_tokens for one in simulation.clients)
     return (after - before) / (until - began)
+
+
+def limit_of(one: Client) -> int:
+    controller = one.doors[0].concurrency
+    assert controller is not None
+    return min(CAP, controller.limit)
 
 
 def thrashing(running: int, slots: int) -> float:
@@ -37,111 +53,112 @@ def batching(running: int, slots: int) -> float:
 def test_throughput_is_back_within_40_s_of_a_change_of_capacity(
     max_waiting: int | None, seed: int
 ) -> None:
-    simulation = Simulation([client()], Server(max_waiting=max_waiting), seed=seed)
-    simulation.run(60)
-    for slots in (8, 64):
-        simulation.server.slots = slots
-        simulation.run(simulation.now + 40)
-        assert rate_until(simulation, simulation.now + 120) >= 0.92 * slots / TOKEN_TIME_S
+    with simulated(client(), max_waiting=max_waiting, seed=seed) as simulation:
+        simulation.run(60)
+        for slots in (8, 64):
+            simulation.engines[0].change(slots=slots)
+            simulation.run(simulation.now + 40)
+            assert rate_until(simulation, simulation.now + 120) >= 0.92 * slots / TOKEN_TIME_S
 
 
 @pytest.mark.parametrize("overhead_tokens", [5.0, 300.0])
 def test_a_server_that_is_fine_loses_less_than_5_percent(overhead_tokens: float) -> None:
-    server = Server(runs_all=True, token_time=batching, overhead_tokens=overhead_tokens)
     rates = []
-    for limiter in (ConcurrencyController(CAP), FixedLimit(CAP)):
-        simulation = Simulation([Client(limiter)], server)
-        simulation.run(240)
-        rates.append(rate_until(simulation, 600))
+    for one in (client(), client(adaptive_concurrency=False)):
+        with simulated(
+            one, runs_all=True, token_time=batching, overhead_tokens=overhead_tokens
+        ) as simulation:
+            simulation.run(240)
+            rates.append(rate_until(simulation, 600))
     assert rates[0] >= 0.95 * rates[1]
 
 
 def test_a_server_that_slows_down_is_kept_near_its_best_level() -> None:
-    simulation = Simulation([client()], Server(runs_all=True, token_time=thrashing))
-    simulation.run(60)
-    assert rate_until(simulation, 360) >= 0.85 * 64 / TOKEN_TIME_S
+    with simulated(client(), runs_all=True, token_time=thrashing) as simulation:
+        simulation.run(60)
+        assert rate_until(simulation, 360) >= 0.85 * 64 / TOKEN_TIME_S
 
 
 def test_a_server_that_becomes_slower_is_not_taken_for_an_overloaded_one() -> None:
-    simulation = Simulation([client()], Server(runs_all=True))
-    simulation.run(60)
-    simulation.server.token_time = lambda running, slots: 3 * TOKEN_TIME_S
-    simulation.run(120)
-    assert rate_until(simulation, 240) >= 0.95 * CAP / (3 * TOKEN_TIME_S)
+    with simulated(client(), runs_all=True) as simulation:
+        simulation.run(60)
+        simulation.engines[0].change(token_time=lambda running, slots: 3 * TOKEN_TIME_S)
+        simulation.run(120)
+        assert rate_until(simulation, 240) >= 0.95 * CAP / (3 * TOKEN_TIME_S)
 
 
 def test_longer_answers_do_not_look_like_overload() -> None:
-    simulation = Simulation([client()], Server(runs_all=True))
-    simulation.run(60)
-    simulation.server.lengths = lambda rng: rng.randint(500, 3500)
-    assert rate_until(simulation, 240) >= 0.95 * CAP / TOKEN_TIME_S
+    with simulated(client(), runs_all=True) as simulation:
+        simulation.run(60)
+        simulation.engines[0].change(lengths=lambda rng: rng.randint(500, 3500))
+        assert rate_until(simulation, 240) >= 0.95 * CAP / TOKEN_TIME_S
 
 
 def test_requests_do_not_time_out_in_the_queue_of_a_server() -> None:
-    simulation = Simulation([client()], Server(timeout_s=10.0))
-    simulation.run(60)
-    assert rate_until(simulation, 360) >= 0.9 * 64 / TOKEN_TIME_S
-    [one] = simulation.clients
-    assert one.num_failed == 0
-    assert one.num_timed_out < 0.1 * len(one.latencies)  # 6 for each without a limit
+    with simulated(client(), timeout_s=10.0) as simulation:
+        simulation.run(60)
+        assert rate_until(simulation, 360) >= 0.9 * 64 / TOKEN_TIME_S
+        [one] = simulation.clients
+        assert one.num_failed == 0
+        assert one.num_timed_out < 0.1 * len(one.answers)  # 6 for each without a limit
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_storms_of_refusals_end(seed: int) -> None:
     clients = [client() for _ in range(3)]
-    simulation = Simulation(clients, Server(max_waiting=0, retry_after_s=None), seed=seed)
-    simulation.run(60)
-    simulation.server.slots = 8
-    simulation.run(120)
-    before = sum(one.num_refused for one in clients)
-    rate = rate_until(simulation, 180)
-    assert rate >= 0.9 * 8 / TOKEN_TIME_S
-    assert (sum(one.num_refused for one in clients) - before) / 60 <= 4.0
-    assert sum(one.limiter.limit for one in clients) <= 12
+    with simulated(*clients, max_waiting=0, retry_after_s=None, seed=seed) as simulation:
+        simulation.run(60)
+        simulation.engines[0].change(slots=8)
+        simulation.run(120)
+        before = sum(one.num_refused for one in clients)
+        rate = rate_until(simulation, 180)
+        assert rate >= 0.9 * 8 / TOKEN_TIME_S
+        assert (sum(one.num_refused for one in clients) - before) / 60 <= 4.0
+        assert sum(map(limit_of, clients)) <= 12
 
 
 @pytest.mark.parametrize("max_waiting", [None, 16])
 def test_environments_that_share_a_server_all_get_a_fair_part(max_waiting: int | None) -> None:
     clients = [client(starts_at=at) for at in (0, 60)]
-    simulation = Simulation(clients, Server(max_waiting=max_waiting))
-    simulation.run(420)
-    before = [one.num_tokens for one in clients]
-    rate = rate_until(simulation, 900)
-    parts = [one.num_tokens - num for one, num in zip(clients, before, strict=True)]
+    with simulated(*clients, max_waiting=max_waiting) as simulation:
+        simulation.run(420)
+        before = [one.num_tokens for one in clients]
+        rate = rate_until(simulation, 900)
+        parts = [one.num_tokens - num for one, num in zip(clients, before, strict=True)]
     assert 2 * min(parts) >= 0.6 * sum(parts)
     assert rate >= 0.95 * 64 / TOKEN_TIME_S
 
 
 def test_shares_that_the_hub_gives_divide_the_server() -> None:
     clients = [client(), client()]
-    for one, share in zip(clients, (0.75, 0.25), strict=True):
-        one.limiter.share = share
-    simulation = Simulation(clients, Server())
-    simulation.run(300)
-    before = [one.num_tokens for one in clients]
-    simulation.run(600)
-    parts = [one.num_tokens - num for one, num in zip(clients, before, strict=True)]
+    with simulated(*clients) as simulation:
+        for one, share in zip(clients, (0.75, 0.25), strict=True):
+            simulation.wait(one.doors[0].update_weight(share))
+        simulation.run(300)
+        before = [one.num_tokens for one in clients]
+        simulation.run(600)
+        parts = [one.num_tokens - num for one, num in zip(clients, before, strict=True)]
     assert parts[0] / sum(parts) == pytest.approx(0.75, abs=0.05)
 
 
 def test_items_that_come_and_go_leave_the_limit_alone() -> None:
     one = client()
-    simulation = Simulation([one], Server(runs_all=True))
-    simulation.run(60)
-    for num_workers in (32, 512, 32, 512):
-        one.num_workers = num_workers
-        simulation.run(simulation.now + 30)
-        assert one.limiter.limit == CAP
+    with simulated(one, runs_all=True) as simulation:
+        simulation.run(60)
+        for num_workers in (32, 512, 32, 512):
+            simulation.set_workers(one, num_workers)
+            simulation.run(simulation.now + 30)
+            assert limit_of(one) == CAP
 
 
 def test_the_first_round_begins_with_the_first_request() -> None:
     limits = []
     for begins_at in (0.0, 10_000.0):
         one = client(starts_at=begins_at)
-        simulation = Simulation([one], Server(runs_all=True, token_time=thrashing))
-        for after_s in range(5, 60, 5):
-            simulation.run(begins_at + after_s)
-            limits.append(one.limiter.limit)
+        with simulated(one, runs_all=True, token_time=thrashing) as simulation:
+            for after_s in range(5, 60, 5):
+                simulation.run(begins_at + after_s)
+                limits.append(limit_of(one))
     assert limits[:11] == limits[11:]
 
 

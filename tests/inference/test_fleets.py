@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,14 +15,13 @@ from atroposlib.errors import EngineProtocolError, EngineRejected, EngineUnavail
 from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.harness import ServerHarness
 from atroposlib.inference.manager import ServerManager
+from atroposlib.inference.servers.admission import MAX_ATTEMPTS, best
 from atroposlib.inference.servers.api_server import TokenCompletions
 from atroposlib.inference.servers.http_peer import EngineHttpRejected
-from atroposlib.inference.servers.retries import MAX_ATTEMPTS
-from benchmarks._simulated_engine import Server
-from benchmarks._simulated_fleet import (
-    Fleet,
-    MostFreeSlots,
+from benchmarks._simulated_servers import (
+    Behaviour,
     batching,
+    most_free_slots,
     simulate,
     with_slots,
 )
@@ -127,7 +127,7 @@ async def test_a_bad_request_is_refused_by_two_servers_and_blames_neither() -> N
         await manager.tokens_and_logprobs_completion(input_ids=[65])
     servers: list[Any] = list(manager.servers)
     assert sum(len(server.requests) for server in servers) == 2
-    assert [server.is_avoided for server in servers] == [False] * 4
+    assert [server.is_avoided(time.monotonic()) for server in servers] == [False] * 4
 
 
 async def test_a_fleet_that_is_down_uses_up_the_attempts_of_one_call() -> None:
@@ -164,38 +164,37 @@ async def test_equal_seeds_are_counted_on_over_the_parts_of_a_call(n: int) -> No
 
 # Servers of unequal speed, in virtual time.
 
-STEADY = [(10.0, 30.0)]
+STEADY = [(10.0, 70.0)]
 
 
-def gain(servers: list[Server], num_requests: int, **options: Any) -> float:
+def gain(servers: list[Behaviour], num_requests: int, **options: Any) -> float:
     """Return the tokens per second, relative to a choice by free slots alone."""
     [[ours], [by_slots]] = (
-        simulate(servers, num_requests, spans=STEADY, manager_class=kind, **options)
-        for kind in (ServerManager, MostFreeSlots)
+        simulate(servers, num_requests, spans=STEADY, choice=choice, **options)
+        for choice in (best, most_free_slots)
     )
     return ours.tokens_per_s / by_slots.tokens_per_s
 
 
-@pytest.mark.parametrize("num_managers", [1, 4])
+@pytest.mark.parametrize("num_clients", [1, 4])
 @pytest.mark.parametrize(("num", "least"), [(8, 1.2), (16, 1.1)])
 @pytest.mark.parametrize("kind", [with_slots, batching])
 def test_few_requests_prefer_the_faster_server(
-    kind: Callable[[float], Server], num: int, least: float, num_managers: int
+    kind: Callable[[float], Behaviour], num: int, least: float, num_clients: int
 ) -> None:
-    assert gain([kind(1), kind(4)], num, num_managers=num_managers) >= least
+    assert gain([kind(1), kind(4)], num, num_clients=num_clients) >= least
 
 
 @pytest.mark.parametrize("num", [32, 128])
 @pytest.mark.parametrize("kind", [with_slots, batching])
-def test_equal_servers_lose_nothing(kind: Callable[[float], Server], num: int) -> None:
+def test_equal_servers_lose_nothing(kind: Callable[[float], Behaviour], num: int) -> None:
     assert gain([kind(1), kind(1)], num) >= 0.98
 
 
 def test_many_requests_wait_less_at_the_slower_server() -> None:
     servers = [with_slots(1), with_slots(4)]
     [[ours], [by_slots]] = (
-        simulate(servers, 128, spans=STEADY, manager_class=kind)
-        for kind in (ServerManager, MostFreeSlots)
+        simulate(servers, 128, spans=STEADY, choice=choice) for choice in (best, most_free_slots)
     )
     assert ours.p99_s <= 0.8 * by_slots.p99_s
     assert ours.tokens_per_s >= 0.98 * by_slots.tokens_per_s
@@ -203,29 +202,20 @@ def test_many_requests_wait_less_at_the_slower_server() -> None:
 
 @pytest.mark.parametrize("num", [2, 16])
 def test_a_server_that_is_slow_for_a_while_is_avoided_then_and_used_again_later(num: int) -> None:
-    async def slow_down(fleet: Fleet) -> None:
-        for slowness in (8.0, 1.0):
-            await asyncio.sleep(40)
-            fleet.engines[0].server = with_slots(slowness)
-
     servers = [with_slots(), with_slots()]
+    changes = {80.0: with_slots(8), 120.0: with_slots()}
     before, meanwhile, after = simulate(
-        servers, num, spans=[(0, 40), (50, 80), (90, 110)], change=slow_down
+        servers, num, spans=[(0, 80), (90, 120), (130, 210)], changes=changes
     )
     assert meanwhile.tokens_per_s >= 0.65 * before.tokens_per_s  # by free slots: 0.56
     assert after.tokens_per_s >= 0.97 * before.tokens_per_s
 
 
 def test_a_server_that_fails_at_once_does_not_look_fast_and_is_fully_used_again() -> None:
-    async def fail(fleet: Fleet) -> None:
-        await asyncio.sleep(20)
-        fleet.engines[0].server = replace(with_slots(), refuses_all=True)
-        await asyncio.sleep(10)
-        fleet.engines[0].server = with_slots()
-
     servers = [with_slots(), with_slots()]
+    changes = {20.0: replace(with_slots(), refuses_with=500), 30.0: with_slots()}
     before, meanwhile, after = simulate(
-        servers, 64, spans=[(5, 20), (20, 30), (60, 75)], change=fail
+        servers, 64, spans=[(5, 20), (20, 30), (60, 75)], changes=changes
     )
     assert meanwhile.tokens_per_s >= 0.5 * before.tokens_per_s
     assert after.tokens_per_s >= 0.97 * before.tokens_per_s

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from atroposlib.inference.servers.limiter import AsyncSemWithAdaptiveWeight
+from atroposlib.inference.servers.admission import AsyncSemWithAdaptiveWeight
 
 
 async def settle() -> None:

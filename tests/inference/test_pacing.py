@@ -7,11 +7,11 @@ import gc
 import weakref
 from collections.abc import Awaitable, Callable
 
-from atroposlib.inference.servers.pacing import PER_ROUND, StartSlots, start_slot
+from atroposlib.inference.servers.admission import STARTS_PER_ROUND, StartTurns, start_turn
 
 
-def slots_of(per_round: int) -> StartSlots:
-    return StartSlots(asyncio.get_running_loop(), per_round=per_round)
+def slots_of(per_round: int) -> StartTurns:
+    return StartTurns(per_round=per_round)
 
 
 async def rounds_of(start: Callable[[], Awaitable[None]], num_tasks: int) -> list[int]:
@@ -66,19 +66,22 @@ async def test_a_cancelled_waiter_takes_no_slot() -> None:
 
 def test_every_event_loop_has_its_own_queue() -> None:
     async def leave_waiting() -> None:
-        waiting = [asyncio.create_task(start_slot()) for _ in range(3 * PER_ROUND)]
+        waiting = [asyncio.create_task(start_turn()) for _ in range(3 * STARTS_PER_ROUND)]
         await asyncio.sleep(0)
         for task in waiting:
             task.cancel()
 
     asyncio.run(leave_waiting())
-    assert asyncio.run(rounds_of(start_slot, 2 * PER_ROUND)) == [PER_ROUND, PER_ROUND]
+    assert asyncio.run(rounds_of(start_turn, 2 * STARTS_PER_ROUND)) == [
+        STARTS_PER_ROUND,
+        STARTS_PER_ROUND,
+    ]
 
 
 def test_a_closed_event_loop_is_released() -> None:
     loops = [asyncio.new_event_loop() for _ in range(3)]
     for loop in loops:
-        loop.run_until_complete(start_slot())
+        loop.run_until_complete(start_turn())
         loop.close()
     references = [weakref.ref(loop) for loop in loops]
     del loop

@@ -7,27 +7,28 @@ import pytest
 from atroposlib.errors import EngineUnavailable
 from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.harness import ServerHarness
-from atroposlib.inference.servers.recent_answers import NUM_ANSWERS, RecentAnswers, mean_answer
+from atroposlib.inference.servers.admission import NUM_ANSWERS, Door, seconds_per_token
 
 
-def answered(fleet: list[RecentAnswers], number: int, *, seconds: float, times: int = 1) -> None:
+def fleet_of(num: int) -> list[Door]:
+    return [Door(APIServerConfig()) for _ in range(num)]
+
+
+def answered(fleet: list[Door], number: int, *, seconds: float, times: int = 1) -> None:
     for _ in range(times):
-        for recent in fleet:
-            recent.fade(len(fleet))
-        fleet[number].add(seconds, 10)
+        fleet[number].recent.add(seconds, 10, fleet=fleet)
 
 
-def times(fleet: list[RecentAnswers]) -> list[float]:
-    mean = mean_answer(fleet)
-    return [recent.seconds_per_token(mean) for recent in fleet]
+def times(fleet: list[Door]) -> list[float]:
+    return seconds_per_token([server.recent for server in fleet])
 
 
 def test_without_answers_all_servers_are_equally_fast() -> None:
-    assert times([RecentAnswers(), RecentAnswers()]) == [1.0, 1.0]
+    assert times(fleet_of(2)) == [1.0, 1.0]
 
 
 def test_a_server_that_became_slower_is_known_after_as_many_answers_as_count() -> None:
-    fleet = [RecentAnswers(), RecentAnswers()]
+    fleet = fleet_of(2)
     for seconds in (1.0, 4.0):
         for _ in range(3 * NUM_ANSWERS):
             answered(fleet, 0, seconds=seconds)
@@ -36,7 +37,7 @@ def test_a_server_that_became_slower_is_known_after_as_many_answers_as_count() -
 
 
 def test_a_slow_server_is_forgotten_while_only_others_answer() -> None:
-    fleet = [RecentAnswers(), RecentAnswers()]
+    fleet = fleet_of(2)
     answered(fleet, 0, seconds=8.0, times=8)
     answered(fleet, 1, seconds=1.0, times=8)
     assert times(fleet)[0] > 0.6

@@ -15,9 +15,9 @@ from atroposlib.errors import ConfigError, EngineUnavailable
 from atroposlib.inference.config import APIServerConfig, ServerBaseline
 from atroposlib.inference.harness import ByteTokenizer, ServerHarness
 from atroposlib.inference.manager import ServerManager
-from atroposlib.inference.servers import api_server
+from atroposlib.inference.servers import admission
+from atroposlib.inference.servers.admission import EngineDown
 from atroposlib.inference.servers.openai import OpenAIServer
-from atroposlib.inference.servers.retries import EngineDown
 from atroposlib.inference.servers.vllm import VLLMServer
 from atroposlib.inference.sessions import proxy_client
 from tests.fake_packages import register
@@ -162,7 +162,7 @@ async def test_a_call_moves_on_when_its_server_goes_down() -> None:
 
 
 async def test_a_server_that_came_back_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api_server, "HEALTH_REMINDER_S", 0.01)
+    monkeypatch.setattr(admission, "HEALTH_REMINDER_S", 0.01)
     async with StockVLLM() as first, StockVLLM() as second:
         first.fail(503, path="/health", times=3)
         manager = ServerManager([first.config(), second.config()], server_class=FastVLLM)
@@ -194,6 +194,7 @@ async def test_no_request_is_sent_while_no_server_is_ready_and_the_reasons_are_l
             engine.config(base_url=NOWHERE, health_wait_s=0.1),
             engine.config(health_wait_s=0.1),
         ]
+        urls = [config.base_url for config in configs]
         manager = ServerManager(configs, server_class=FastVLLM)
         calls = [manager.chat_completion(messages=HELLO) for _ in range(20)]
         with caplog.at_level(logging.INFO):
@@ -206,7 +207,7 @@ async def test_no_request_is_sent_while_no_server_is_ready_and_the_reasons_are_l
     assert f"{NOWHERE}: GET" in str(errors[0])
     assert "answered 503" in str(errors[0])
     lines = [record.getMessage() for record in caplog.records]
-    assert sum("No inference server is ready; requests wait" in line for line in lines) == 1
+    assert [sum(f"{url} is not ready: GET" in line for line in lines) for url in urls] == [1, 1]
     assert metrics["server/server_0_healthy"] == metrics["server/server_1_healthy"] == 0.0
 
 
@@ -242,7 +243,7 @@ async def test_a_session_stays_on_its_server_for_all_turns() -> None:
 async def test_a_session_whose_engine_does_not_come_back_fails_rather_than_moves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(api_server, "BOUND_WAIT_S", 0.05)
+    monkeypatch.setattr(admission, "BOUND_WAIT_S", 0.05)
     async with StockVLLM() as first, StockVLLM() as second:
         engines = [first, second]
         configs = [engine.config(health_wait_s=30.0) for engine in engines]

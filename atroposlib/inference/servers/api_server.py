@@ -1,42 +1,23 @@
-"""The request path that all inference servers share.
+"""What all inference servers share: the public calls, what is recorded of an answer, and the metrics.
 
-    health gate -> limiter -> one attempt -> (retry) -> statistics
-
-`retries.py` says what is retried, and by whom. Concrete servers implement the `_..._wrapper` methods; each call of one
-is one attempt.
+`admission.py` says when a request is sent, to which server, and what is retried. Concrete servers implement the
+`_..._wrapper` methods; each call of one is one attempt.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import random
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from atroposlib.errors import EngineRejected, EngineUnavailable
+from atroposlib.errors import EngineRejected
 from atroposlib.inference.config import APIServerConfig
-from atroposlib.inference.servers.concurrency import ConcurrencyController
-from atroposlib.inference.servers.limiter import AsyncSemWithAdaptiveWeight
+from atroposlib.inference.servers.admission import Answered, Door, Slot, ask
 from atroposlib.inference.servers.reasoning import ReasoningConfig
-from atroposlib.inference.servers.recent_answers import RecentAnswers
-from atroposlib.inference.servers.retries import (
-    MAX_ATTEMPTS,
-    MAX_BACKOFF_S,
-    MIN_PAUSE_S,
-    EngineDown,
-    Retries,
-    is_transient,
-    moving,
-    says_later,
-    timed_out,
-)
 from atroposlib.inference.servers.sampling_notes import (
     AnsweredRequest,
     ItemRecord,
@@ -45,21 +26,7 @@ from atroposlib.inference.servers.sampling_notes import (
     recorded,
 )
 from atroposlib.inference.servers.stops import with_stop_ids
-from atroposlib.patience import MAX_RETRY_AFTER_S, Backoff
 from atroposlib.utils.tracing import note_request
-from atroposlib.utils.wording import without_users
-
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-HEALTH_TIMEOUT_S = 4.0
-HEALTH_REMINDER_S = 5.0
-"""Pause between two probes of a server that is down and has no waiting requests."""
-BOUND_WAIT_S = 60.0
-"""How long a session waits for its server while others are healthy: long enough for a restart."""
-AVOID_S, MAX_AVOID_S = 1.0, 30.0
-"""How long other servers are preferred after a failure; doubled by each consecutive failure."""
 
 
 class WeightSpan(NamedTuple):
@@ -121,83 +88,48 @@ def in_process_config(name: str) -> APIServerConfig:
     )
 
 
-def longest_completion(answer: Any) -> int | None:
-    """Return the number of tokens of an answer's longest completion (or the mean, from `usage`); None if unknown."""
-    if isinstance(answer, tuple):
-        return max(map(len, answer[1]), default=None)
-    total = getattr(getattr(answer, "usage", None), "completion_tokens", None)
-    return total // max(1, len(answer.choices)) if isinstance(total, int) else None
-
-
 class TokenCounts(NamedTuple):
+    """The tokens of an answer; 0 where it does not say."""
+
     prompt: int
     sampled: int
+    longest: int
+    """Of the longest completion; of an answer that says only the sum, their mean."""
 
 
 def token_counts(answer: Any) -> TokenCounts:
-    """Return the tokens of an answer in any of the four forms; 0 where it does not say."""
+    """Return the tokens of an answer in any of the four forms."""
     if isinstance(answer, tuple):
-        return TokenCounts(len(answer[0]), sum(map(len, answer[1])))
+        lengths = list(map(len, answer[1]))
+        return TokenCounts(len(answer[0]), sum(lengths), max(lengths, default=0))
     if isinstance(answer, dict):
-        return TokenCounts(len(answer.get("prompt_tokens") or ()), 0)
+        return TokenCounts(len(answer.get("prompt_tokens") or ()), 0, 0)
     usage = getattr(answer, "usage", None)
-    prompt, sampled = (getattr(usage, f"{kind}_tokens", 0) for kind in ("prompt", "completion"))
-    return TokenCounts(prompt or 0, sampled or 0)
+    sampled = getattr(usage, "completion_tokens", 0) or 0
+    longest = sampled // max(1, len(answer.choices)) if sampled else 0
+    return TokenCounts(getattr(usage, "prompt_tokens", 0) or 0, sampled, longest)
 
 
-class APIServer(ABC):
+class Reply(NamedTuple):
+    answer: Any
+    counts: TokenCounts
+
+
+class APIServer(Door, ABC):
     """One inference server. Opens nothing before its first request; `close()` releases everything."""
-
-    max_attempts = MAX_ATTEMPTS
-    max_backoff_s = MAX_BACKOFF_S
-    health_poll_s = 1.0
-    """Pause between two probes of a server that is down; a healthy server is not probed."""
-    reminder_s = 30.0
-    """Between two log lines about a server that is down."""
 
     def __init__(
         self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None
     ) -> None:
-        self.config = config
+        super().__init__(config)
         self.reasoning_config = reasoning_config
-        self.sem = AsyncSemWithAdaptiveWeight(config.num_max_requests_at_once)
-        self.eval_sem = AsyncSemWithAdaptiveWeight(config.num_requests_for_eval)
         window = config.rolling_buffer_length
         self.request_timings: deque[float] = deque(maxlen=window)
         self.attempts_list: deque[int] = deque(maxlen=window)
         self.eval_request_timings: deque[float] = deque(maxlen=window)
         self.eval_attempts_list: deque[int] = deque(maxlen=window)
-        self.check_task: asyncio.Task[None] | None = None
-        self.initialized = False
-        """Whether the health check has ever been started."""
         self.context_len: int | None = None
         """Tokens of a prompt and its answer together; None: unknown."""
-        self.num_assigned = {"train": 0, "eval": 0}
-        """Unfinished requests and sessions at this server, per budget."""
-        self.concurrency: ConcurrencyController | None = None
-        """Adapts the number of requests in flight; None: only the two configured limits apply."""
-        if config.adaptive_concurrency:
-            self.concurrency = ConcurrencyController(
-                config.num_max_requests_at_once + config.num_requests_for_eval
-            )
-            self._apply_limit(self.concurrency)
-        self.fleet: Sequence[APIServer] = ()
-        """All servers of the manager; set by `ServerManager`."""
-        self.recent = RecentAnswers()
-        self._num_calls = 0
-        """Unfinished requests."""
-        self._num_blamed = 0
-        """Failures since the last answer; concurrent ones count once."""
-        self._blamed_at = self._avoided_until = 0.0
-        self._num_waiting = 0
-        """Requests waiting for the server to become healthy."""
-        self._health_asked_at = -HEALTH_REMINDER_S
-        self._healthy = asyncio.Event()
-        self._healthy.set()
-        self._asked = asyncio.Event()
-        self.health_reason = ""
-        """Why the server is not ready; empty if it is, or has no probe result yet."""
-        self._fault_logged_at = 0.0
         self.num_tokens_in = 0
         """Prompt tokens of answered requests."""
         self.num_tokens_out = 0
@@ -207,70 +139,25 @@ class APIServer(ABC):
 
     async def chat_completion(self, **kwargs: Any) -> Any:
         """Return an `openai.types.chat.ChatCompletion` with `n` choices."""
-        return await self._call(self._chat_completion_wrapper, kwargs)
+        return await self._call("chat_completion", kwargs)
 
     async def completion(self, **kwargs: Any) -> Any:
         """Return an `openai.types.Completion` with `n` choices."""
-        return await self._call(self._completion_wrapper, kwargs)
+        return await self._call("completion", kwargs)
 
     async def tokens_and_logprobs_completion(self, **kwargs: Any) -> TokenCompletions:
         """Sample from `input_ids` (or `prompt`) and return token ids with the logprob of each sampled token."""
-        asked = dict(kwargs)  # `_call` takes `split` out
-        raw = await self._call(self._tokens_and_logprobs_completion_wrapper, kwargs)
-        return self._noted(asked, raw)
+        return TokenCompletions.of(await self._call("tokens_and_logprobs_completion", kwargs))
 
-    def _noted(self, asked: dict[str, Any], raw: tuple[Any, ...]) -> TokenCompletions:
-        """Record how an answer was sampled, for the current item."""
-        answer = TokenCompletions.of(raw)
-        prompt, outputs = answer[:2]
-        note_sampling(asked, answer.weight_versions, prompt=prompt, outputs=outputs)
-        return answer
-
-    async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
+    async def get_logprobs(self, **kwargs: Any) -> Any:
         """Return the top logprobs at every position of a prompt; the first position may be empty.
 
         Keys: prompt_tokens [P], prompt_topk_token_ids [P][k], prompt_topk_logprobs [P][k].
         """
-        return await self._call(self._get_logprobs_wrapper, kwargs)
+        return await self._call("get_logprobs", kwargs)
 
-    async def update_weight(self, weight: float) -> None:
-        """Set this environment's share (0..1) of the server."""
-        self.sem.update_weight(weight)
-        self.eval_sem.update_weight(weight)
-        if self.concurrency is not None:
-            self.concurrency.share = max(self.sem.weight, 1.0 / self.sem.max_val)
-
-    def is_another_healthy(self) -> bool:
-        """Whether another server of the fleet is healthy."""
-        return any(other.server_healthy for other in self.fleet if other is not self)
-
-    def load(self, split: str = "train") -> float:
-        """Return the used share of a budget's slots after one more request; above 1, that request waits for a slot.
-
-        For training, requests and slots of evaluation count as well.
-        """
-        num_eval = self.num_assigned["eval"]
-        if split != "train":
-            return (num_eval + 1) / self.eval_sem.capacity
-        slots = self.sem.capacity + self.eval_sem.in_use
-        return (self.num_assigned["train"] + num_eval + 1) / slots
-
-    @property
-    def is_avoided(self) -> bool:
-        """Whether other servers are preferred after a recent failure; later this one gets one request at a time."""
-        if not self._num_blamed:
-            return False
-        since_s = time.monotonic() - self._avoided_until
-        return since_s < 0 or (since_s < MAX_AVOID_S and any(self.num_assigned.values()))
-
-    def blame(self, *, began: float) -> None:
-        """Record that a request, sent at `began`, failed here, or was refused here and accepted elsewhere."""
-        if self._num_blamed and began < self._blamed_at:
-            return  # sent before the failure was known
-        self._blamed_at = time.monotonic()
-        avoid_s = min(AVOID_S * 2.0 ** min(self._num_blamed, 10), MAX_AVOID_S)
-        self._avoided_until = self._blamed_at + avoid_s
-        self._num_blamed += 1
+    async def _call(self, method: str, kwargs: dict[str, Any]) -> Any:
+        return await call([self], method, kwargs)
 
     async def wandb_metrics(
         self, metrics_dict: dict[str, Any] | None, server_name: str | None
@@ -280,7 +167,7 @@ class APIServer(ABC):
             "healthy": self.server_healthy,
             "tokens_in": self.num_tokens_in,
             "tokens_out": self.num_tokens_out,
-            "requests_waiting": max(0, self._num_calls - self.sem.in_use - self.eval_sem.in_use),
+            "requests_waiting": self.num_waiting + self.sem.num_waiting + self.eval_sem.num_waiting,
         }
         if self.concurrency is not None:
             shown["concurrency_limit"] = min(self.concurrency.limit, self.sem.max_val)
@@ -297,15 +184,6 @@ class APIServer(ABC):
         name = server_name or "server"
         metrics |= {f"server/{name}_{key}": float(value) for key, value in shown.items()}
         return metrics
-
-    async def close(self) -> None:
-        """Stop watching the server. Subclasses close their sessions as well."""
-        task, self.check_task = self.check_task, None
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-        if not self.server_healthy:
-            self._healthy = asyncio.Event()  # a later request may run in another event loop
 
     # For concrete servers.
 
@@ -326,272 +204,74 @@ class APIServer(ABC):
             f"{type(self).__name__} cannot return prompt logprobs: it does not implement get_logprobs"
         )
 
-    async def _find_fault(self) -> str | None:
-        """Return None if the server is healthy, else the reason it is not; must not make a paid request."""
-        return None
+    # After an answer.
 
-    async def check_server_status_task(self, chat_completion: bool = True) -> None:
-        """Probe until the server is healthy, then set `server_healthy`; stop early if no request waits for it."""
-        while (fault := await self._find_fault()) is not None:
-            self._asked.set()
-            now = time.monotonic()
-            if fault != self.health_reason or now - self._fault_logged_at >= self.reminder_s:
-                logger.warning("Inference server %s is not ready: %s", self._label, fault)
-                self.health_reason, self._fault_logged_at = fault, now
-            await asyncio.sleep(self.health_poll_s)
-            if not self._num_waiting:
-                return
-        if self.health_reason:
-            logger.info("Inference server %s is ready", self._label)
-            self.health_reason = ""
-        self.server_healthy = True
-
-    # Health.
-
-    @property
-    def server_healthy(self) -> bool:
-        """Whether requests may be sent."""
-        return self._healthy.is_set()
-
-    @server_healthy.setter
-    def server_healthy(self, value: bool) -> None:
-        if value:
-            self._healthy.set()
-            self._asked.set()
-        elif self._healthy.is_set():
-            self._healthy = asyncio.Event()  # a fresh one, not bound to an earlier event loop
-
-    @property
-    def _label(self) -> str:
-        return without_users(getattr(self.config, "base_url", None) or type(self).__name__)
-
-    @property
-    def _checks_health(self) -> bool:
-        return self.config.health_check and self.config.base_url is not None
-
-    def _watch(self) -> None:
-        """Mark the server unhealthy, which holds requests back, and probe it until it is healthy."""
-        self.server_healthy = False
-        self._health_asked_at = time.monotonic()
-        if self.check_task is None or self.check_task.done():
-            self.check_task = asyncio.create_task(self.check_server_status_task())
-
-    @property
-    def is_known(self) -> bool:
-        """Whether a first probe has a result, or the server is never probed."""
-        return self._asked.is_set() or not self._checks_health
-
-    async def first_answer(self) -> None:
-        """Probe a server that was never used and wait for the first result, good or bad."""
-        if not self.is_known:
-            if not self.initialized:
-                self.initialized = True
-                self._watch()
-            try:
-                async with asyncio.timeout(HEALTH_TIMEOUT_S):
-                    await self._asked.wait()
-            except TimeoutError:
-                self._asked.set()  # no answer counts as a result: not healthy
-
-    def look_again(self) -> None:
-        """Probe a server that is down, at most every HEALTH_REMINDER_S; for servers without waiting requests."""
-        if time.monotonic() - self._health_asked_at >= HEALTH_REMINDER_S:
-            self._watch()
-
-    async def healthy_again(self) -> None:
-        """Wait without limit until requests may be sent."""
-        if not self.server_healthy:
-            self._watch()
-        with self._waiting():
-            await self._healthy.wait()
-
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        self._num_waiting += 1
-        try:
-            yield
-        finally:
-            self._num_waiting -= 1
-
-    async def _wait_until_healthy(self) -> None:
-        if not self.initialized:
-            self.initialized = True
-        elif self.server_healthy:
-            return
-        self._watch()
-        began = time.monotonic()
-        with self._waiting():
-            # There is no event for another server's recovery, so `_patience_s` is read again between waits.
-            while (left_s := began + self._patience_s - time.monotonic()) > 0:
-                try:
-                    async with asyncio.timeout(min(left_s, HEALTH_REMINDER_S)):
-                        await self._healthy.wait()
-                        return
-                except TimeoutError:
-                    self._watch()
-        raise EngineDown(
-            f"inference server {self._label} is not ready after {self._patience_s:g} s:"
-            f" {self.health_reason or 'no answer'}. Start it, correct base_url, or raise health_wait_s"
-        )
-
-    @property
-    def _patience_s(self) -> float:
-        """How long the current request may wait for the server to become healthy."""
-        wait_s = self.config.health_wait_s
-        if not self._asked.is_set() or not self.is_another_healthy():
-            return wait_s
-        return min(wait_s, BOUND_WAIT_S) if moving.get() is None else 0.0
-
-    # The one path.
-
-    async def _call(self, send: Callable[..., Awaitable[T]], kwargs: dict[str, Any]) -> T:
-        split = "train" if kwargs.pop("split", "train") == "train" else "eval"
-        kwargs = with_stop_ids(kwargs)
-        kwargs["model"] = self.config.model_name
-        shared = moving.get()
-        retries = shared or Retries([self])
-        if (record := recorded()) is not None:
-            record.num_asked += 1
-            number = record.num_asked
-        self.num_assigned[split] += 1
-        self._num_calls += 1
-        try:
-            while True:
-                retries.num_sent += 1
-                began = time.monotonic()
-                try:
-                    answer, seconds = await self._attempt(
-                        send, kwargs, split, again=retries.num_sent > 1
-                    )
-                except Exception as e:
-                    if not is_transient(e):
-                        raise
-                    if getattr(e, "status", None) != 429:  # the limiter handles 429
-                        self.blame(began=began)
-                    if shared is not None:
-                        raise
-                    retries.note(e)
-                    pause_s = self.pause_s(e, retries.num_sent)
-                else:
-                    self._num_blamed = 0
-                    self._count(split, seconds, retries.num_sent)
-                    num_in, num_out = token_counts(answer)
-                    self.num_tokens_in += num_in
-                    self.num_tokens_out += num_out
-                    self._note_speed(answer, seconds)
-                    if record is not None:
-                        self._record(record, number, kwargs, answer, seconds)
-                    note_request(
-                        duration_s=seconds,
-                        attributes=lambda: {
-                            "server.address": self._label,
-                            "gen_ai.request.model": self.config.model_name,
-                            "gen_ai.usage.input_tokens": num_in,  # noqa: B023 - called at once
-                            "gen_ai.usage.output_tokens": num_out,  # noqa: B023
-                        },
-                    )
-                    return answer
-                await asyncio.sleep(pause_s)
-        finally:
-            self.num_assigned[split] -= 1
-            self._num_calls -= 1
-
-    def _note_speed(self, answer: Any, seconds: float) -> None:
-        num_tokens = longest_completion(answer)
-        if num_tokens and not getattr(answer, "is_cached", False):
-            for server in self.fleet:
-                server.recent.fade(len(self.fleet))
-            self.recent.add(seconds, num_tokens)
-
-    def _record(
-        self, record: ItemRecord, number: int, kwargs: dict[str, Any], answer: Any, seconds: float
-    ) -> None:
-        if kwargs.get("messages") is not None:  # the author may append to the list
-            kwargs = {**kwargs, "messages": list(kwargs["messages"])}
-        record.calls.append(
-            AnsweredRequest(
-                config=self.config,
-                asked=kwargs,
-                answer=answer,
-                began_at=time.time() - seconds,
-                duration_s=seconds,
-                number=number,
-                after=position.get(),
-            )
-        )
-        position.set(number)
-
-    def pause_s(self, error: BaseException, num_sent: int) -> float:
-        """Return the pause before the next attempt: the server's Retry-After, else exponential backoff."""
-        if isinstance(error, EngineUnavailable) and error.retry_after_s is not None:
-            return min(error.retry_after_s, MAX_RETRY_AFTER_S) + random.uniform(0.0, MIN_PAUSE_S)
-        pause_s = Backoff(1.0, self.max_backoff_s, num_failed=num_sent - 1).next()
-        return max(MIN_PAUSE_S, pause_s) if says_later(error) else pause_s
-
-    async def _attempt(
-        self,
-        send: Callable[..., Awaitable[T]],
-        kwargs: dict[str, Any],
-        split: str,
-        *,
-        again: bool,
-    ) -> tuple[T, float]:
-        """Send once the server is healthy and a slot is free; return the answer and its seconds."""
-        limiter = self.sem if split == "train" else self.eval_sem
-        gated = self._checks_health
-        while True:
-            if gated and not (self.initialized and self.server_healthy):
-                await self._wait_until_healthy()
-            await limiter.acquire(first=again)
-            if not gated or self.server_healthy:
-                break
-            limiter.release()  # the server went down while this request was queued
-            again = True
-        try:
-            if self.concurrency is not None:
-                return await self._send_adaptively(self.concurrency, send, kwargs)
-            began = time.monotonic()
-            return await send(**kwargs), time.monotonic() - began
-        except Exception as e:
-            # The error may mean that the server is down.
-            status = getattr(e, "status", None)
-            if gated and is_transient(e) and (status is None or status >= 500):
-                self._watch()
-            raise
-        finally:
-            limiter.release()
-
-    async def _send_adaptively(
-        self,
-        controller: ConcurrencyController,
-        send: Callable[..., Awaitable[T]],
-        kwargs: dict[str, Any],
-    ) -> tuple[T, float]:
-        if (pause_s := controller.paused_until - time.monotonic()) > 0:
-            await asyncio.sleep(pause_s)
-        began = time.monotonic()
-        controller.start(began)
-        self._apply_limit(controller)
-        try:
-            answer = await send(**kwargs)
-            now = time.monotonic()
-            controller.finish(now, started_at=began, num_tokens=longest_completion(answer))
-            return answer, now - began
-        except BaseException as e:
-            if says_later(e) or timed_out(e):
-                controller.refuse(time.monotonic(), started_at=began)
-            else:
-                controller.drop(time.monotonic())
-            raise
-        finally:
-            self._apply_limit(controller)
-
-    def _apply_limit(self, controller: ConcurrencyController) -> None:
-        """Apply the limit to both budgets; training gets what evaluation does not use."""
-        self.eval_sem.update_limit(controller.limit)
-        self.sem.update_limit(max(1, controller.limit - self.eval_sem.in_use))
-
-    def _count(self, split: str, seconds: float, num_sent: int) -> None:
+    def _count(self, answered: Answered[APIServer, Reply], split: str) -> None:
         is_training = split == "train"
-        (self.request_timings if is_training else self.eval_request_timings).append(seconds)
-        (self.attempts_list if is_training else self.eval_attempts_list).append(num_sent)
+        timings = self.request_timings if is_training else self.eval_request_timings
+        timings.append(answered.seconds)
+        (self.attempts_list if is_training else self.eval_attempts_list).append(answered.num_sent)
+        num_in, num_out, _ = answered.answer.counts
+        self.num_tokens_in += num_in
+        self.num_tokens_out += num_out
+        note_request(
+            duration_s=answered.seconds,
+            attributes=lambda: {
+                "server.address": self._label,
+                "gen_ai.request.model": self.config.model_name,
+                "gen_ai.usage.input_tokens": num_in,
+                "gen_ai.usage.output_tokens": num_out,
+            },
+        )
+
+
+async def call(servers: Sequence[APIServer], method: str, kwargs: dict[str, Any]) -> Any:
+    """Ask one of the servers for a `chat_completion`, `completion`, `tokens_and_logprobs_completion` or `get_logprobs`.
+
+    Counts the answer at its server and records, for the current item, how it was sampled.
+    """
+    split = "train" if kwargs.get("split", "train") == "train" else "eval"
+    asked = {**with_stop_ids(kwargs)}
+    asked.pop("split", None)
+    if (record := recorded()) is not None:
+        record.num_asked += 1
+        number = record.num_asked
+
+    async def send(taken: Slot[APIServer]) -> Reply:
+        attempt = getattr(taken.server, f"_{method}_wrapper")
+        answer = await attempt(**{**asked, "model": taken.server.config.model_name})
+        if method == "tokens_and_logprobs_completion" and answer is not None:
+            answer = TokenCompletions.of(answer)
+        counts = token_counts(answer)
+        if not getattr(answer, "is_cached", False):
+            taken.num_tokens = counts.longest
+        return Reply(answer, counts)
+
+    answered = await ask(servers, split, send)
+    server, answer = answered.server, answered.answer.answer
+    server._count(answered, split)
+    if record is not None:
+        _record(record, number, answered, {**asked, "model": server.config.model_name})
+    if isinstance(answer, TokenCompletions):
+        prompt, outputs = answer[:2]
+        note_sampling(kwargs, answer.weight_versions, prompt=prompt, outputs=outputs)
+    return answer
+
+
+def _record(
+    record: ItemRecord, number: int, answered: Answered[APIServer, Reply], asked: dict[str, Any]
+) -> None:
+    if asked.get("messages") is not None:  # the author may append to the list
+        asked["messages"] = list(asked["messages"])
+    record.calls.append(
+        AnsweredRequest(
+            config=answered.server.config,
+            asked=asked,
+            answer=answered.answer.answer,
+            began_at=time.time() - answered.seconds,
+            duration_s=answered.seconds,
+            number=number,
+            after=position.get(),
+        )
+    )
+    position.set(number)

@@ -20,7 +20,6 @@ from pydantic import BaseModel
 
 from atroposlib.errors import EngineProtocolError, EngineRejected, EngineUnavailable
 from atroposlib.http_guard import is_loopback_url
-from atroposlib.inference.servers.pacing import start_slot
 from atroposlib.patience import is_transient_status, read_retry_after
 from atroposlib.utils.off_loop import off_loop
 
@@ -151,7 +150,6 @@ class HttpPeer:
 
         `read` runs in a thread when the answer is large. A `msgspec.DecodeError` becomes `EngineProtocolError`.
         """
-        await start_slot()
         payload = msgspec.json.encode(body, enc_hook=_encode_model)
         all_headers = {"Content-Type": "application/json", **(headers or {})}
         status, answer, retry_after = await self._request(

@@ -20,8 +20,9 @@ from pydantic import ValidationError
 
 from atroposlib.errors import EngineProtocolError, EngineUnavailable
 from atroposlib.inference.config import APIServerConfig
+from atroposlib.inference.servers.admission import HEALTH_TIMEOUT_S, start_turn
 from atroposlib.inference.servers.answer_cache import AnswerCache
-from atroposlib.inference.servers.api_server import HEALTH_TIMEOUT_S, APIServer
+from atroposlib.inference.servers.api_server import APIServer
 from atroposlib.inference.servers.choices import (
     RequestPart,
     merge_bodies,
@@ -30,7 +31,6 @@ from atroposlib.inference.servers.choices import (
     split_n,
 )
 from atroposlib.inference.servers.http_peer import EngineHttpRejected, HttpPeer, excerpt
-from atroposlib.inference.servers.pacing import start_slot
 from atroposlib.inference.servers.rate_limit import RateLimiter
 from atroposlib.inference.servers.reasoning import ReasoningConfig
 from atroposlib.patience import is_transient_status
@@ -48,7 +48,7 @@ async def import_openai() -> None:
     """Import the types off the event loop before they are needed: it takes about a second, once."""
     if "openai.types.chat" not in sys.modules:
         await asyncio.to_thread(importlib.import_module, "openai.types.chat")
-        await start_slot()  # thousands of waiters would all run in this round
+        await start_turn()  # thousands of waiters would all run in this round
 
 
 def chat_completion_from(body: dict[str, Any]) -> Any:
@@ -171,10 +171,12 @@ class HttpServer(APIServer):
         super().__init__(config, reasoning_config)
         self._peer = HttpPeer(root, api_key=api_key)
         self._cache = AnswerCache(config.answer_cache) if config.answer_cache else None
-        self._rate = RateLimiter(
-            requests_per_minute=config.requests_per_minute,
-            tokens_per_minute=config.tokens_per_minute,
-        )
+        self._rate: RateLimiter | None = None
+        if config.requests_per_minute or config.tokens_per_minute:
+            self._rate = RateLimiter(
+                requests_per_minute=config.requests_per_minute,
+                tokens_per_minute=config.tokens_per_minute,
+            )
 
     async def close(self) -> None:
         await super().close()
@@ -189,7 +191,7 @@ class HttpServer(APIServer):
         request: CallKeywords,
         read: Callable[[bytes], T] = msgspec.json.decode,
     ) -> T:
-        estimated = await self._rate.wait(body)
+        estimated = 0 if self._rate is None else await self._rate.wait(body)
         answer = await self._peer.post(
             path,
             body,
@@ -198,7 +200,8 @@ class HttpServer(APIServer):
             headers=request.headers,
             query=request.query,
         )
-        self._rate.correct(answer, body, estimated=estimated)
+        if self._rate is not None:
+            self._rate.correct(answer, body, estimated=estimated)
         return answer
 
     async def _find_fault(self) -> str | None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from atroposlib.inference.servers.limiter import AsyncSemWithAdaptiveWeight
+from atroposlib.inference.servers.admission import AsyncSemWithAdaptiveWeight
 
 CHARS_PER_TOKEN = 4
 """Of English text with common tokenizers."""

@@ -65,7 +65,7 @@ def usage_of(answer: Any, config: ServerBaseline) -> Usage:
     """Return the usage of one answer; tokens are 0 if the server does not report them, all is 0 if it was cached."""
     if getattr(answer, "is_cached", False):
         return Usage(cost_usd=0.0)
-    num_prompt, num_sampled = token_counts(answer)
+    num_prompt, num_sampled, _ = token_counts(answer)
     price = price_of(config)
     cost = price and (price.prompt * num_prompt + price.completion * num_sampled) / 1e6
     return Usage(1, num_prompt, num_sampled, cost)

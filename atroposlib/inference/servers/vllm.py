@@ -17,8 +17,8 @@ import msgspec
 
 from atroposlib.errors import EngineProtocolError, EngineUnavailable
 from atroposlib.inference.config import APIServerConfig
+from atroposlib.inference.servers.admission import HEALTH_TIMEOUT_S
 from atroposlib.inference.servers.api_server import (
-    HEALTH_TIMEOUT_S,
     TokenCompletions,
     WeightSpan,
 )

@@ -213,7 +213,7 @@ def describe_constants(seeds: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--only", default="", help="servers whose name contains this")
     parser.add_argument("--sensitivity", action="store_true", help="constants instead of servers")
     args = parser.parse_args()

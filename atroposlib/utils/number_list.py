@@ -17,7 +17,7 @@ N = TypeVar("N", int, float)
 _INTEGER, _FLOAT = np.dtype(np.int64), np.dtype(np.float64)
 
 
-class NumberList(list[N]):
+class NumberList(list[Any]):
     """A list that was made with an array of the same numbers.
 
     >>> tokens = NumberList([5, 6], np.array([5, 6]))
@@ -28,7 +28,7 @@ class NumberList(list[N]):
 
     __slots__ = ("_array", "_made_of")
 
-    def __init__(self, values: list[N], array: NDArray[Any]) -> None:
+    def __init__(self, values: list[Any], array: NDArray[Any]) -> None:
         super().__init__(values)
         self._made_of, self._array = values, array
 
@@ -42,7 +42,7 @@ class NumberList(list[N]):
         return list, (list(self),)  # copies and pickles are plain lists
 
 
-def array_of(values: Sequence[Any]) -> NDArray[Any]:
+def array_of(values: Sequence[Any] | NDArray[Any]) -> NDArray[Any]:
     """Return numbers as an array: that of an unchanged `NumberList`, else as numpy converts them."""
     known = values.array if isinstance(values, NumberList) else None
     return np.asarray(values) if known is None else known

@@ -409,10 +409,10 @@ class EnvHooks(ABC):
         metrics = self.perf_stats(await self.create_rollout_table(metrics))
         if self.wandb_prepend:
             metrics = {f"{self.wandb_prepend}_{key}": value for key, value in metrics.items()}
-        for index, server in enumerate(self.server.servers):
-            metrics.update(await server.wandb_metrics({}, f"server_{index}"))
         run = self._open_wandb_run()
         if run is not None:
+            for index, server in enumerate(self.server.servers):
+                metrics.update(await server.wandb_metrics({}, f"server_{index}"))
             run.log(metrics, step=self.curr_step)
 
     def _open_wandb_run(self) -> Any:

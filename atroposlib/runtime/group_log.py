@@ -15,7 +15,7 @@ import msgspec
 
 from atroposlib.errors import ConfigError
 from atroposlib.runtime.rows import MADE_UP_KEYS, fingerprint, plain
-from atroposlib.scored_data import FIELD, ScoredGroup
+from atroposlib.scored_data import ScoredDataGroup
 from atroposlib.utils.json_lines import on_one_line
 
 logger = logging.getLogger(__name__)
@@ -150,13 +150,15 @@ def _read(path: Path) -> Found:
     return Found(num_groups, items)
 
 
-def group_line(group: Mapping[str, Any], checked: ScoredGroup, more: Mapping[str, Any]) -> bytes:
+def group_line(
+    group: Mapping[str, Any], checked: ScoredDataGroup, more: Mapping[str, Any]
+) -> bytes:
     """Return the JSON of the author's keys in their checked form, the keys that are always written, and `more`.
 
     The group's own keys win over `more`, except `MADE_UP_KEYS`, which are there only if the group's are made up.
     """
     record: dict[str, Any] = dict(group)
-    for key, value in checked.to_dict(FIELD).items():
+    for key, value in checked.items():
         if (
             key in ALWAYS_WRITTEN
             or (key in record and key != "env_id")

@@ -32,8 +32,8 @@ from atroposlib.inference.servers.sampling_notes import ItemRecord, SamplingNote
 from atroposlib.patience import Backoff
 from atroposlib.runtime.group_log import ALWAYS_WRITTEN, group_line
 from atroposlib.runtime.losses import is_logged, listed, sample
-from atroposlib.runtime.rows import Provenance, item_json, text_messages, token_lists
-from atroposlib.scored_data import ScoredDataGroup, ScoredGroup, Strictness, check_group
+from atroposlib.runtime.rows import Provenance, item_json, text_messages
+from atroposlib.scored_data import FIELD, ScoredDataGroup, ScoredGroup, Strictness, check_group
 from atroposlib.utils.tracing import note_group
 
 logger = logging.getLogger(__name__)
@@ -398,13 +398,13 @@ class Outbox:
             logger.exception("add_rollouts_for_wandb failed; the group is kept")
         if self._log is None:
             return
-        record = recorded()
+        fields = await in_thread_if_large(group, checked.to_dict, FIELD)
         more: dict[str, Any] = {"group_id": checked.group_id, "environment": self._environment}
-        if (notes := noted()) is not None and (versions := notes.versions_in(token_lists(checked))):
+        if (notes := noted()) is not None and (versions := notes.versions_in(fields["tokens"])):
             more["weight_versions"] = versions
-        if record is not None:
-            more |= self._provenance.of(checked, item, record)
-        line = await in_thread_if_large(group, group_line, group, checked, more)
+        if (record := recorded()) is not None:
+            more |= self._provenance.of(fields["tokens"], item, record)
+        line = await in_thread_if_large(group, group_line, group, fields, more)
         self._log.write(line)
 
 

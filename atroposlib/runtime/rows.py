@@ -65,10 +65,9 @@ class Provenance:
         }
         self._has_warned = False
 
-    def of(self, checked: ScoredGroup, item: Any, record: ItemRecord) -> dict[str, Any]:
-        """Return the keys of a row that the group does not have."""
+    def of(self, sequences: list[list[int]], item: Any, record: ItemRecord) -> dict[str, Any]:
+        """Return the keys of a row that the group, with these tokens, does not have."""
         calls = sorted(record.calls, key=lambda call: call.number)
-        sequences = token_lists(checked)
         answers = [self._answer(tokens, record) for tokens in sequences]
         is_text = all(text_of(tokens, record) for tokens in sequences)
         usage = reduce(Usage.plus, totals(calls).values(), Usage())
@@ -221,13 +220,10 @@ def text_of(tokens: list[int], record: ItemRecord) -> Text | None:
 
 def text_messages(checked: ScoredGroup, record: ItemRecord) -> list[list[Any]] | None:
     """Return the conversations of a group without token ids; None if it has token ids."""
-    texts = [text_of(tokens, record) for tokens in token_lists(checked)]
+    if not record.texts:
+        return None
+    texts = [text_of(tokens, record) for tokens in checked.to_dict(["tokens"])["tokens"]]
     return [text.messages for text in texts if text] if all(texts) else None
-
-
-def token_lists(checked: ScoredGroup) -> list[list[int]]:
-    """Return the tokens of each sequence."""
-    return [checked.sequence(i).tokens.tolist() for i in range(checked.num_sequences)]
 
 
 def _prompt(call: AnsweredRequest) -> Any:

@@ -102,7 +102,7 @@ def draw_status(demo: Path, target: Path, *, step: int) -> None:
         time.sleep(1)
     hub = yaml.safe_load(config.read_text())["commands"]["trainer"]
     [url] = [flag.partition("=")[2] for flag in hub if flag.startswith("--hub_url=")]
-    command = [sys.executable, "-m", "atroposlib.cli.launch.command", "status", url]
+    command = [sys.executable, "-m", "atroposlib.cli.atropos", "status", url]
     draw(in_terminal(command), f"atropos status {url}", target)
 
 

@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from atroposlib.checker import probes
-from atroposlib.checker.answers import EMPTY, gold_result, guesses, knows_answers, rounds
 from atroposlib.checker.calls import child_processes, end_processes, run_in_own_loop
 from atroposlib.checker.checkpoints import attach_checkpoints, restore_faults, save
 from atroposlib.checker.earnings import EARNING_RULES, Earnings
 from atroposlib.checker.engine import Answer, PairTokenizer, question_of, shown
 from atroposlib.checker.execution import Execution, seed_all
+from atroposlib.checker.guesses import EMPTY, gold_result, guesses, knows_answers, rounds
 from atroposlib.checker.leftovers import judge_leaks, judge_stalls
 from atroposlib.checker.report import NAMES, Report
 from atroposlib.checker.runs import Run, difference

@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from atroposlib.checker.answers import FakeRewardModel, verdict
 from atroposlib.checker.calls import (
     GRACE_S,
     LoopWatch,
@@ -29,6 +28,7 @@ from atroposlib.checker.calls import (
     open_handles,
 )
 from atroposlib.checker.engine import Answer, PairTokenizer, ProbeEngine, shown
+from atroposlib.checker.guesses import FakeRewardModel, verdict
 from atroposlib.checker.report import Report
 from atroposlib.checker.runs import Run, Sink, fault_of, text_of
 from atroposlib.envs.collecting import close, collect

@@ -245,7 +245,7 @@ def start(name: str, argv: Sequence[str]) -> None:
 
 def build(name: str, argv: Sequence[str], *, prog: str) -> EnvHooks:
     """Construct the environment `name` with flags of `process`, writing no files."""
-    from atroposlib.runtime.command import build_environment
+    from atroposlib.runtime.env_command import build_environment
 
     flags = ["--env.data_path_to_save_groups=None", *argv]
     with contextlib.redirect_stdout(io.StringIO()):  # it names an engine, which is not used

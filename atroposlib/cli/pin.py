@@ -19,7 +19,7 @@ import msgspec
 from atroposlib.cli.rescore import rows_of, shown
 from atroposlib.envs.base import BaseEnv
 from atroposlib.errors import ConfigError, EnvError
-from atroposlib.runtime.command import default_groups_path
+from atroposlib.runtime.env_command import default_groups_path
 from atroposlib.runtime.replay import Replay, Row, is_same, replay_row
 
 ID_CHARS = 8

@@ -1,6 +1,6 @@
 """Requests and their completions in progress: tokens, stop strings, weight versions. No model here.
 
-Used by `scheduler.py`, whose thread alone changes a sequence; `answers.py` reads completions.
+Used by `scheduler.py`, whose thread alone changes a sequence; `rendering.py` reads completions.
 """
 
 from __future__ import annotations

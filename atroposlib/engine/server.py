@@ -24,7 +24,6 @@ from fastapi import FastAPI, Request, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from atroposlib import __version__
-from atroposlib.engine.answers import Renderer
 from atroposlib.engine.bodies import (
     ChatBody,
     CompletionBody,
@@ -40,6 +39,7 @@ from atroposlib.engine.bodies import (
 )
 from atroposlib.engine.config import EngineConfig
 from atroposlib.engine.loading import LoadedModel, load, warm_up
+from atroposlib.engine.rendering import Renderer
 from atroposlib.engine.sampling import SamplingParams
 from atroposlib.engine.scheduler import PauseMode
 from atroposlib.engine.sequences import Completion, EngineRequest

@@ -1,4 +1,4 @@
-"""Conversion of authors' group dicts before gate 1, and the drop rules after it."""
+"""Conversion of authors' group dicts before `check_group`, and the drop rules after it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ _NUMBERS = [f.name for f in FIELDS if f.is_numeric and f.level is not Level.GROU
 def without_tensors(group: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the group with torch tensors as numpy arrays or numbers, and boolean scores as 1.0 and 0.0.
 
-    Gate 1 accepts lists and numpy arrays; torch is not imported.
+    `check_group` accepts lists and numpy arrays; torch is not imported.
     """
     changed: dict[str, Any] = {}
     for name in _NUMBERS:

@@ -55,7 +55,7 @@ class BaseEnv(EnvHooks):
     @classmethod
     def cli(cls) -> None:
         """Run the command line (`serve`, `process`, `evaluate`, `check`) and exit."""
-        from atroposlib.runtime.command import run_environment
+        from atroposlib.runtime.env_command import run_environment
 
         raise SystemExit(run_environment(cls))
 
@@ -90,7 +90,7 @@ class BaseEnv(EnvHooks):
 
     @classmethod
     def _command_class(cls, mode: str) -> type[Any]:
-        from atroposlib.runtime.command import command_class
+        from atroposlib.runtime.env_command import command_class
 
         return command_class(cls, mode)
 

@@ -44,7 +44,7 @@ _NUM_LAST_LINES = 15
 
 
 @dataclass(slots=True, kw_only=True)
-class _Child:
+class _BridgeProcess:
     process: asyncio.subprocess.Process
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=_NUM_LAST_LINES))
     replies: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
@@ -95,7 +95,7 @@ class Bridge:
         self._remedy = remedy
         self._variables = list(variables)
         self._description: Any = None
-        self._child: _Child | None = None
+        self._child: _BridgeProcess | None = None
         self._starting = asyncio.Lock()  # only one call starts the child
         self._ids = itertools.count()
 
@@ -126,18 +126,18 @@ class Bridge:
         if child is not None:
             await self._end(child)
 
-    def _kill_unless_ended(self, child: _Child, call_id: int) -> None:
+    def _kill_unless_ended(self, child: _BridgeProcess, call_id: int) -> None:
         if call_id in child.replies:
             logger.error("%s does not end a cancelled call; killing it", self._script.stem)
             child.kill()
 
-    async def _running(self) -> _Child:
+    async def _running(self) -> _BridgeProcess:
         async with self._starting:
             if self._child is None:
                 self._child = await self._start()
             return self._child
 
-    async def _start(self) -> _Child:
+    async def _start(self) -> _BridgeProcess:
         try:
             process = await asyncio.create_subprocess_exec(
                 self._python,
@@ -152,7 +152,7 @@ class Bridge:
             )
         except OSError as error:
             raise EnvError(f"cannot run {self._python}: {error}") from error
-        child = _Child(process=process)
+        child = _BridgeProcess(process=process)
         child.readers.append(asyncio.create_task(self._log(child)))
         try:
             child.send(self._settings)
@@ -177,7 +177,7 @@ class Bridge:
         child.readers.append(asyncio.create_task(self._read(child)))
         return child
 
-    async def _read(self, child: _Child) -> None:
+    async def _read(self, child: _BridgeProcess) -> None:
         assert child.process.stdout is not None
         try:
             while line := await child.process.stdout.readline():
@@ -193,7 +193,7 @@ class Bridge:
         logger.error("%s", reason)
         child.fail_calls(reason)
 
-    def _take(self, child: _Child, message: dict[str, Any]) -> None:
+    def _take(self, child: _BridgeProcess, message: dict[str, Any]) -> None:
         reply = child.replies.pop(message["id"], None)
         if reply is None or reply.done():
             return  # closed or cancelled
@@ -202,7 +202,7 @@ class Bridge:
         else:
             reply.set_result(message["result"])
 
-    async def _log(self, child: _Child) -> None:
+    async def _log(self, child: _BridgeProcess) -> None:
         assert child.process.stderr is not None
         rest = b""
         while chunk := await child.process.stderr.read(1 << 16):
@@ -214,7 +214,7 @@ class Bridge:
                 child.last_lines.append(text)
                 logger.info("%s: %s", self._script.stem, text)
 
-    async def _end(self, child: _Child) -> None:
+    async def _end(self, child: _BridgeProcess) -> None:
         assert child.process.stdin is not None
         child.fail_calls(f"{self._script.stem} was closed")
         child.process.stdin.close()
@@ -229,7 +229,7 @@ class Bridge:
         await asyncio.gather(*child.readers, return_exceptions=True)
 
 
-async def _ending_of(child: _Child) -> str:
+async def _ending_of(child: _BridgeProcess) -> str:
     """Return the exit status and the end of the stderr of a child that closed its pipe."""
     status = await child.process.wait()
     await child.readers[0]

@@ -478,8 +478,8 @@ class EnvHooks(ABC):
 def join_items(items: Sequence[Any]) -> ScoredDataGroup:
     """Join single sequences into one group, keeping every optional field that at least one of them has.
 
-    A sequence that lacks `overrides` gets `{}`; one that lacks another of these fields gets None, which gate 1 refuses
-    with the field's path. `policy_version` is the oldest one.
+    A sequence that lacks `overrides` gets `{}`; one that lacks another of these fields gets None, which
+    `check_group` refuses with the field's path. `policy_version` is the oldest one.
     """
     for index, member in enumerate(items):
         if not isinstance(member, dict):

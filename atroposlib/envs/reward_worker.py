@@ -71,7 +71,7 @@ class _Callers:
         self._settings = settings
         self._own_pipes = own_pipes
         self._scope: str | None = None
-        self._child: _Child | None = None
+        self._child: _WorkerProcess | None = None
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Have a call made, then the canary; return the reply to the parent."""
@@ -101,7 +101,7 @@ class _Callers:
 
     def _call(self, call: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         """Make one call in the current child; end the child unless it replies as agreed."""
-        child = self._child = self._child or _Child(self._settings, self._own_pipes)
+        child = self._child = self._child or _WorkerProcess(self._settings, self._own_pipes)
         nonce = secrets.token_hex(16)
         limit = self._settings["max_output_bytes"] + 8 * TAIL_BYTES * MAX_LOGGED_LINES
         line = child.exchange(json.dumps({**call, "nonce": nonce}).encode(), timeout_s, limit)
@@ -132,7 +132,7 @@ class _Callers:
         return None if child is None else child.end(grace_s)
 
 
-class _Child:
+class _WorkerProcess:
     """The parent's side of a forked process that makes calls."""
 
     def __init__(self, settings: Mapping[str, Any], own_pipes: tuple[IO[bytes], ...]) -> None:

@@ -1,7 +1,8 @@
 """Groups as the viewer shows them, made from a row of a JSONL file, a `ScoredGroup`, or samples of an evaluation.
 
-A row holds the keys of `ScoredDataGroup` and those of `runtime/rows.py`; all of them but `scores` may be missing, as in
-the original's files. A malformed field is left out rather than refused: a person looks at the page to find such faults.
+A row holds the keys of `ScoredDataGroup` and those of `runtime/group_rows.py`; all of them but `scores` may be missing,
+as in the original's files. A malformed field is left out rather than refused: a person looks at the page to find such
+faults.
 """
 
 from __future__ import annotations

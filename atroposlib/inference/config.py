@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from atroposlib.utils.registry import Registry
+from atroposlib.utils.entry_points import Registry
 
 logger = logging.getLogger(__name__)
 

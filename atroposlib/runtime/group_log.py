@@ -1,4 +1,4 @@
-"""The JSONL file of accepted groups: one line per group, in the original's keys and those of `rows.py`.
+"""The JSONL file of accepted groups: one line per group, in the original's keys and those of `group_rows.py`.
 
 An existing file is never overwritten. `GroupLog.append_to` adds to one and returns which items it holds.
 """
@@ -14,7 +14,7 @@ from typing import IO, Any, NamedTuple
 import msgspec
 
 from atroposlib.errors import ConfigError
-from atroposlib.runtime.rows import MADE_UP_KEYS, fingerprint, plain
+from atroposlib.runtime.group_rows import MADE_UP_KEYS, fingerprint, plain
 from atroposlib.scored_data import ScoredDataGroup
 from atroposlib.utils.json_lines import on_one_line
 

@@ -3,7 +3,7 @@
 Of the extra servers (a judge, a teacher) only the model name is compared.
 Every question is optional: an engine that does not answer it, or answers nonsense, is not at fault. A fault is one
 warning with its cure. A run ends only if its training would certainly be wrong: token ids of another vocabulary, or
-none at all. Called by `runtime.command`, not by `check`.
+none at all. Called by `runtime.env_command`, not by `check`.
 """
 
 from __future__ import annotations

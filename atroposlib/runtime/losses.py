@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from atroposlib.runtime.rows import item_json
+from atroposlib.runtime.group_rows import item_json
 
 SAMPLE_CHARS = 120
 """Of an item, in a line of the log."""

@@ -22,7 +22,7 @@ from pydantic_core import to_jsonable_python
 
 from atroposlib.envs.collecting import close
 from atroposlib.envs.hooks import EnvHooks
-from atroposlib.runtime.command import build_environment
+from atroposlib.runtime.env_command import build_environment
 from atroposlib.runtime.process import process
 from atroposlib.scored_data import ScoredDataGroup
 

@@ -1,4 +1,4 @@
-"""Outgoing groups of an environment: gate 1, the drop rules, the line in the JSONL file, and sending to the hub.
+"""Outgoing groups of an environment: `check_group`, the drop rules, the line in the JSONL file, and sending to the hub.
 
 Invariant: a group is either counted as dropped with a reason, or it keeps its group id and stays here until the hub
 stores it or refuses it permanently. The outbox alone retries `HubClient.send`. It does not decide when to start work;
@@ -31,8 +31,8 @@ from atroposlib.errors import GroupError, HubRejected, HubUnavailable
 from atroposlib.inference.servers.sampling_notes import ItemRecord, SamplingNotes, noted, recorded
 from atroposlib.patience import Backoff
 from atroposlib.runtime.group_log import ALWAYS_WRITTEN, group_line
+from atroposlib.runtime.group_rows import Provenance, item_json, text_messages
 from atroposlib.runtime.losses import is_logged, listed, sample
-from atroposlib.runtime.rows import Provenance, item_json, text_messages
 from atroposlib.scored_data import FIELD, ScoredDataGroup, ScoredGroup, Strictness, check_group
 from atroposlib.utils.tracing import note_group
 
@@ -92,7 +92,7 @@ class Outbox:
         self.hub_unavailable = False
         """Whether the hub was unavailable at the last attempt."""
         self.num_accepted = 0
-        """Groups that passed gate 1 and the drop rules."""
+        """Groups that passed `check_group` and the drop rules."""
         self._score_sum, self._num_scores = 0.0, 0
         self.num_stored = 0
         """Groups the hub has confirmed."""
@@ -319,7 +319,7 @@ class Outbox:
             logger.warning("group dropped (%s, %d so far): %s", reason, count, shown)
 
     async def _judge(self, group: Mapping[str, Any], abort_on_max_length: bool) -> ScoredGroup:
-        """Apply gate 1, then the drop rules in the original's order."""
+        """Apply `check_group`, then the drop rules in the original's order."""
         checked = await in_thread_if_large(group, self._check, group)
         checked = self._with_notes(checked, group)
         config = self._env.config

@@ -25,11 +25,11 @@ from atroposlib.inference.servers.sampling_notes import ItemRecord, noting_sampl
 from atroposlib.inference.servers.usage import Usage
 from atroposlib.runtime.closing import closed_at_end
 from atroposlib.runtime.group_log import GroupLog
+from atroposlib.runtime.group_rows import fingerprint, item_json, totals
 from atroposlib.runtime.items import Outcomes, Work
 from atroposlib.runtime.metrics import require_wandb, start_wandb
 from atroposlib.runtime.outbox import Outbox
 from atroposlib.runtime.progress import RunStatus, sign_of_life
-from atroposlib.runtime.rows import fingerprint, item_json, totals
 from atroposlib.runtime.signals import cancelled_by_sigterm
 from atroposlib.runtime.timings import Timings
 from atroposlib.utils.tracing import item_span

@@ -21,7 +21,7 @@ from atroposlib.inference.manager import ServerManager
 from atroposlib.inference.servers.http_peer import HttpPeer
 from atroposlib.inference.servers.sampling_notes import Position, position
 from atroposlib.inference.servers.token_ids import encode_prompt
-from atroposlib.runtime.rows import plain
+from atroposlib.runtime.group_rows import plain
 from atroposlib.scored_data import IGNORE_INDEX
 
 Row = Mapping[str, Any]

@@ -31,11 +31,11 @@ from atroposlib.envs.hooks import EnvHooks
 from atroposlib.envs.in_process_policy import answerer
 from atroposlib.errors import EnvError, MissingDependency, cause_of
 from atroposlib.inference.servers.sampling_notes import ItemRecord, noting_sampling, position
-from atroposlib.runtime.command import build_environment
+from atroposlib.runtime.env_command import build_environment
+from atroposlib.runtime.group_rows import item_json
 from atroposlib.runtime.outbox import Outbox
 from atroposlib.runtime.recording import Recording, key_of, replace_servers
 from atroposlib.runtime.recording import Row as Row
-from atroposlib.runtime.rows import item_json
 from atroposlib.runtime.stored_items import item_of
 
 logger = logging.getLogger(__name__)

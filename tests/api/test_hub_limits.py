@@ -24,9 +24,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from atroposlib.api.http.handlers import ROUTES
 from atroposlib.api.http.limits import (
     ByteBudget,
+    HeldBytes,
     HubLimits,
     RequestBodies,
-    Share,
     inflate,
 )
 from atroposlib.api.http.security import Access
@@ -413,8 +413,8 @@ async def test_budget_serves_strictly_in_order() -> None:
     release = {name: asyncio.Event() for name in "abcd"}
 
     async def hold(name: str, num_bytes: int) -> None:
-        with Share(budget) as share:
-            await share.grow(num_bytes)
+        with HeldBytes(budget) as held:
+            await held.grow(num_bytes)
             order.append(name)
             await release[name].wait()
 
@@ -439,8 +439,8 @@ async def test_who_stops_waiting_for_the_budget_leaves_no_trace() -> None:
     budget = ByteBudget(10)
 
     async def hold(num_bytes: int, until: asyncio.Event) -> None:
-        with Share(budget) as share:
-            await share.grow(num_bytes)
+        with HeldBytes(budget) as held:
+            await held.grow(num_bytes)
             await until.wait()
 
     done = asyncio.Event()
@@ -468,10 +468,10 @@ async def test_who_stops_waiting_for_the_budget_leaves_no_trace() -> None:
 
 async def test_the_oldest_request_may_exceed_the_budget() -> None:
     budget = ByteBudget(10)
-    with Share(budget) as share:
-        await share.grow(11)
-        assert (share.num_bytes, budget.free_bytes) == (11, -1)
-        share.hold(3)
+    with HeldBytes(budget) as held:
+        await held.grow(11)
+        assert (held.num_bytes, budget.free_bytes) == (11, -1)
+        held.hold(3)
         assert budget.free_bytes == 7
     assert budget.free_bytes == 10
 
@@ -481,9 +481,9 @@ async def test_requests_that_each_hold_a_part_do_not_wait_for_each_other() -> No
     done: list[str] = []
 
     async def grow_in_steps(name: str) -> None:
-        with Share(budget) as share:
+        with HeldBytes(budget) as held:
             for num_bytes in range(1, 9):
-                await share.grow(num_bytes)
+                await held.grow(num_bytes)
                 await asyncio.sleep(0)
             done.append(name)
 

@@ -30,7 +30,7 @@ from atroposlib.api.run.types import RunPolicy
 from atroposlib.api.stores.disk import DiskStore
 from atroposlib.api.stores.runs import DirectoryRuns, MemoryRuns, stored_runs
 from atroposlib.cli import run_api
-from atroposlib.cli.launch.command import main as main_of_atropos
+from atroposlib.cli.atropos import main as main_of_atropos
 from atroposlib.cli.run_api import RunApiConfig, _stores, erase, main, policy_of
 from atroposlib.client import TrainerClient, TrainerRegistration
 from atroposlib.errors import ConfigError

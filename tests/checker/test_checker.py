@@ -23,7 +23,7 @@ from atroposlib.checker.calls import LoopWatch, child_processes, end_processes
 from atroposlib.checker.engine import PairTokenizer, tokens_apart
 from atroposlib.envs.base import BaseEnv
 from atroposlib.errors import ConfigError, EnvError
-from atroposlib.runtime.command import run_environment
+from atroposlib.runtime.env_command import run_environment
 from tests.checker import rates
 from tests.checker.broken_environments import (
     SLEEP,

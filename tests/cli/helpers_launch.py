@@ -35,7 +35,7 @@ def short_demo(directory: Path, **changes: Any) -> Path:
 
 
 def atropos(*arguments: object) -> list[str]:
-    return [sys.executable, "-m", "atroposlib.cli.launch.command", *map(str, arguments)]
+    return [sys.executable, "-m", "atroposlib.cli.atropos", *map(str, arguments)]
 
 
 def environment(**more: str) -> dict[str, str]:

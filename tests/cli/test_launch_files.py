@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from atroposlib.cli.launch.command import main
+from atroposlib.cli.atropos import main
 from atroposlib.cli.launch.render import TARGETS, Target, render
 from atroposlib.cli.launch.run_file import read_run
 from atroposlib.cli.launch.supervisor import Program

@@ -12,8 +12,8 @@ from rich.console import Console
 from starlette.routing import Route
 
 from atroposlib.api.schemas import Ledger
+from atroposlib.cli.atropos import main
 from atroposlib.cli.launch import view as view_module
-from atroposlib.cli.launch.command import main
 from atroposlib.cli.launch.status import HubReader, is_closed
 from atroposlib.cli.launch.supervisor import Program, launched
 from atroposlib.cli.launch.view import RunView

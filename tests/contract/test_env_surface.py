@@ -25,7 +25,7 @@ from atroposlib.envs.base import (
 from atroposlib.envs.server_handling.openai_server import resolve_openai_configs
 from atroposlib.errors import ConfigError
 from atroposlib.inference.config import ServerManagerConfig
-from atroposlib.runtime.command import build_environment, resolve_servers, run_environment
+from atroposlib.runtime.env_command import build_environment, resolve_servers, run_environment
 from tests.builders.tables import table
 from tests.runtime.helpers_runtime import ScriptedEnv
 

@@ -10,7 +10,7 @@ from typing import Any
 from atroposlib.cli.run_api import RunApiConfig
 from atroposlib.config import parse_flags
 from atroposlib.inference.scripted_engine import ByteTokenizer, Script, ScriptedEngine
-from atroposlib.runtime.command import read_flags
+from atroposlib.runtime.env_command import read_flags
 from atroposlib.scored_data import Strictness, check_group
 from environments.gsm8k_server import GSM8kEnv
 from example_trainer.run import RunConfig

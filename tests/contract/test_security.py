@@ -5,7 +5,7 @@ import re
 from atroposlib.envs import sandbox
 from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig
-from atroposlib.runtime.command import ManagerFlags
+from atroposlib.runtime.env_command import ManagerFlags
 from tests.processes import ROOT
 
 TEXT = (ROOT / "SECURITY.md").read_text()

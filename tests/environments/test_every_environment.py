@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from atroposlib.checker import check_env
-from atroposlib.checker.answers import NONSENSE, verdict
+from atroposlib.checker.guesses import NONSENSE, verdict
 from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.collecting import close
 from atroposlib.envs.dataset_env import DatasetEnv

@@ -11,7 +11,7 @@ from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.child_variables import child_variables
 from atroposlib.envs.sandbox import ISOLATION_VARIABLE, ProcessSandbox, local_sandbox, run_code
 from atroposlib.errors import ConfigError, EnvError
-from atroposlib.runtime.command import command_class
+from atroposlib.runtime.env_command import command_class
 from tests.environments.helpers_environments import load
 from tests.envs.test_sandbox import bubblewrap
 from tests.runtime.helpers_runtime import ScriptedEnv

@@ -9,7 +9,7 @@ import pytest
 
 from atroposlib.cli._demo.commands import DemoConfig, DemoFiles, environment_command
 from atroposlib.envs.env_config import workers_are_set
-from atroposlib.runtime.command import read_flags
+from atroposlib.runtime.env_command import read_flags
 from atroposlib.scored_data import Strictness, check_group
 from atroposlib.utils.letter_reversal import Split, split_of
 from tests.environments.helpers_environments import load

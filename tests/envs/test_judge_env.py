@@ -18,7 +18,7 @@ from atroposlib.inference.harness import (
     create_chat_completion,
 )
 from atroposlib.inference.servers.sampling_notes import noting_sampling
-from atroposlib.runtime.command import build_environment
+from atroposlib.runtime.env_command import build_environment
 from atroposlib.scored_data import Strictness, check_group
 from tests.envs.helpers_envs import ENGINE, Offline, group_of
 

@@ -23,8 +23,8 @@ from atroposlib.envs.base import (
     ScoredDataGroup,
 )
 from atroposlib.inference.harness import ByteTokenizer
-from atroposlib.runtime import command
-from atroposlib.runtime.command import build_environment, run_environment
+from atroposlib.runtime import env_command
+from atroposlib.runtime.env_command import build_environment, run_environment
 from atroposlib.type_definitions import number
 from tests.builders.rows import rows_in
 from tests.runtime.helpers_runtime import LoopbackHub
@@ -145,7 +145,9 @@ class LegacyEnv(BaseEnv):
 @pytest.fixture(autouse=True)
 def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("atroposlib.envs.hooks.load_tokenizer", lambda source: ByteTokenizer())
-    monkeypatch.setattr(command, "collect_less_often", lambda: None)  # scans the heap of all tests
+    monkeypatch.setattr(
+        env_command, "collect_less_often", lambda: None
+    )  # scans the heap of all tests
 
 
 def legacy(*argv: str) -> LegacyEnv:

@@ -17,7 +17,7 @@ from atroposlib.envs.teacher_distillation_env import (
 from atroposlib.errors import ConfigError, EngineUnavailable
 from atroposlib.inference.harness import ByteTokenizer, ServerHarness
 from atroposlib.inference.scripted_engine import ScriptedEngine, made_up_logprobs
-from atroposlib.runtime.command import build_environment
+from atroposlib.runtime.env_command import build_environment
 from atroposlib.runtime.group_log import GroupLog
 from atroposlib.runtime.outbox import Outbox
 from tests.builders.rows import rows_in

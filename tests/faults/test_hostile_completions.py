@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 from atroposlib.checker import probes
-from atroposlib.checker.answers import gold_result, guesses, knows_answers, rounds
 from atroposlib.checker.calls import run_in_own_loop
 from atroposlib.checker.check import MAX_BOMB_S, _offline_class
 from atroposlib.checker.execution import Execution
+from atroposlib.checker.guesses import gold_result, guesses, knows_answers, rounds
 from atroposlib.checker.report import Report
 from atroposlib.checker.runs import Run, difference
 from atroposlib.envs.dataset_env import DatasetEnv

@@ -17,8 +17,8 @@ from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, ExtraServers
 from atroposlib.envs.env_config import workers_are_set
 from atroposlib.errors import ConfigError, HubUnavailable
 from atroposlib.inference.harness import ServerHarness
-from atroposlib.runtime import command
-from atroposlib.runtime.command import build_environment, run_environment
+from atroposlib.runtime import env_command
+from atroposlib.runtime.env_command import build_environment, run_environment
 from atroposlib.runtime.metrics import start_wandb
 from tests.runtime.helpers_runtime import ScriptedEnv
 
@@ -26,7 +26,9 @@ from tests.runtime.helpers_runtime import ScriptedEnv
 @pytest.fixture(autouse=True)
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # `evaluate` writes to evals/
-    monkeypatch.setattr(command, "collect_less_often", lambda: None)  # scans the heap of all tests
+    monkeypatch.setattr(
+        env_command, "collect_less_often", lambda: None
+    )  # scans the heap of all tests
 
 
 def build(*argv: str, mode: str = "serve", env_cls: type[ScriptedEnv] = ScriptedEnv) -> ScriptedEnv:

@@ -14,8 +14,8 @@ from atroposlib.envs.judge_env import JudgeEnv
 from atroposlib.envs.multi_turn_env import Episode, MultiTurnEnv, Step
 from atroposlib.inference.harness import ByteTokenizer, HarnessRequest, ServerHarness
 from atroposlib.inference.servers.openai import OpenAIServer
+from atroposlib.runtime.group_rows import item_json
 from atroposlib.runtime.process import ProcessOptions, process
-from atroposlib.runtime.rows import item_json
 
 POLICY = APIServerConfig(model_name="policy", base_url="http://policy/v1", prompt_price=2.0)
 

@@ -22,7 +22,7 @@ from atroposlib.errors import ConfigError
 from atroposlib.inference.scripted_answers import ByteTokenizer
 from atroposlib.inference.scripted_engine.server import ScriptedEngine
 from atroposlib.runtime import guards
-from atroposlib.runtime.command import run_mode
+from atroposlib.runtime.env_command import run_mode
 from atroposlib.runtime.guards import engines_checked
 from tests.processes import free_port
 from tests.runtime.helpers_runtime import ScriptedEnv, until

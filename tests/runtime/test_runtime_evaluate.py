@@ -16,8 +16,8 @@ from atroposlib.envs.base import BaseEnv, BaseEnvConfig
 from atroposlib.envs.eval_run import hash_of
 from atroposlib.envs.multi_turn_env import MultiTurnEnv
 from atroposlib.errors import ConfigError
-from atroposlib.runtime import command
-from atroposlib.runtime.command import run_environment
+from atroposlib.runtime import env_command
+from atroposlib.runtime.env_command import run_environment
 from atroposlib.runtime.evaluate import evaluate
 from tests.envs.helpers_envs import ENGINE, Offline
 from tests.frontend.helpers_pages import read_page
@@ -31,7 +31,9 @@ FLAGS = ["--env.num_eval_samples=3", "--env.max_eval_workers=2", "--openai.model
 @pytest.fixture(autouse=True)
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(command, "collect_less_often", lambda: None)  # scans the heap of all tests
+    monkeypatch.setattr(
+        env_command, "collect_less_often", lambda: None
+    )  # scans the heap of all tests
 
 
 @pytest.fixture(scope="module")

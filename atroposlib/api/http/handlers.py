@@ -22,7 +22,7 @@ from fastapi.responses import PlainTextResponse, Response
 from pydantic import BaseModel, ValidationError
 
 from atroposlib.api import schemas
-from atroposlib.api.http.limits import ByteBudget, HubLimits, Share, is_native
+from atroposlib.api.http.limits import ByteBudget, HeldBytes, HubLimits, is_native
 from atroposlib.api.http.metrics import HubMetrics
 from atroposlib.api.http.payloads import GroupCodec, choose_encoding, is_packed
 from atroposlib.api.http.routes import Route, RouteTable, Scope
@@ -253,18 +253,18 @@ async def batch(request: Request) -> Response:
     if query.lease:
         wanted = LeaseRequest(ttl_s=query.ttl, request_id=query.request_id, epoch=query.epoch)
     wait_s = min(query.wait, services.limits.max_wait_s)
-    share = Share(services.batches)
+    held = HeldBytes(services.batches)
     reply: dict[str, Any] = {"batch": None}
     try:
-        delivery = await _next_batch(run, request, wait_s, wanted, share)
+        delivery = await _next_batch(run, request, wait_s, wanted, held)
         if delivery is not None:
-            return await _batch_response(run, request, delivery, wanted, share)
+            return await _batch_response(run, request, delivery, wanted, held)
     except NotRegistered as e:
         reply = {"status": "error", "message": str(e), "batch": []}
     except BaseException:
-        share.hold(0)
+        held.hold(0)
         raise
-    share.hold(0)
+    held.hold(0)
     return _json_response(reply)
 
 
@@ -273,7 +273,7 @@ async def _batch_response(
     request: Request,
     delivery: Delivery,
     wanted: LeaseRequest | None,
-    share: Share,
+    held: HeldBytes,
 ) -> Response:
     began_at = time.time()
     services = _services(request)
@@ -300,7 +300,7 @@ async def _batch_response(
         if wanted is None:
             await run.give_back(delivery)
         raise
-    share.hold(body.num_bytes)
+    held.hold(body.num_bytes)
     if tracing.is_on():
         for payload, steps in zip(delivery.payloads, delivery.staleness, strict=True):
             tracing.record_group(
@@ -315,16 +315,16 @@ async def _batch_response(
                 },
             )
     if wanted is not None:
-        return BatchResponse(body, share, timeout_s=delivery.expires_in_s)
-    return PlainBatchResponse(body, share, run, delivery)
+        return BatchResponse(body, held, timeout_s=delivery.expires_in_s)
+    return PlainBatchResponse(body, held, run, delivery)
 
 
 async def _next_batch(
-    run: Coordinator, request: Request, wait_s: float, lease: LeaseRequest | None, share: Share
+    run: Coordinator, request: Request, wait_s: float, lease: LeaseRequest | None, held: HeldBytes
 ) -> Delivery | None:
     """Return the next batch; None after `wait_s`, at shutdown, or if the client disconnects."""
     deadline = time.monotonic() + wait_s
-    delivery = await _deliver(run, lease, share)
+    delivery = await _deliver(run, lease, held)
     while delivery is None and not run.arrivals.is_closed:
         remaining_s = deadline - time.monotonic()
         if remaining_s <= 0:
@@ -334,15 +334,17 @@ async def _next_batch(
             continue
         if await request.is_disconnected():
             return None
-        delivery = await _deliver(run, lease, share)
+        delivery = await _deliver(run, lease, held)
     return delivery
 
 
-async def _deliver(run: Coordinator, lease: LeaseRequest | None, share: Share) -> Delivery | None:
+async def _deliver(
+    run: Coordinator, lease: LeaseRequest | None, held: HeldBytes
+) -> Delivery | None:
     """Take a batch once memory for it is reserved; its true size is known only afterwards."""
-    await share.grow(_BATCH_BYTES)
+    await held.grow(_BATCH_BYTES)
     delivery = await run.deliver(lease)
-    share.hold(0 if delivery is None else sum(map(len, delivery.payloads)))
+    held.hold(0 if delivery is None else sum(map(len, delivery.payloads)))
     return delivery
 
 

@@ -188,38 +188,38 @@ class ByteBudget:
     def __init__(self, total_bytes: int) -> None:
         self.total_bytes = total_bytes
         self.free_bytes = total_bytes
-        self.shares: dict[Share, None] = {}
-        """Shares that hold or want bytes, oldest first."""
-        self.waiting: dict[Share, tuple[int, asyncio.Future[None]]] = {}
-        """Bytes that each waiting share wants in all, in the order of service."""
+        self.holders: dict[HeldBytes, None] = {}
+        """Those that hold or want bytes, oldest first."""
+        self.waiting: dict[HeldBytes, tuple[int, asyncio.Future[None]]] = {}
+        """Bytes that each waiting holder wants in all, in the order of service."""
 
     def serve(self) -> None:
-        """Grant free bytes to waiting shares."""
+        """Grant free bytes to waiting holders."""
         while self.waiting:
-            oldest = next(iter(self.shares))
-            share = oldest if oldest in self.waiting else next(iter(self.waiting))
-            wanted, turn = self.waiting[share]
-            if share is not oldest and wanted - share.num_bytes > self.free_bytes:
+            oldest = next(iter(self.holders))
+            held = oldest if oldest in self.waiting else next(iter(self.waiting))
+            wanted, turn = self.waiting[held]
+            if held is not oldest and wanted - held.num_bytes > self.free_bytes:
                 return
-            del self.waiting[share]
-            self.free_bytes -= wanted - share.num_bytes
-            share.num_bytes = wanted
+            del self.waiting[held]
+            self.free_bytes -= wanted - held.num_bytes
+            held.num_bytes = wanted
             if not turn.done():
                 turn.set_result(None)
 
 
-class Share:
+class HeldBytes:
     """The bytes that one request holds of a budget, until the end of a `with` block."""
 
     def __init__(self, budget: ByteBudget) -> None:
         self._budget = budget
         self.num_bytes = 0
 
-    def __enter__(self) -> Share:
+    def __enter__(self) -> HeldBytes:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self in self._budget.shares:
+        if self in self._budget.holders:
             self.hold(0)
 
     async def grow(self, num_bytes: int) -> None:
@@ -235,11 +235,11 @@ class Share:
             waiting.pop(self, None)
 
     def grow_now(self, num_bytes: int) -> bool:
-        """Hold `num_bytes` in all and return True if that needs no wait; if not, only keep the share's rank."""
+        """Hold `num_bytes` in all and return True if that needs no wait; if not, only keep its rank."""
         budget = self._budget
-        budget.shares[self] = None
+        budget.holders[self] = None
         has_room = not budget.waiting and num_bytes - self.num_bytes <= budget.free_bytes
-        if has_room or next(iter(budget.shares)) is self:
+        if has_room or next(iter(budget.holders)) is self:
             self.hold(num_bytes)
             return True
         return False
@@ -250,9 +250,9 @@ class Share:
         budget.free_bytes += self.num_bytes - num_bytes
         self.num_bytes = num_bytes
         if num_bytes:
-            budget.shares[self] = None
+            budget.holders[self] = None
         else:
-            budget.shares.pop(self, None)
+            budget.holders.pop(self, None)
         budget.serve()
 
 
@@ -269,7 +269,7 @@ class RequestBodies:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        with Share(self._received) as received, Share(self._inflated) as inflated:
+        with HeldBytes(self._received) as received, HeldBytes(self._inflated) as inflated:
             try:
                 body = await self._read(scope, receive, received, inflated)
             except BodyRefused as e:
@@ -280,7 +280,7 @@ class RequestBodies:
                 await self._app(scope, replay(body, receive), send)
 
     async def _read(
-        self, scope: Scope, receive: Receive, received: Share, inflated: Share
+        self, scope: Scope, receive: Receive, received: HeldBytes, inflated: HeldBytes
     ) -> bytes | None:
         """Return the body, inflated; None if the client disconnected."""
         limits = self._limits
@@ -309,7 +309,7 @@ class RequestBodies:
         return body
 
     async def _receive(
-        self, receive: Receive, share: Share, *, announced: int | None, limit: int
+        self, receive: Receive, held: HeldBytes, *, announced: int | None, limit: int
     ) -> bytes | None:
         """Return the body as sent; None if the client disconnected.
 
@@ -327,10 +327,10 @@ class RequestBodies:
         size = 0
         is_whole = False
         while True:
-            if size > _UNCOUNTED_BYTES + share.num_bytes:
+            if size > _UNCOUNTED_BYTES + held.num_bytes:
                 began = now()
                 wanted = size - _UNCOUNTED_BYTES
-                await share.grow(wanted if is_whole else wanted + _STEP_BYTES)
+                await held.grow(wanted if is_whole else wanted + _STEP_BYTES)
                 start += now() - began
             if is_whole:
                 break
@@ -338,8 +338,8 @@ class RequestBodies:
                 # One timer until the deadline; the bytes received by then may have extended it.
                 async with asyncio.timeout_at(start + allowed_s):
                     while not is_whole and (
-                        size <= _UNCOUNTED_BYTES + share.num_bytes
-                        or share.grow_now(size - _UNCOUNTED_BYTES + _STEP_BYTES)
+                        size <= _UNCOUNTED_BYTES + held.num_bytes
+                        or held.grow_now(size - _UNCOUNTED_BYTES + _STEP_BYTES)
                     ):
                         message = await receive()
                         if message["type"] == "http.disconnect":
@@ -362,14 +362,14 @@ class RequestBodies:
             return b"".join(pieces)  # of a single piece no copy
         return await asyncio.to_thread(b"".join, pieces)  # releases the GIL while it copies
 
-    async def _inflate(self, body: bytes, share: Share, *, encoding: str, limit: int) -> bytes:
+    async def _inflate(self, body: bytes, held: HeldBytes, *, encoding: str, limit: int) -> bytes:
         ratio = self._limits.max_inflate_ratio
         # Reserved for the worst case, corrected below. No request waits for the other budget while it holds this one.
-        await share.grow(min(limit, max(_MIB, ratio * len(body))))
+        await held.grow(min(limit, max(_MIB, ratio * len(body))))
         work = functools.partial(inflate, body, encoding=encoding, max_bytes=limit, max_ratio=ratio)
         is_small = len(body) <= _INLINE_INFLATE_BYTES
         data = work() if is_small else await asyncio.to_thread(work)
-        share.hold(len(data))
+        held.hold(len(data))
         return data
 
 

@@ -1,6 +1,6 @@
 """Responses too large to buffer per client: sent in pieces, each with a deadline.
 
-A client that does not read is disconnected; until then its response holds a share of a budget (`limits.ByteBudget`), so
+A client that does not read is disconnected; until then its response holds bytes of a budget (`limits.ByteBudget`), so
 slow clients cannot exhaust the memory. This module also decides whether a plain batch was delivered.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from atroposlib.api.http.limits import ABORT_EXTENSION, ByteBudget, Share
+from atroposlib.api.http.limits import ABORT_EXTENSION, ByteBudget, HeldBytes
 from atroposlib.api.http.payloads import EncodedBody, even_pieces
 from atroposlib.api.run.coordinator import Coordinator
 from atroposlib.api.run.types import Delivery
@@ -81,26 +81,26 @@ class JsonPieces(_PiecewiseResponse):
             await send(message)
             await asyncio.sleep(0)  # other tasks run between two pieces
 
-        with Share(self._budget) as share:
+        with HeldBytes(self._budget) as held:
             # One piece is encoded while the previous one waits for the client.
-            await share.grow(2 * PIECE_BYTES)
+            await held.grow(2 * PIECE_BYTES)
             await self._send_pieces(even_pieces(self._texts, PIECE_BYTES), send_and_yield)
             await send({"type": "http.response.body", "body": b""})
 
 
 class BatchResponse(_PiecewiseResponse):
-    """A leased batch. It holds `share`, which shrinks as pieces are sent."""
+    """A leased batch. It holds `held`, which shrinks as pieces are sent."""
 
-    def __init__(self, body: EncodedBody, share: Share, *, timeout_s: float) -> None:
+    def __init__(self, body: EncodedBody, held: HeldBytes, *, timeout_s: float) -> None:
         headers = {"Vary": "Accept, Accept-Encoding", "Content-Length": str(body.num_bytes)}
         if body.encoding is not None:
             headers["Content-Encoding"] = body.encoding
         super().__init__(media_type=body.media_type, headers=headers, timeout_s=timeout_s)
         self._pieces = body.pieces
-        self._share = share
+        self._held = held
 
     async def _send_all(self, receive: Receive, send: Send) -> None:
-        with self._share:
+        with self._held:
             await self._send_pieces(self._drain(), send)
             await send({"type": "http.response.body", "body": b""})
 
@@ -110,7 +110,7 @@ class BatchResponse(_PiecewiseResponse):
         while self._pieces:
             piece = self._pieces.pop()
             yield piece
-            self._share.hold(self._share.num_bytes - len(piece))
+            self._held.hold(self._held.num_bytes - len(piece))
 
 
 class PlainBatchResponse(BatchResponse):
@@ -122,9 +122,9 @@ class PlainBatchResponse(BatchResponse):
     """
 
     def __init__(
-        self, body: EncodedBody, share: Share, run: Coordinator, delivery: Delivery
+        self, body: EncodedBody, held: HeldBytes, run: Coordinator, delivery: Delivery
     ) -> None:
-        super().__init__(body, share, timeout_s=delivery.expires_in_s)
+        super().__init__(body, held, timeout_s=delivery.expires_in_s)
         self._run = run
         self._delivery = delivery
 
@@ -134,7 +134,7 @@ class PlainBatchResponse(BatchResponse):
         self._pieces[-1] = self._pieces[-1][:-1]
         is_trained = False
         try:
-            with self._share:
+            with self._held:
                 await self._send_pieces(self._drain_while(watcher), send)
                 for _ in range(_TURNS_TO_NOTICE):
                     await asyncio.sleep(0)

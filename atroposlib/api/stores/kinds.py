@@ -11,7 +11,7 @@ from atroposlib.api.stores.disk import DiskStore
 from atroposlib.api.stores.runs import DirectoryRuns, MemoryRuns, RunStores
 from atroposlib.api.stores.space import DiskSpace
 from atroposlib.errors import ConfigError
-from atroposlib.utils.registry import Registry
+from atroposlib.utils.entry_points import Registry
 
 STORES = Registry(
     "--store",

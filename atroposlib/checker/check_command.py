@@ -1,7 +1,7 @@
 """`python my_env.py check`: the checker as a command.
 
 Takes its own options and every flag of `serve`. Prints a line per rule, or JSON; exit code 1 if a rule fails, 2 for an
-invalid flag. Called by `runtime.command`.
+invalid flag. Called by `runtime.env_command`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def check_environment(
 ) -> int:
     """Check an environment with the options in `argv`; return the exit code.
 
-    `build` constructs it from flags: `runtime.command.build_environment`.
+    `build` constructs it from flags: `runtime.env_command.build_environment`.
     """
     logging.basicConfig(level=logging.CRITICAL)  # what the author's code logs is in the report
     options, flags = _parser(prog).parse_known_args(argv)

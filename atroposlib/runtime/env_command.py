@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, create_model
 
-from atroposlib.checker.command import check_environment
+from atroposlib.checker.check_command import check_environment
 from atroposlib.config import (
     HelpLayout,
     SectionValues,

@@ -1,6 +1,6 @@
 """Lists of numbers that keep an equal array: an engine's answer becomes arrays once, although authors see lists.
 
-`joined` makes the lists of a session's nodes, and gate 1 (`scored_data.check_group`) takes their arrays. Changing a
+`joined` makes the lists of a session's nodes, and `scored_data.check_group` takes their arrays. Changing a
 list only means that it is converted again.
 """
 

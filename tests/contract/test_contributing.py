@@ -21,10 +21,7 @@ def test_every_answer_names_a_definition_that_exists() -> None:
             path = ROOT / (file if "/" in file else folder / file)
             kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
             nodes = ast.parse(path.read_text(encoding="utf-8")).body
-            values = [node for node in nodes if isinstance(node, ast.Assign)]
             defined = {node.name for node in nodes if isinstance(node, kinds)}
-            defined |= {ast.unparse(target) for node in values for target in node.targets}
-            defined |= {
-                ast.unparse(node.target) for node in nodes if isinstance(node, ast.AnnAssign)
-            }
+            defined |= {ast.unparse(n.target) for n in nodes if isinstance(n, ast.AnnAssign)}
+            defined |= {ast.unparse(n.targets[0]) for n in nodes if isinstance(n, ast.Assign)}
             assert name in defined, row

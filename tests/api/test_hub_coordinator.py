@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
-import os
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -44,6 +42,7 @@ from atroposlib.api.stores.base import (
 )
 from atroposlib.api.stores.disk import DiskStore
 from atroposlib.api.stores.memory import MemoryStore
+from atroposlib.api.stores.run_file import PayloadReader
 from atroposlib.errors import GroupError
 from atroposlib.scored_data import GroupHeader
 from tests.api.helpers_api import environment, registration
@@ -1057,22 +1056,16 @@ async def test_group_size_beyond_the_batch_buffers_nothing() -> None:
 async def test_group_that_the_disk_cannot_read_is_set_aside_and_the_others_are_delivered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def pread(fd: int, length: int, offset: int) -> bytes:
-        data = read(fd, length, offset)
-        if data == b"13":
-            raise OSError(errno.EIO, "Input/output error")
-        return data
+    def read_one(self: PayloadReader, number: int) -> bytes | None:
+        payload = read(self, number)
+        return None if payload == b"13" else payload
 
-    def preadv(*_: object) -> int:
-        raise BlockingIOError(errno.EAGAIN, "not in memory")
-
-    read = os.pread
+    read = PayloadReader._read_one
     coordinator = Coordinator(DiskStore(tmp_path, min_free_bytes=0))
     await coordinator.open()
     await coordinator.register(RegisterTrainer(**registration(batch_size=2)))
     await coordinator.accept([incoming(1, tag=tag) for tag in (12, 13, 14)])
-    monkeypatch.setattr(os, "pread", pread)
-    monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr(PayloadReader, "_read_one", read_one)
     assert tags(await coordinator.deliver(LeaseRequest(request_id="r"))) == [12, 14]
     assert [dead.reason for dead in coordinator.dead()] == ["damaged in the store"]
     await coordinator.close()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
-import os
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -63,7 +61,7 @@ def new_batch(number: int, state: BatchState = BatchState.LEASED) -> StoredBatch
 
 def disk_store(directory: Path, kind: str) -> DiskStore:
     durability = Durability.POWER if kind == "disk-power" else Durability.PROCESS
-    return DiskStore(directory / "run", durability=durability, min_free_bytes=0, segment_bytes=4096)
+    return DiskStore(directory / "run", durability=durability, min_free_bytes=0)
 
 
 @pytest.fixture(params=["memory", "disk-power", "disk-process", "postgres"])
@@ -177,7 +175,7 @@ async def test_an_ended_group_leaves_at_most_60_bytes_in_the_state(tmp_path: Pat
                 Change(ends=[End(number=n, fate=Fate.TRAINED) for n in range(start, start + 200)])
             )
         await store.close()
-        sizes.append((tmp_path / "run" / "state.db").stat().st_size)
+        sizes.append((tmp_path / "run" / "run.db").stat().st_size)
         store = disk_store(tmp_path, "disk-process")
         await store.open()
     await store.close()
@@ -312,28 +310,3 @@ async def test_a_change_that_names_an_absent_group_raises_key_error_and_changes_
     assert (saved.document, saved.ended) == (b"kept", {})
     assert [(group.place, group.reason) for group in saved.groups] == [(Place.DEAD, "kept")] * 2
     assert await again.read([0, 1]) == [b"payload"] * 2
-
-
-@pytest.mark.parametrize("num_cached", [0, 1, 100])
-async def test_payloads_are_the_same_whether_the_system_has_them_in_memory_or_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_cached: int
-) -> None:
-    """`num_cached` bytes are at hand: none, fewer than asked for, all."""
-
-    def preadv(fd: int, buffers: list[memoryview], offset: int, flags: int) -> int:
-        assert flags == os.RWF_NOWAIT
-        if num_cached == 0:
-            raise BlockingIOError(errno.EAGAIN, "not in memory")
-        [buffer] = buffers
-        data = os.pread(fd, min(num_cached, len(buffer)), offset)
-        buffer[: len(data)] = data
-        return len(data)
-
-    monkeypatch.setattr(os, "preadv", preadv)
-    store = DiskStore(tmp_path, min_free_bytes=0, segment_bytes=200)
-    await store.open()
-    groups = [new_group(number, bytes([number]) * 60) for number in range(5)]
-    for group in groups:
-        await store.append([group])
-    assert await store.read([3, 0, 4]) == [groups[n].payload for n in (3, 0, 4)]
-    await store.close()

@@ -26,6 +26,9 @@ class SqliteFiles:
     def opened(self, path: str) -> int:
         return _OK
 
+    def read(self, path: str, size: int, offset: int) -> int:
+        return _OK
+
     def wrote(self, path: str, data: bytes, offset: int) -> int:
         return _OK
 
@@ -42,7 +45,7 @@ class SqliteFiles:
 _X_OPEN = CFUNCTYPE(c_int, c_void_p, c_void_p, c_void_p, c_int, c_void_p)
 _X_DELETE = CFUNCTYPE(c_int, c_void_p, c_char_p, c_int)
 _X_CLOSE = CFUNCTYPE(c_int, c_void_p)
-_X_WRITE = CFUNCTYPE(c_int, c_void_p, c_void_p, c_int, c_int64)
+_X_READ = _X_WRITE = CFUNCTYPE(c_int, c_void_p, c_void_p, c_int, c_int64)
 _X_TRUNCATE = CFUNCTYPE(c_int, c_void_p, c_int64)
 _X_SYNC = CFUNCTYPE(c_int, c_void_p, c_int)
 
@@ -65,7 +68,7 @@ class _Methods(Structure):
     _fields_ = [
         ("iVersion", c_int),
         ("xClose", _X_CLOSE),
-        ("xRead", c_void_p),
+        ("xRead", _X_READ),
         ("xWrite", _X_WRITE),
         ("xTruncate", _X_TRUNCATE),
         ("xSync", _X_SYNC),
@@ -129,6 +132,10 @@ class _Shim:
                 self._paths.pop(file, None)
                 return int(original.xClose(file))
 
+            def read(file: int, data: int, size: int, offset: int) -> int:
+                code = self._ask("read", self._paths[file], size, offset)
+                return code or int(original.xRead(file, data, size, offset))
+
             def write(file: int, data: int, size: int, offset: int) -> int:
                 code = self._ask("wrote", self._paths[file], ctypes.string_at(data, size), offset)
                 return code or int(original.xWrite(file, data, size, offset))
@@ -142,6 +149,8 @@ class _Shim:
                 return code or int(original.xSync(file, flags))
 
             copy.xClose = _X_CLOSE(close)
+            if type(self._files).read is not SqliteFiles.read:  # SQLite reads often
+                copy.xRead = _X_READ(read)
             copy.xWrite = _X_WRITE(write)
             copy.xTruncate = _X_TRUNCATE(truncate)
             copy.xSync = _X_SYNC(sync)
@@ -177,6 +186,9 @@ def interposed(files: SqliteFiles) -> Iterator[None]:
 
 class _Counter(SqliteFiles):
     num_writes = 0
+
+    def read(self, path: str, size: int, offset: int) -> int:
+        return _OK
 
     def wrote(self, path: str, data: bytes, offset: int) -> int:
         self.num_writes += 1

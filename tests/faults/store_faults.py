@@ -1,4 +1,4 @@
-"""What the fault tests of the disk store share: files that fail on purpose, a random workload, and its judge.
+"""What the fault tests of the disk store share: a random workload, and its judge.
 
 The judge knows what was asked of a store and what it answered, and tells whether what a later opening finds could be
 the truth: nothing lost that was acknowledged, nothing half done, nothing invented. Every commit of the workload writes
@@ -8,17 +8,21 @@ its own number as the document and as one of three facts, so what was opened say
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import random
 import shutil
 import tempfile
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import pytest
+
+from atroposlib.api.stores import run_file
 from atroposlib.api.stores.base import (
     Appended,
     BatchState,
@@ -34,73 +38,10 @@ from atroposlib.api.stores.base import (
     StoreFull,
 )
 from atroposlib.api.stores.disk import DiskStore
-from atroposlib.api.stores.segments import Files
+from atroposlib.api.stores.space import DiskSpace
 from atroposlib.scored_data import GroupHeader
 
-
-class SmallDisk(Files):
-    """Pretends that the disk is small, so that the ballast is too."""
-
-    def total_bytes(self, path: Path) -> int:
-        return 1 << 20
-
-    def free_bytes(self, path: Path) -> int:
-        return 1 << 30
-
-
-class FailingFiles(SmallDisk):
-    """Lets call number `fail_at` (from 0) end in `error`; None: that call writes only half of what it was given."""
-
-    def __init__(self, *, fail_at: int, error: int | None) -> None:
-        self.num_calls = 0
-        self.failed: str | None = None
-        """Name of the call that failed."""
-        self._fail_at = fail_at
-        self._error = error
-
-    def _count(self, name: str) -> bool:
-        is_due = self.num_calls == self._fail_at
-        self.num_calls += 1
-        if is_due and (self._error is not None or name == "write"):
-            self.failed = name
-            if self._error is not None and name != "write":
-                raise OSError(self._error, os.strerror(self._error))
-            return True
-        return False
-
-    def create(self, path: Path) -> int:
-        self._count("create")
-        return super().create(path)
-
-    def write(self, fd: int, buffers: Sequence[bytes], offset: int) -> int:
-        if not self._count("write"):
-            return super().write(fd, buffers, offset)
-        # A disk that fills up, or dies, has often taken a part.
-        whole = b"".join(buffers)
-        half = super().write(fd, [whole[: (len(whole) + 1) // 2]], offset)
-        if self._error is not None:
-            raise OSError(self._error, os.strerror(self._error))
-        return half
-
-    def sync(self, fd: int) -> None:
-        self._count("sync")
-        super().sync(fd)
-
-    def sync_directory(self, path: Path) -> None:
-        self._count("sync_directory")
-        super().sync_directory(path)
-
-    def truncate(self, fd: int, size: int) -> None:
-        self._count("truncate")
-        super().truncate(fd, size)
-
-    def unlink(self, path: Path) -> None:
-        self._count("unlink")
-        super().unlink(path)
-
-    def allocate(self, fd: int, size: int) -> None:
-        self._count("allocate")
-        super().allocate(fd, size)
+BALLAST_BYTES = 4 << 20
 
 
 @contextmanager
@@ -113,26 +54,30 @@ def ram_directory(otherwise: Path) -> Iterator[Path]:
         yield Path(name)
 
 
+@contextmanager
+def small_steps() -> Iterator[None]:
+    """Let stores move the WAL into the file, and shrink it, every few transactions."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_file, "_CHECKPOINT_BYTES", 3 * run_file._JOB_BYTES)
+        patch.setattr(run_file, "_KEPT_FREE_BYTES", 0)
+        patch.setattr(run_file, "_KEPT_FREE_SHARE", 0.05)
+        yield
+
+
 def open_store(
     directory: Path,
     *,
-    files: Files | None = None,
     durability: Durability = Durability.POWER,
-    segment_bytes: int = 20_000,
     min_free_bytes: int = 0,
     on_failure: Callable[[BaseException], None] | None = None,
-    clock: Callable[[], float] | None = None,
 ) -> DiskStore:
-    """A store with small segments, not yet opened."""
-    extra = {} if clock is None else {"clock": clock}
+    """A store with a small ballast, which looks after its file all the time; not yet opened."""
     return DiskStore(
         directory,
         durability=durability,
-        min_free_bytes=min_free_bytes,
-        segment_bytes=segment_bytes,
-        files=files or SmallDisk(),
+        space=DiskSpace(directory, min_free_bytes=min_free_bytes, ballast_bytes=BALLAST_BYTES),
         on_failure=on_failure,
-        **extra,
+        clock=map(float, itertools.count()).__next__,
     )
 
 
@@ -267,15 +212,6 @@ class Workload:
         """Do `num_steps` things; raises `StoreBroken` when the store breaks."""
         for _ in range(num_steps):
             await self.step()
-
-    async def fill_and_expire(self, num_rounds: int) -> None:
-        """Append several segments full of groups and expire them all, never durably, `num_rounds` times."""
-        for _ in range(num_rounds):
-            for _ in range(8):
-                await self._append(2)
-            ends = [End(number=number, fate=Fate.EXPIRED) for number in self._held]
-            self._held.clear()
-            await self._commit(Change(ends=ends, is_durable=False))
 
     async def step(self) -> None:
         """Do one thing."""

@@ -1,21 +1,23 @@
-"""What the disk store does with its directory: who may use it, what is dropped, moved, rebuilt; what damage costs."""
+"""What the disk store does with its directory: who may use it, how its file grows and shrinks; what damage costs."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
-import logging
 import random
+import shutil
+import sqlite3
 import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 
 from atroposlib.api.run.coordinator import Coordinator
-from atroposlib.api.stores import space
+from atroposlib.api.stores import disk, run_file, space
 from atroposlib.api.stores.base import (
     Appended,
     Change,
@@ -28,14 +30,15 @@ from atroposlib.api.stores.base import (
     Place,
     StoreBroken,
     StoreFull,
+    UnreadableRun,
 )
 from atroposlib.api.stores.disk import DiskStore
+from atroposlib.api.stores.run_file import PAGE_BYTES, RunFile
 from atroposlib.api.stores.space import file_system_of
-from atroposlib.api.stores.state import StateDb
-from atroposlib.api.stores.writing import Location
 from atroposlib.errors import ConfigError
 from tests.faults.conftest import Open
-from tests.faults.store_faults import SmallDisk, copy_run, new_group, open_store
+from tests.faults.sqlite_vfs import SqliteFiles, interposed, require_interposable
+from tests.faults.store_faults import copy_run, new_group, open_store, small_steps
 
 
 def make_groups(count: int, *, num_bytes: int = 4000, first: int = 0) -> list[NewGroup]:
@@ -49,46 +52,12 @@ def end(*numbers: int, is_durable: bool = True) -> Change:
     )
 
 
-def segment_names(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.glob("*.seg"))
-
-
-def flip(path: Path, at: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[at] ^= 1
-    path.write_bytes(content)
-
-
-def find(path: Path, payload: bytes) -> int:
-    return path.read_bytes().index(payload)
-
-
 async def fill(store: DiskStore, count: int) -> list[NewGroup]:
     """Append groups one by one."""
     groups = make_groups(count)
     for group in groups:
         await store.append([group])
     return groups
-
-
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-async def let_time_pass(store: DiskStore, clock: Clock, *times_s: float) -> None:
-    """Let the writer look after the disk at these times."""
-    for clock.now_s in times_s:
-        await settle(store)
-
-
-async def settle(store: DiskStore) -> None:
-    """Return when the writer has looked after the disk and the files that it dropped are gone."""
-    await store.commit(Change())
-    await store.commit(Change())
-    await asyncio.to_thread(store._unlinker.submit(int).result)
 
 
 async def test_a_second_hub_on_the_directory_is_told_so(tmp_path: Path, opened: Open) -> None:
@@ -110,173 +79,6 @@ async def test_other_users_cannot_read_the_directory(tmp_path: Path, opened: Ope
         assert path.stat().st_mode & 0o077 == 0, path
 
 
-async def test_opening_says_what_was_found(tmp_path: Path, opened: Open) -> None:
-    store, saved = await opened()
-    assert saved.found == ""
-    await store.append(make_groups(2, num_bytes=1000))
-    copy_run(tmp_path / "run", tmp_path / "crashed")
-    await store.append(make_groups(3, num_bytes=1000, first=2))
-    await store.close()
-    segment = segment_names(tmp_path / "run")[0]
-    content = (tmp_path / "run" / segment).read_bytes()
-    (tmp_path / "crashed" / segment).write_bytes(content[:-10])
-    _, saved = await opened("crashed")
-    assert saved.found.startswith("4 groups held (4000 bytes), 2 of them rolled forward, ")
-    assert "unfinished bytes cut off" in saved.found
-
-
-async def test_a_segment_is_dropped_when_nothing_in_it_is_held(
-    tmp_path: Path, opened: Open
-) -> None:
-    store, _ = await opened(segment_bytes=10_000)
-    await fill(store, 9)
-    full = segment_names(tmp_path / "run")
-    assert len(full) == 3
-    await store.commit(end(0, 1))
-    await settle(store)
-    assert segment_names(tmp_path / "run") == full
-    await store.commit(end(2, is_durable=False))
-    await settle(store)
-    assert segment_names(tmp_path / "run") == full[1:]
-    assert store.usage().stored_bytes < 7 * 4000
-
-
-async def test_a_sparse_segment_is_copied_forward_and_dropped_and_no_group_is_absent_meanwhile(
-    tmp_path: Path, opened: Open
-) -> None:
-    taken_out: list[int] = []
-
-    class Watched(dict[int, Location]):
-        def pop(self, number: int, *default: Any) -> Any:
-            taken_out.append(number)
-            return super().pop(number, *default)
-
-    clock = Clock()
-    store, _ = await opened(segment_bytes=40_000, clock=clock)
-    store._segments.places = Watched()
-    groups = await fill(store, 21)
-    await store.commit(Change(moves=[Move(number=7, place=Place.DEAD, reason="odd")]))
-    first = segment_names(tmp_path / "run")[0]
-    await store.commit(end(*(n for n in range(10) if n != 7)))
-    taken_out.clear()
-    await let_time_pass(store, clock, 0.0, 5.0, 599.0)
-    assert first in segment_names(tmp_path / "run")
-    await let_time_pass(store, clock, 700.0)
-    assert first not in segment_names(tmp_path / "run")
-    assert taken_out == []
-    assert store.usage().payload_bytes == 12 * 4000
-    assert await store.read([7, 15]) == [groups[7].payload, groups[15].payload]
-    copy_run(tmp_path / "run", tmp_path / "crashed")
-    await store.close()
-    crashed, saved = await opened("crashed")
-    assert [group.header.number for group in saved.groups] == [7, *range(10, 21)]
-    assert (saved.groups[0].place, saved.groups[0].reason) == (Place.DEAD, "odd")
-    assert await crashed.read([7]) == [groups[7].payload]
-
-
-async def test_a_segment_that_cannot_be_read_is_not_copied_forward_and_breaks_nothing(
-    tmp_path: Path, opened: Open
-) -> None:
-    clock = Clock()
-    store, _ = await opened(segment_bytes=40_000, clock=clock)
-    await fill(store, 11)
-    await store.commit(end(*(n for n in range(10) if n != 7)))
-    await let_time_pass(store, clock, 0.0, 5.0)
-    (tmp_path / "run" / segment_names(tmp_path / "run")[0]).unlink()
-    await let_time_pass(store, clock, 700.0)
-    with pytest.raises(CorruptGroups):
-        await store.read([7])
-    assert await store.append(make_groups(1, first=11)) == [Appended.STORED]
-
-
-async def test_a_damaged_group_stays_where_it_is_when_others_are_copied_forward(
-    tmp_path: Path, opened: Open
-) -> None:
-    clock = Clock()
-    store, _ = await opened(segment_bytes=60_000, clock=clock)
-    groups = await fill(store, 17)
-    first = tmp_path / "run" / segment_names(tmp_path / "run")[0]
-    flip(first, find(first, groups[3].payload))
-    await store.commit(end(*(n for n in range(15) if n not in (3, 4))))
-    await let_time_pass(store, clock, 5.0, 700.0)
-    assert first.exists()
-    assert await store.read([4, 16]) == [groups[4].payload, groups[16].payload]
-    with pytest.raises(CorruptGroups):
-        await store.read([3])
-    await store.commit(end(3))
-    await settle(store)
-    assert not first.exists()
-
-
-async def test_damage_is_found_on_reading_not_on_opening_and_all_of_it_is_named(
-    tmp_path: Path, opened: Open
-) -> None:
-    store, _ = await opened(segment_bytes=10_000)
-    groups = await fill(store, 9)
-    await store.close()
-    names = segment_names(tmp_path / "run")
-    first = tmp_path / "run" / names[0]
-    flip(first, find(first, groups[1].payload) + 100)
-    (tmp_path / "run" / names[1]).unlink()
-    store, saved = await opened(segment_bytes=10_000)
-    assert len(saved.groups) == 9
-    with pytest.raises(CorruptGroups) as caught:
-        await store.read([8, 5, 4, 3, 1, 0])
-    assert caught.value.numbers == [1, 3, 4, 5]
-    assert await store.read([8, 0]) == [groups[8].payload, groups[0].payload]
-    await store.commit(end(*range(9)))
-    await settle(store)
-
-
-@pytest.mark.parametrize("loss", ["missing", "overwritten", "torn page"])
-async def test_a_lost_database_is_rebuilt_from_the_segments(
-    tmp_path: Path, opened: Open, caplog: pytest.LogCaptureFixture, loss: str
-) -> None:
-    store, _ = await opened()
-    groups = await fill(store, 12)
-    await store.commit(end(11))
-    await store.close()
-    state = tmp_path / "run" / "state.db"
-    if loss == "missing":
-        state.unlink()
-    elif loss == "overwritten":
-        state.write_bytes(b"not a database" * 1000)
-    else:
-        content = bytearray(state.read_bytes())
-        content[4096:8192] = bytes(4096)
-        state.write_bytes(content)
-    again, saved = await opened()
-    assert [group.header for group in saved.groups] == [group.header for group in groups]
-    assert [group.header for group in saved.groups] == [group.header for group in groups]
-    assert "12 of them rebuilt" in saved.found
-    assert any(
-        record.levelno == logging.ERROR and "state was lost" in record.getMessage()
-        for record in caplog.records
-    )
-    assert await again.read([11]) == [groups[11].payload]
-    assert await again.append([groups[0]]) == [Appended.DUPLICATE]
-    await again.close()
-    set_aside = list((tmp_path / "run").glob("damaged-*"))
-    assert bool(set_aside) == (loss != "missing")
-
-
-async def test_what_was_cleared_does_not_come_back_after_a_crash(
-    tmp_path: Path, opened: Open
-) -> None:
-    store, _ = await opened()
-    await store.append(make_groups(5))
-    copy_run(tmp_path / "run", tmp_path / "before")
-    await store.clear()
-    copy_run(tmp_path / "run", tmp_path / "crashed")
-    # As if the crash had come between the transaction and the removal of the files.
-    for name in segment_names(tmp_path / "before"):
-        (tmp_path / "crashed" / name).write_bytes((tmp_path / "before" / name).read_bytes())
-    await store.close()
-    crashed, saved = await opened("crashed")
-    assert (saved.groups, saved.next_number) == ([], 0)
-    assert await crashed.append(make_groups(5)) == [Appended.STORED] * 5
-
-
 async def test_a_caller_who_gives_up_does_not_undo_an_append(opened: Open) -> None:
     store, _ = await opened()
     groups = make_groups(2)
@@ -288,86 +90,242 @@ async def test_a_caller_who_gives_up_does_not_undo_an_append(opened: Open) -> No
     assert await store.append([groups[0], groups[1]]) == [Appended.DUPLICATE, Appended.STORED]
 
 
-async def test_reading_goes_on_while_segments_are_dropped_and_moved(opened: Open) -> None:
-    now_s = 0.0
+async def test_opening_says_what_was_found(tmp_path: Path, opened: Open) -> None:
+    store, saved = await opened()
+    assert saved.found == ""
+    await store.append(make_groups(2, num_bytes=1000))
+    copy_run(tmp_path / "run", tmp_path / "crashed")
+    _, saved = await opened("crashed")
+    assert saved.found.startswith("2 groups held (2000 bytes), in ")
 
-    def clock() -> float:
-        nonlocal now_s
-        now_s += 400.0
-        return now_s
 
-    store, _ = await opened(segment_bytes=20_000, clock=clock)
+async def test_freed_space_is_used_again_and_returned(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_file, "_KEPT_FREE_BYTES", 2 << 20)
+    monkeypatch.setattr(disk, "TIGHT_BYTES", 0)
+    store, _ = await opened()
+    payload_bytes = 200_000
+    for first in range(0, 200, 20):
+        await store.append(make_groups(20, num_bytes=payload_bytes, first=first))
+        await store.commit(end(*range(first, first + 20)))
+        assert store.usage().stored_bytes < 30 * payload_bytes + (40 << 20)
+    await store.append(make_groups(80, num_bytes=payload_bytes, first=200))
+    await store.commit(end(*range(200, 279)))
+    for _ in range(100):  # the file is looked after between changes
+        await store.commit(Change())
+    size = (store._directory / "run.db").stat().st_size
+    assert size < 4 << 20, "one group, and the free pages that are kept"
+    assert await store.read([279]) == [
+        make_groups(80, num_bytes=payload_bytes, first=200)[79].payload
+    ]
+
+
+def overwrite(store: DiskStore, payload: bytes, at: int, by: bytes) -> None:
+    """Spoil the page of a closed store's file that holds this part of a payload."""
+    path = store._directory / "run.db"
+    content = path.read_bytes()
+    start = content.index(payload[at : at + 64]) // PAGE_BYTES * PAGE_BYTES
+    path.write_bytes(content[:start] + by + content[start + len(by) :])
+
+
+@pytest.mark.parametrize("how", ["a byte", "a page"])
+async def test_a_damaged_payload_is_named_when_it_is_read_and_costs_only_itself(
+    opened: Open, how: str
+) -> None:
+    """A page that is lost takes the number of the next one with it, so that not all can be freed."""
+    store, _ = await opened()
+    groups = make_groups(9, num_bytes=100_000)
+    await store.append(groups)
+    await store.close()
+    for number in (1, 5):
+        payload = groups[number].payload
+        if how == "a byte":
+            path = store._directory / "run.db"
+            at = path.read_bytes().index(payload[50_000:50_064])
+            with path.open("r+b") as file:
+                file.seek(at)
+                file.write(bytes([payload[50_000] ^ 1]))
+        else:
+            overwrite(store, payload, 50_000, bytes(PAGE_BYTES))
+    store, saved = await opened()
+    assert len(saved.groups) == 9
+    with pytest.raises(CorruptGroups) as caught:
+        await store.read([8, 5, 4, 3, 1, 0])
+    assert caught.value.numbers == [1, 5]
+    assert await store.read([8, 0]) == [groups[8].payload, groups[0].payload]
+    await store.commit(end(1, 0))
+    await store.commit(end(*range(2, 9)))
+    assert await store.append(make_groups(2, first=20)) == [Appended.STORED] * 2
+    assert store.usage().payload_bytes == 8000
+
+
+async def test_a_group_that_the_disk_cannot_read_is_named(tmp_path: Path) -> None:
+    require_interposable(tmp_path)
+
+    class Bad(SqliteFiles):
+        page = -1
+
+        def read(self, path: str, size: int, offset: int) -> int:
+            is_bad = path.endswith("run.db") and offset == self.page * PAGE_BYTES
+            return sqlite3.SQLITE_IOERR_READ if is_bad else 0
+
+    files = Bad()
+    groups = make_groups(3, num_bytes=100_000)
+    with interposed(files):
+        store = open_store(tmp_path / "run")
+        await store.open()
+        await store.append(groups)
+        await store.close()
+        content = (tmp_path / "run" / "run.db").read_bytes()
+        store = open_store(tmp_path / "run")
+        await store.open()
+        files.page = content.index(groups[1].payload[50_000:50_064]) // PAGE_BYTES
+        with pytest.raises(CorruptGroups) as caught:
+            await store.read([0, 1, 2])
+        assert caught.value.numbers == [1]
+        await store.close()
+
+
+@pytest.mark.parametrize("loss", ["overwritten", "torn page"])
+async def test_a_damaged_file_is_named_and_left_as_it_is(
+    tmp_path: Path, opened: Open, loss: str
+) -> None:
+    store, _ = await opened()
+    await store.append(make_groups(12))
+    await store.close()
+    path = tmp_path / "run" / "run.db"
+    content = bytearray(path.read_bytes())
+    at = (
+        0 if loss == "overwritten" else content.index(make_groups(1)[0].header.digest) // PAGE_BYTES
+    )
+    size = len(content) if loss == "overwritten" else PAGE_BYTES
+    content[at * PAGE_BYTES : at * PAGE_BYTES + size] = b"not a database  " * (size // 16)
+    path.write_bytes(content)
+    for _ in range(2):  # the first attempt let go of the directory
+        with pytest.raises(UnreadableRun, match=f"{path} is damaged and was left as it is"):
+            await open_store(tmp_path / "run").open()
+    assert path.read_bytes() == content
+
+
+async def test_what_was_cleared_does_not_come_back_after_a_crash(
+    tmp_path: Path, opened: Open
+) -> None:
+    store, _ = await opened()
+    await store.append(make_groups(5))
+    await store.clear()
+    copy_run(tmp_path / "run", tmp_path / "crashed")
+    crashed, saved = await opened("crashed")
+    assert (saved.groups, saved.next_number) == ([], 0)
+    assert await crashed.append(make_groups(5)) == [Appended.STORED] * 5
+
+
+async def test_reading_goes_on_while_groups_come_and_go(opened: Open) -> None:
+    store, _ = await opened()
     groups = make_groups(200)
     kept = [n for n in range(200) if n % 10 == 0]
-    await store.append(groups[:1])
+    stored = -1
 
     async def churn() -> None:
-        for group in groups[1:]:
+        nonlocal stored
+        for group in groups:
             await store.append([group])
-            if group.header.number % 10:
-                await store.commit(end(group.header.number))
+            stored = group.header.number
+            if stored % 10:
+                await store.commit(end(stored))
 
-    churning = asyncio.create_task(churn())
-    num_reads = 0
-    while not churning.done():
-        known = [n for n in kept if n in store._segments.places]
-        assert await store.read(known) == [groups[n].payload for n in known]
-        num_reads += 1
-        await asyncio.sleep(0)  # what the system holds in memory is read without a wait
-    await churning
-    await settle(store)
+    with small_steps():
+        churning = asyncio.create_task(churn())
+        num_reads = 0
+        while not churning.done():
+            known = [n for n in kept if n <= stored]
+            assert await store.read(known) == [groups[n].payload for n in known]
+            num_reads += 1
+        await churning
     assert await store.read(kept) == [groups[n].payload for n in kept]
     assert num_reads > 10
-    # Each of the groups that are left was alone in its segment of 20,000 bytes.
-    assert store.usage().stored_bytes < 300_000
+
+
+async def test_a_long_reader_in_another_process_delays_only_the_wal(
+    tmp_path: Path, opened: Open
+) -> None:
+    """Such as a backup, or an operator's `sqlite3`."""
+    store, _ = await opened()
+    await store.append(make_groups(1))
+    with contextlib.closing(sqlite3.connect(tmp_path / "run" / "run.db")) as reader:
+        reader.execute("begin")
+        assert reader.execute("select count(*) from held").fetchall() == [(1,)]
+        with small_steps():
+            for number in range(1, 30):
+                assert await store.append(make_groups(1, first=number)) == [Appended.STORED]
+        assert reader.execute("select count(*) from held").fetchall() == [(1,)]
+    assert len(await store.read(list(range(30)))) == 30
+
+
+async def test_the_view_for_people_names_ids_and_places(tmp_path: Path, opened: Open) -> None:
+    store, _ = await opened()
+    first, second = make_groups(2)
+    await store.append(
+        [
+            replace(group, header=replace(group.header, group_id=group_id))
+            for group, group_id in ((first, "ab" * 16), (second, "x"))
+        ]
+    )
+    await store.commit(Change(moves=[Move(number=1, place=Place.DEAD, reason="odd")]))
+    with contextlib.closing(sqlite3.connect(tmp_path / "run" / "run.db")) as reader:
+        rows = reader.execute("select number, id, place, reason from held").fetchall()
+    assert rows[1] == (1, "x", "dead", "odd")
+    assert rows[0][:2] == (0, "ab" * 16)
 
 
 async def test_a_caller_who_gives_up_closing_does_not_close_files_under_the_writer(
-    opened: Open,
+    opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Waiting(SmallDisk):
-        may_sync = threading.Event()
+    may_insert = threading.Event()
+    insert = RunFile.insert
 
-        def sync(self, fd: int) -> None:
-            assert self.may_sync.wait(30)
-            super().sync(fd)
+    def wait_and_insert(self: RunFile, group: NewGroup) -> None:
+        assert may_insert.wait(30)
+        insert(self, group)
 
-    store, _ = await opened(files=Waiting())
-    group = make_groups(1)
-    append = asyncio.create_task(store.append(group))
+    monkeypatch.setattr(RunFile, "insert", wait_and_insert)
+    store, _ = await opened()
+    append = asyncio.create_task(store.append(make_groups(1)))
     await asyncio.sleep(0.05)
     closing = asyncio.create_task(store.close())
     await asyncio.sleep(0)
     closing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await closing
-    Waiting.may_sync.set()
+    may_insert.set()
     assert await append == [Appended.STORED]
     await store.close()
     _, saved = await opened()
     assert len(saved.groups) == 1
 
 
-async def test_closing_says_when_it_could_not_make_everything_durable(
-    tmp_path: Path, opened: Open
-) -> None:
-    class BreaksLater(SmallDisk):
+async def test_closing_says_when_it_could_not_make_everything_durable(tmp_path: Path) -> None:
+    require_interposable(tmp_path)
+
+    class BreaksLater(SqliteFiles):
         is_broken = False
 
-        def sync(self, fd: int) -> None:
-            if self.is_broken:
-                raise OSError(5, "injected")
+        def synced(self, path: str) -> int:
+            return sqlite3.SQLITE_IOERR_FSYNC if self.is_broken else 0
 
     files = BreaksLater()
     failures: list[BaseException] = []
-    store, _ = await opened(files=files, on_failure=failures.append)
-    await store.append(make_groups(1))
-    files.is_broken = True
-    with pytest.raises(StoreBroken):
-        await store.close()
+    with interposed(files):
+        store = open_store(tmp_path / "run", on_failure=failures.append)
+        await store.open()
+        await store.append(make_groups(1))
+        files.is_broken = True
+        with pytest.raises(StoreBroken):
+            await store.close()
     assert len(failures) == 1
-    _, saved = await opened()
-    assert len(saved.groups) == 1
+    again = open_store(tmp_path / "run")
+    assert len((await again.open()).groups) == 1
+    await again.close()
 
 
 async def test_a_run_whose_first_commit_fails_lets_go_of_its_directory(
@@ -377,7 +335,7 @@ async def test_a_run_whose_first_commit_fails_lets_go_of_its_directory(
         raise OSError(5, "injected")
 
     with monkeypatch.context() as patch:
-        patch.setattr(StateDb, "apply", fail)
+        patch.setattr(RunFile, "apply", fail)
         with pytest.raises(StoreBroken, match="injected"):
             await Coordinator(open_store(tmp_path / "run")).open()
     again = Coordinator(open_store(tmp_path / "run"))
@@ -395,46 +353,41 @@ async def test_500_mb_are_open_again_after_a_second_of_cpu_time_after_a_crash(
         replace(group, payload=payload, place=Place.QUEUED)
         for group in make_groups(2500, num_bytes=1)
     ]
-    # The last 160 are in the segments and not in the database, as after a loss of power.
-    for start in range(0, 2340, 180):
-        await store.append(groups[start : start + 180])
-    for name in ("state.db", "state.db-wal"):
-        (tmp_path / name).write_bytes((tmp_path / "run" / name).read_bytes())
-    await store.append(groups[2340:])
-    copied = {name: (tmp_path / name).read_bytes() for name in ("state.db", "state.db-wal")}
-    store._log.end_segment()
+    for start in range(0, 2500, 100):
+        await store.append(groups[start : start + 100])
+    copy_run(tmp_path / "run", tmp_path / "crashed")
     await store.close()
-    for name, content in copied.items():
-        (tmp_path / "run" / name).write_bytes(content)
-    again = DiskStore(tmp_path / "run", min_free_bytes=0)
+    again = DiskStore(tmp_path / "crashed", min_free_bytes=0)
     started_s = time.process_time()
     saved = await again.open()
     seconds = time.process_time() - started_s
     assert len(saved.groups) == 2500
-    assert "160 of them rolled forward" in saved.found
     assert await again.read([2499]) == [payload]
     assert seconds < 1.0
     await again.close()
 
 
-async def test_appends_that_come_together_share_a_sync(opened: Open) -> None:
-    class Counting(SmallDisk):
-        num_syncs = 0
-        all_have_come = threading.Event()
+async def test_appends_that_come_together_share_a_transaction(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_transactions = 0
+    all_have_come = threading.Event()
+    transaction = RunFile.transaction
 
-        def sync(self, fd: int) -> None:
-            assert self.all_have_come.wait(30)
-            self.num_syncs += 1
-            super().sync(fd)
+    def counted(self: RunFile, *, is_durable: bool) -> contextlib.AbstractContextManager[None]:
+        nonlocal num_transactions
+        assert all_have_come.wait(30)
+        num_transactions += 1
+        return transaction(self, is_durable=is_durable)
 
-    files = Counting()
-    store, _ = await opened(files=files)
+    store, _ = await opened()
+    monkeypatch.setattr(RunFile, "transaction", counted)
     appends = [asyncio.create_task(store.append([group])) for group in make_groups(200)]
     await asyncio.sleep(0)
-    files.all_have_come.set()
+    all_have_come.set()
     assert await asyncio.gather(*appends) == [[Appended.STORED]] * 200
     # The first may be alone.
-    assert files.num_syncs <= 20
+    assert num_transactions <= 20
 
 
 @pytest.mark.parametrize(
@@ -442,19 +395,16 @@ async def test_appends_that_come_together_share_a_sync(opened: Open) -> None:
     [(100, 2.2, True), (100, 1.9, False), (10, 1.2, True), (10, 0.9, False)],
 )
 async def test_two_percent_of_the_disk_and_at_least_one_gib_stay_free(
-    tmp_path: Path, total_gib: int, free_gib: float, is_room: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    total_gib: int,
+    free_gib: float,
+    is_room: bool,
 ) -> None:
-    class Disk(SmallDisk):
-        def total_bytes(self, path: Path) -> int:
-            return total_gib << 30
-
-        def free_bytes(self, path: Path) -> int:
-            return int(free_gib * (1 << 30))
-
-        def allocate(self, fd: int, size: int) -> None:
-            pass
-
-    store = DiskStore(tmp_path / "run", files=Disk())
+    usage = SimpleNamespace(total=total_gib << 30, free=int(free_gib * (1 << 30)))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(space, "_allocate", lambda path, num_bytes: path.touch())
+    store = DiskStore(tmp_path / "run")
     await store.open()
     if is_room:
         assert await store.append(make_groups(1)) == [Appended.STORED]
@@ -464,12 +414,14 @@ async def test_two_percent_of_the_disk_and_at_least_one_gib_stay_free(
     await store.close()
 
 
-async def test_a_quota_that_takes_no_ballast_is_named(opened: Open) -> None:
-    class Quota(SmallDisk):
-        def allocate(self, fd: int, size: int) -> None:
-            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+async def test_a_quota_that_takes_no_ballast_is_named(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def allocate(path: Path, num_bytes: int) -> None:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
-    store, _ = await opened(files=Quota())
+    monkeypatch.setattr(space, "_allocate", allocate)
+    store, _ = await opened()
     with pytest.raises(StoreFull, match="ballast cannot be written: Disk quota exceeded") as caught:
         await store.append(make_groups(1))
     assert store.usage().refusal == str(caught.value)

@@ -34,7 +34,7 @@ from atroposlib.api.stores.base import (
 )
 from atroposlib.api.stores.memory import MemoryStore
 from atroposlib.scored_data import GroupHeader
-from tests.faults.store_faults import copy_run, new_group, open_store, ram_directory
+from tests.faults.store_faults import copy_run, new_group, open_store, ram_directory, small_steps
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -71,7 +71,6 @@ class StoreMachine(RuleBasedStateMachine):
         return open_store(
             self.home / str(self.num_lives),
             durability=Durability(self.kind),
-            segment_bytes=4000,
         )
 
     def wait(self, *calls: Any) -> list[Any]:
@@ -292,6 +291,6 @@ def run_machine(machine: type[StoreMachine], *, num_programs: int) -> int:
 def test_a_store_agrees_with_a_dict(
     tmp_path: Path, kind: str, num_programs: int, num_operations: int
 ) -> None:
-    with ram_directory(tmp_path) as directory:
+    with small_steps(), ram_directory(tmp_path) as directory:
         machine = type("Machine", (StoreMachine,), {"kind": kind, "directory": directory})
         assert run_machine(machine, num_programs=num_programs) >= num_operations

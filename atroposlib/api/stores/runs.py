@@ -24,9 +24,10 @@ RUN_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 """Valid run names: part of a URL path and of a file name."""
 MARKER: Final = "run.json"
 _OURS: Final = re.compile(
-    r"run\.json((\.[0-9a-f]{8})?\.partial)?|lock|ballast|\d{10}\.seg|(damaged-\d+-)?state\.db(-wal|-shm|-journal)?"
+    r"run\.json((\.[0-9a-f]{8})?\.partial)?|lock|ballast(\.probe)?|(run|(damaged-\d+-)?state)\.db"
+    r"(\.partial)?(-wal|-shm|-journal)?|\d{10}\.seg"
 )
-"""Names of the files that a store or this module creates in a run's directory."""
+"""Names of the files that a store or this module creates in a run's directory, those of older versions included."""
 
 
 class Kept(msgspec.Struct, frozen=True, kw_only=True):
@@ -249,7 +250,7 @@ def _read_marker(directory: Path) -> _Marker | None:
     try:
         marker = msgspec.json.decode((directory / MARKER).read_bytes(), type=_Marker)
     except FileNotFoundError:
-        return _Marker() if _is_of_earlier_version(directory) else None
+        return _Marker() if _holds_only_a_run(directory) else None
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
         return None
     # Renaming and writing are two steps: a crash in between leaves a marker that names another directory.
@@ -257,10 +258,10 @@ def _read_marker(directory: Path) -> _Marker | None:
     return marker if is_kept else _Marker()
 
 
-def _is_of_earlier_version(directory: Path) -> bool:
-    """Whether an older version, which wrote no marker, made the directory: it holds only a store's files."""
+def _holds_only_a_run(directory: Path) -> bool:
+    """Whether a directory without a marker is a run: of an older version, or a backup that was put in place."""
     names = {path.name for path in directory.iterdir()}
-    return {"lock", "state.db"} <= names and all(_OURS.fullmatch(name) for name in names)
+    return bool({"run.db", "state.db"} & names) and all(_OURS.fullmatch(name) for name in names)
 
 
 def _write_marker(directory: Path, marker: _Marker) -> None:

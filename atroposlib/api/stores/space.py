@@ -8,7 +8,11 @@ when there is room. The stores of one disk share one `DiskSpace`; their writer t
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
+import os
+import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +20,6 @@ from pathlib import Path
 from typing import Final
 
 from atroposlib.api.stores.base import StoreFull
-from atroposlib.api.stores.segments import LATER_ERRNOS, Files
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +33,11 @@ _FREE_SPACE_AGE_S: Final = 0.1
 """Maximum age of the free-space measurement when an append is admitted."""
 _WARNING_PAUSE_S: Final = 60.0
 """Between warnings that the disk is full."""
+_FULL_ERRNOS: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+_LATER_ERRNOS: Final = _FULL_ERRNOS | {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+"""Temporary lack of space, files or memory."""
+_PROBE: Final = "ballast.probe"
+_PROBE_BYTES: Final = 1 << 20
 
 
 class DiskSpace:
@@ -43,17 +51,16 @@ class DiskSpace:
         directory: Path,
         *,
         min_free_bytes: int | None = None,
-        files: Files | None = None,
+        ballast_bytes: int = _BALLAST_BYTES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.directory = directory
         self._asked_min_free_bytes = min_free_bytes
-        self._files = files or Files()
         self._clock = clock
         self._lock = threading.RLock()
         """Protects the ballast and the free-space count: each store has its own writer thread."""
         self._ballast_path = directory / BALLAST
-        self._ballast_bytes = 0
+        self._ballast_bytes = ballast_bytes
         self._has_ballast = False
         self._ballast_fault = ""
         """Why the ballast could not be written last."""
@@ -66,10 +73,10 @@ class DiskSpace:
         """Bytes that appends may still use."""
         return max(0, self._free_bytes - self._kept_bytes)
 
-    @property
-    def refusal(self) -> str | None:
-        """Why groups are refused now; None: they are not."""
-        return None if self._has_ballast and self.room_bytes else str(self._refused(1))
+    def refusal(self, num_bytes: int = 0) -> str | None:
+        """Why groups are refused now by a store that needs `num_bytes` for those it has; None: they are not."""
+        is_open = self._has_ballast and self.room_bytes > num_bytes
+        return None if is_open else str(self._refused(num_bytes + 1))
 
     @property
     def _kept_bytes(self) -> int:
@@ -77,14 +84,14 @@ class DiskSpace:
 
     def prepare(self) -> None:
         """Measure the disk; if it is full, release the ballast for recovery."""
-        total = self._files.total_bytes(self.directory)
+        total = shutil.disk_usage(self.directory).total
         path = self._ballast_path
         with self._lock:
             asked = self._asked_min_free_bytes
             self._min_free_bytes = max(total // 50, 1 << 30) if asked is None else asked
-            self._ballast_bytes = min(_BALLAST_BYTES, total // 8)
+            self._ballast_bytes = min(self._ballast_bytes, total // 8)
             self._has_ballast = path.exists() and path.stat().st_size == self._ballast_bytes
-            if self._files.free_bytes(self.directory) < self._ballast_bytes:
+            if free_bytes(self.directory) < self._ballast_bytes:
                 self._release_ballast()
 
     def take(self, num_bytes: int) -> None:
@@ -112,11 +119,11 @@ class DiskSpace:
         """Measure the free space, restore the ballast if there is room for it, and log that the disk is full."""
         with self._lock:
             self._measured_s = self._clock()
-            self._free_bytes = self._files.free_bytes(self.directory)
+            self._free_bytes = free_bytes(self.directory)
             if not self._has_ballast and self._free_bytes >= self._kept_bytes:
                 self._take_ballast()
-                self._free_bytes = self._files.free_bytes(self.directory)
-            refusal = self.refusal
+                self._free_bytes = free_bytes(self.directory)
+            refusal = self.refusal()
             if refusal is not None and self._measured_s - self._warned_s >= _WARNING_PAUSE_S:
                 self._warned_s = self._measured_s
                 logger.warning("%s", refusal)
@@ -128,24 +135,47 @@ class DiskSpace:
             self._release_ballast()
             yield
 
-    def _take_ballast(self) -> None:
-        open_file = self._files.open if self._ballast_path.exists() else self._files.create
+    def is_exhausted(self) -> bool:
+        """Whether the disk, or a quota, takes no more files now."""
+        path = self.directory / _PROBE
         try:
-            fd = open_file(self._ballast_path)
-            try:
-                self._files.allocate(fd, self._ballast_bytes)
-            finally:
-                self._files.close(fd)
+            _allocate(path, _PROBE_BYTES)
+        except OSError as e:
+            return e.errno in _FULL_ERRNOS
+        finally:
+            path.unlink(missing_ok=True)
+        return False
+
+    def _take_ballast(self) -> None:
+        try:
+            _allocate(self._ballast_path, self._ballast_bytes)
             self._has_ballast = True
         except OSError as e:
-            if e.errno not in LATER_ERRNOS:
+            if e.errno not in _LATER_ERRNOS:
                 raise
             self._ballast_fault = e.strerror or str(e)
             self._release_ballast()
 
     def _release_ballast(self) -> None:
-        self._files.unlink(self._ballast_path)
+        self._ballast_path.unlink(missing_ok=True)
         self._has_ballast = False
+
+
+def free_bytes(directory: Path) -> int:
+    """Bytes free on the disk of `directory`."""
+    return shutil.disk_usage(directory).free
+
+
+def _allocate(path: Path, num_bytes: int) -> None:
+    """Create a file with `num_bytes` allocated on disk."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        if sys.platform == "linux":
+            os.posix_fallocate(fd, 0, num_bytes)
+        else:
+            os.pwrite(fd, bytes(num_bytes), 0)
+    finally:
+        os.close(fd)
 
 
 def _mib(num_bytes: int) -> int:

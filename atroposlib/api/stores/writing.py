@@ -1,8 +1,7 @@
-"""What the durable stores have in common: one task that writes, and the places of payloads in segments.
+"""What the durable stores have in common: one task that writes.
 
 A call of the store is a job. Jobs that arrive while the writer is busy become one transaction. After an error of a
-transaction nothing more is written. A segment holds payloads until all of its groups have ended, or until the few that
-are left are moved.
+transaction nothing more is written.
 """
 
 from __future__ import annotations
@@ -11,27 +10,23 @@ import abc
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from atroposlib.api.stores.base import (
     Appended,
     Change,
-    CorruptGroups,
     NewGroup,
     SavedRun,
     StoreBroken,
-    StoreUsage,
     TermLost,
 )
 
 logger = logging.getLogger(__name__)
 
 IDLE_S: Final = 1.0
-"""How long a writer waits for work, and the interval at which it looks after the segments."""
-_SPARSE_SHARE: Final = 0.2
-_SPARSE_S: Final = 600.0
+"""How long a writer waits for work, and the interval at which it looks after its storage."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,106 +44,6 @@ class Job:
     """What `future` gets: a result, or an exception to raise."""
 
 
-class Location(NamedTuple):
-    """Where a payload is stored."""
-
-    segment: int
-    offset: int
-    """In the file of a segment; 0 in a database."""
-    length: int
-    crc: int
-
-    @property
-    def end(self) -> int:
-        return self.offset + self.length
-
-
-@dataclass(slots=True)
-class _Segment:
-    """What the writer knows of one segment."""
-
-    num_groups: int = 0
-    """Held groups."""
-    live_bytes: int = 0
-    sparse_since_s: float | None = None
-
-
-class Effects:
-    """What a transaction does to the places of groups, once it is committed. Contains the groups that it leaves."""
-
-    def __init__(self, segments: Segments) -> None:
-        self._before = segments.places
-        self.located: dict[int, Location] = {}
-        """Groups that were added or moved."""
-        self.ended: set[int] = set()
-
-    def __contains__(self, number: object) -> bool:
-        return number not in self.ended and (number in self.located or number in self._before)
-
-    def end(self, change: Change) -> None:
-        """Note what `change` ends. Raises KeyError, with nothing noted, if it names unknown groups."""
-        change.check(self)
-        self.ended |= {end.number for end in change.ends}
-
-
-class Segments:
-    """The places of all held groups. Only the writer changes them; any thread may read them."""
-
-    def __init__(self, sizes: Mapping[int, int]) -> None:
-        self.sizes = sizes
-        """Bytes of each segment, kept by the store."""
-        self.places: dict[int, Location] = {}
-        """By group number. A group that is moved has a place at every moment."""
-        self._held: dict[int, _Segment] = {}
-        """Segments with held groups."""
-
-    def take_over(self, effects: Effects) -> None:
-        """Apply what a committed transaction did."""
-        for number, place in effects.located.items():
-            self.note(number, place)
-        for number in effects.ended:
-            self.end(number)
-
-    def note(self, number: int, place: Location) -> None:
-        """Record where a group is, and that it left where it was before."""
-        before = self.places.get(number)
-        self.places[number] = place
-        segment = self._held.setdefault(place.segment, _Segment())
-        segment.num_groups += 1
-        segment.live_bytes += place.length
-        if before is not None:
-            self._leave(before)
-
-    def end(self, number: int) -> None:
-        """Forget a group."""
-        self._leave(self.places.pop(number))
-
-    def _leave(self, place: Location) -> None:
-        segment = self._held[place.segment]
-        segment.num_groups -= 1
-        segment.live_bytes -= place.length
-        if not segment.num_groups:
-            del self._held[place.segment]
-
-    def payload_bytes(self) -> int:
-        return sum(segment.live_bytes for segment in list(self._held.values()))
-
-    def empty(self, *, current: int | None) -> list[int]:
-        """The segments without a held group, except `current`, to which groups are still added."""
-        return [n for n in self.sizes if n not in self._held and n != current]
-
-    def sparse(self, now_s: float, *, current: int | None) -> Iterator[int]:
-        """Yield segments of which little has been held for `_SPARSE_S`; each again only after the same time."""
-        for number, segment in list(self._held.items()):
-            if number == current or segment.live_bytes >= _SPARSE_SHARE * self.sizes.get(number, 0):
-                segment.sparse_since_s = None
-            elif segment.sparse_since_s is None:
-                segment.sparse_since_s = now_s
-            elif now_s - segment.sparse_since_s >= _SPARSE_S:
-                segment.sparse_since_s = now_s
-                yield number
-
-
 class JobStore(abc.ABC):
     """A `GroupStore` whose calls are jobs of one task.
 
@@ -162,14 +57,12 @@ class JobStore(abc.ABC):
         self,
         name: str,
         *,
-        sizes: Mapping[int, int],
         max_commit_bytes: int,
         on_failure: Callable[[BaseException], None] | None,
         clock: Callable[[], float],
     ) -> None:
-        """`name`: the store in messages. `sizes`: `Segments.sizes`. `max_commit_bytes`: payloads per transaction."""
+        """`name`: the store in messages. `max_commit_bytes`: payloads per transaction."""
         self._name = name
-        self._segments = Segments(sizes)
         self._max_commit_bytes = max_commit_bytes
         self._on_failure = on_failure
         self._clock = clock
@@ -196,20 +89,6 @@ class JobStore(abc.ABC):
 
     async def clear(self) -> None:
         await self._submit(Job(alone=self._clear))
-
-    async def read(self, numbers: Sequence[int]) -> list[bytes]:
-        wanted = {number: self._segments.places[number] for number in numbers}
-        found = await self._fetch(wanted)
-        damaged = sorted(wanted.keys() - found)
-        if not damaged:
-            return [found[number] for number in numbers]
-        if any(self._segments.places.get(number) != wanted[number] for number in damaged):
-            return await self.read(numbers)  # they moved, or ended, while they were read
-        raise CorruptGroups(damaged)
-
-    def usage(self) -> StoreUsage:
-        sizes = list(self._segments.sizes.values())
-        return StoreUsage(payload_bytes=self._segments.payload_bytes(), stored_bytes=sum(sizes))
 
     async def close(self) -> None:
         """See `GroupStore`. Does nothing to a store that is already broken.
@@ -292,11 +171,7 @@ class JobStore(abc.ABC):
         now_s = self._clock()
         if now_s >= self._next_look_s:
             self._next_look_s = now_s + IDLE_S
-            await self._call(self._look_after_segments, now_s)
-
-    @abc.abstractmethod
-    async def _fetch(self, wanted: Mapping[int, Location]) -> dict[int, bytes]:
-        """Return the payloads that are at these places, undamaged."""
+            await self._call(self._look_after, now_s)
 
     @abc.abstractmethod
     async def _call(self, work: Callable[..., Any], *args: Any) -> Any:
@@ -304,15 +179,15 @@ class JobStore(abc.ABC):
 
     @abc.abstractmethod
     def _load(self) -> Any:
-        """Return the `SavedRun`, and note the places of its groups."""
+        """Return the `SavedRun`."""
 
     @abc.abstractmethod
     def _commit(self, jobs: Sequence[Job]) -> Any:
         """Do appends and changes in one transaction, and set their answers."""
 
     @abc.abstractmethod
-    def _look_after_segments(self, now_s: float) -> Any:
-        """Move the last groups of those that nearly all have left, and drop the segments without held groups."""
+    def _look_after(self, now_s: float) -> Any:
+        """Give space back that no held group needs. Called about every `IDLE_S`."""
 
     @abc.abstractmethod
     def _clear(self) -> Any:

@@ -28,7 +28,7 @@ from atroposlib.api.stores.base import (
     StoredBatch,
     StoredGroup,
 )
-from atroposlib.api.stores.writing import Location
+from atroposlib.api.stores.postgres.segments import Location
 
 _IS_HEX: Final = re.compile("[0-9a-f]{32}").fullmatch
 
@@ -172,7 +172,7 @@ async def insert_groups(
             [(group.header.number, group.payload) for group in new],
         )
     locations = {
-        group.header.number: Location(segment, 0, len(group.payload), crc)
+        group.header.number: Location(segment, len(group.payload), crc)
         for group, crc in zip(first.values(), crcs, strict=True)
         if group.header.number in stored
     }
@@ -250,7 +250,7 @@ async def load(connection: Any, run_id: int) -> LoadedRun:
         reason = None if row["reason"] is None else _str(row["reason"])
         fields = row | {"header": row | {"group_id": _id_of(row["key"])}, "reason": reason}
         groups.append(msgspec.convert(fields, StoredGroup))
-        locations[row["number"]] = Location(row["segment"], 0, row["num_bytes"], row["crc"])
+        locations[row["number"]] = Location(row["segment"], row["num_bytes"], row["crc"])
     batches = []
     rows = await connection.fetch("select * from batches where run_id = $1 order by number", run_id)
     for row in map(dict, rows):

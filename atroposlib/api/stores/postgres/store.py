@@ -19,17 +19,20 @@ from isal.isal_zlib import crc32
 
 from atroposlib.api.stores.base import (
     Appended,
+    CorruptGroups,
     Durability,
     SavedRun,
     StoreBroken,
     StoreFull,
+    StoreUsage,
     TermLost,
 )
 from atroposlib.api.stores.postgres import rows
 from atroposlib.api.stores.postgres.owners import Owners, Term
 from atroposlib.api.stores.postgres.rows import Merged
+from atroposlib.api.stores.postgres.segments import Effects, Location, Segments
 from atroposlib.api.stores.postgres.sessions import on_connection
-from atroposlib.api.stores.writing import Effects, Job, JobStore, Location
+from atroposlib.api.stores.writing import Job, JobStore
 
 T = TypeVar("T")
 
@@ -74,9 +77,9 @@ class PostgresStore(JobStore):
     ) -> None:
         self._sizes: dict[int, int] = {}
         """Bytes of each segment."""
+        self._segments = Segments(self._sizes)
         super().__init__(
             f"run {name}",
-            sizes=self._sizes,
             max_commit_bytes=_MAX_COMMIT_BYTES,
             on_failure=on_failure,
             clock=clock,
@@ -116,7 +119,23 @@ class PostgresStore(JobStore):
     async def _call(self, work: Callable[..., Any], *args: Any) -> Any:
         return await work(*args)
 
+    async def read(self, numbers: Sequence[int]) -> list[bytes]:
+        wanted = {number: self._segments.places[number] for number in numbers}
+        found = await self._fetch(wanted)
+        damaged = sorted(wanted.keys() - found)
+        if not damaged:
+            return [found[number] for number in numbers]
+        if any(self._segments.places.get(number) != wanted[number] for number in damaged):
+            return await self.read(numbers)  # they moved, or ended, while they were read
+        raise CorruptGroups(damaged)
+
+    def usage(self) -> StoreUsage:
+        return StoreUsage(
+            payload_bytes=self._segments.payload_bytes(), stored_bytes=sum(self._sizes.values())
+        )
+
     async def _fetch(self, wanted: Mapping[int, Location]) -> dict[int, bytes]:
+        """Return the payloads that are at these places, undamaged."""
         found = await self._on_connection(lambda connection: self._read(connection, wanted))
         if len(found) < len(wanted):
             # A later owner may have dropped their segment.
@@ -258,7 +277,8 @@ class PostgresStore(JobStore):
 
     # Segments.
 
-    async def _look_after_segments(self, now_s: float) -> None:
+    async def _look_after(self, now_s: float) -> None:
+        """Move the last groups of segments that nearly all have left, and drop those without held groups."""
         for number in self._segments.sparse(now_s, current=self._open_segment):
             await self._move_last_groups(number)
         await self._drop_empty_segments()

@@ -10,6 +10,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 from atroposlib.api.http.security import Scope, TokenSet
+from atroposlib.api.run.hub import DEFAULT_RUN
 from atroposlib.api.run.types import RunPolicy
 from atroposlib.api.stores.kinds import STORES
 from atroposlib.errors import ConfigError
@@ -78,6 +79,10 @@ class RunApiConfig(BaseModel):
     """Also --list: show the stored runs, including those set aside."""
     forget: str | None = None
     """Delete this stored run and exit."""
+    backup: Path | None = None
+    """Copy the stored run --run to this file and exit; a hub may serve the run meanwhile."""
+    run: str = DEFAULT_RUN
+    """With --backup: the run."""
     reload: bool = False
     """Accepted for compatibility; does nothing."""
     add_token: str | None = None

@@ -14,6 +14,7 @@ import functools
 import logging
 import os
 import resource
+import secrets
 import signal
 import socket
 import ssl
@@ -37,6 +38,7 @@ from atroposlib.api.http.security import Scope, TokenSet, add_token
 from atroposlib.api.run.hub import Hub
 from atroposlib.api.run.replica import Replica
 from atroposlib.api.server import create_app
+from atroposlib.api.stores import run_file
 from atroposlib.api.stores.base import Durability, StoreBroken
 from atroposlib.api.stores.kinds import STORES, StoreSettings
 from atroposlib.api.stores.runs import (
@@ -57,6 +59,7 @@ from atroposlib.cli.hub_settings import (
 from atroposlib.config import parse_flags
 from atroposlib.errors import ConfigError, cli_boundary
 from atroposlib.utils.event_loop import collect_less_often
+from atroposlib.utils.files import sync_to_disk
 from atroposlib.utils.wording import counted
 
 logger = logging.getLogger(__name__)
@@ -122,6 +125,15 @@ def serve(argv: Sequence[str] | None) -> int:
     if config.forget is not None:
         print(asyncio.run(_erase(config, database, only=config.forget)))
         return 0
+    if config.backup is not None:
+        if database is not None or config.memory:
+            raise ConfigError(
+                "--backup copies a run on the disk; for a database use its own backup"
+            )
+        print(back_up_run(config.data_dir, config.run, config.backup))
+        return 0
+    if "run" in config.model_fields_set:
+        raise ConfigError("--run names the run to copy: it needs --backup")
     if config.scopes or config.runs:
         raise ConfigError("--scopes and --runs describe a token to make: they need --add-token")
     if database is None and config.advertise is not None:
@@ -309,6 +321,35 @@ def erased(runs: Sequence[StoredRun], where: str) -> str:
     names = ", ".join(run.name for run in runs) or "none"
     num_bytes = sum(run.num_bytes for run in runs)
     return f"erased {counted(len(runs), 'run')} ({names}), {num_bytes / 2**20:.1f} MiB, in {where}"
+
+
+def back_up_run(data_dir: Path, name: str, target: Path) -> str:
+    """Copy a run, which a hub may be serving, to the file `target`; return a line about it.
+
+    Raises `ConfigError`, `StoreBroken`; `target` is then not there.
+    """
+    if name not in [run.name for run in stored_runs(data_dir)]:
+        raise ConfigError(f"--run {name}: no such run in {data_dir}; --list shows them")
+    source = data_dir / name / run_file.NAME
+    if not source.exists():
+        raise ConfigError(
+            f"--backup: {source} is not there; start a hub once, which converts the run"
+        )
+    if target.exists():
+        raise ConfigError(f"--backup {target}: exists already; choose another file")
+    partial = target.with_name(f"{target.name}.{secrets.token_hex(4)}.partial")
+    started_s = time.perf_counter()
+    try:
+        num_bytes = run_file.back_up(source, partial)
+        partial.rename(target)
+        sync_to_disk(target.parent)
+    except OSError as e:
+        raise ConfigError(f"--backup {target}: {e.strerror}") from e
+    finally:
+        for suffix in ("", "-journal"):
+            partial.with_name(partial.name + suffix).unlink(missing_ok=True)
+    seconds = time.perf_counter() - started_s
+    return f"copied run {name} to {target}, {num_bytes / 2**20:.1f} MiB, in {seconds:.1f} s"
 
 
 def list_runs(runs: Sequence[StoredRun], where: str) -> str:

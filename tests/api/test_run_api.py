@@ -7,6 +7,7 @@ import fcntl
 import logging
 import re
 import resource
+import shutil
 import signal
 import socket
 import ssl
@@ -477,6 +478,38 @@ def test_kept_runs_are_listed_and_forgotten_by_name(
     assert main(["--forget", "default.1"]) == 2
     assert "no such run in" in capsys.readouterr().err
     assert [run.name for run in stored_runs(tmp_path / "atropos-data")] == ["default"]
+
+
+def test_a_backup_of_a_served_run_is_a_run_of_its_own(
+    tmp_path: Path, served: Serve, command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "copy.db"
+    with served() as hub:
+        for number in range(3):
+            hub.post_group(group_id=f"g{number}")
+        assert main(["--backup", str(copy)]) == 0
+        hub.post_group(group_id="g3")
+    assert re.fullmatch(
+        rf"copied run default to {copy}, \d+\.\d MiB, in \d+\.\d s\n", capsys.readouterr().out
+    )
+    assert [path.name for path in tmp_path.glob("copy*")] == ["copy.db"]
+    assert copy.stat().st_mode & 0o077 == 0
+    before = copy.read_bytes()
+    for flags, message in (
+        (["--backup", str(copy)], "exists already"),
+        (["--backup", str(tmp_path / "other"), "--run", "absent"], "no such run"),
+        (["--backup", str(tmp_path / "absent" / "other")], "No such file"),
+        (["--backup", str(tmp_path / "other"), "--memory"], "--backup copies a run on the disk"),
+        (["--run", "default"], "it needs --backup"),
+    ):
+        assert main(flags) != 0
+        assert message in capsys.readouterr().err
+    assert copy.read_bytes() == before
+    restored = tmp_path / "restored" / "default"
+    restored.mkdir(parents=True)
+    shutil.copy(copy, restored / "run.db")
+    with served("--data-dir", "restored") as hub:
+        assert hub.get("/status")["queue_size"] == 3
 
 
 def test_store_that_breaks_ends_the_hub_with_one_clear_line(tmp_path: Path, served: Serve) -> None:

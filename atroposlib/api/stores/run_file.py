@@ -423,15 +423,17 @@ def create(path: Path) -> sqlite3.Connection:
 def back_up(source: Path, target: Path) -> int:
     """Copy a run's file, which a hub may be writing, to `target` as it is at one moment; return its size.
 
-    Raises `UnreadableRun`, `StoreBroken`.
+    Raises `StoreBroken`.
     """
-    with _said_of(source), contextlib.closing(connect(source)) as live:
-        (version,) = live.execute("pragma user_version").fetchone()
-        if version != FORMAT:
-            raise UnreadableRun(f"{source} has format {version}, not {FORMAT}")
-        with contextlib.closing(sqlite3.connect(target)) as copy:
+    try:
+        with (
+            contextlib.closing(connect(source)) as live,
+            contextlib.closing(connect(target, creates=True)) as copy,
+        ):
             live.backup(copy)
-            copy.execute("pragma journal_mode = delete")  # one file, without a WAL beside it
+            copy.execute("pragma journal_mode = delete").fetchall()  # no WAL beside it
+    except sqlite3.Error as e:
+        raise StoreBroken(f"{source} cannot be copied to {target}: {e}") from e
     sync_to_disk(target)
     return target.stat().st_size
 

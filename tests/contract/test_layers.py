@@ -169,7 +169,7 @@ def _circles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
     return {circle for circle in together if len(circle) > 1}
 
 
-def test_modules_import_in_the_named_circles_alone() -> None:
+def test_modules_import_in_no_circle() -> None:
     graph: dict[str, set[str]] = {}
     for module, target, _ in edges():
         graph.setdefault(module, set()).add(target)

@@ -206,6 +206,20 @@ def test_the_payload_masks_the_prompt_and_only_the_prompt() -> None:
 
 
 @pytest.mark.e2e
+def test_one_group_meets_no_more_names_than_it_did() -> None:
+    """What is added on a group's way replaces something: the bounds are lowered with the figures, never raised."""
+    rows = {
+        row["part"]: row
+        for row in run_script("names.py")["Functions and files that one group meets"]
+    }
+    num = {part: (int(row["functions"]), int(row["files"])) for part, row in rows.items()}
+    assert num.keys() >= {"sample", "POST", "GET batch", "make_batch", "POST ack", "all"}
+    assert min(functions for functions, _ in num.values()) > 0
+    assert max(num["POST"]) < num["all"][0] <= 420
+    assert num["all"][1] <= 55
+
+
+@pytest.mark.e2e
 def test_a_quick_run_compares_requests_with_bare_ones() -> None:
     argv = ["--per-worker", "1", "--tokens", "16", "--latency", "0.05", "--repeats", "1"]
     (rows,) = run_script("inference.py", "--concurrency", "20", *argv).values()

@@ -7,6 +7,7 @@ gets other tokens than were sampled: with real tokenizers this drift is occasion
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -141,8 +142,10 @@ class ProbeEngine(ServerHarness):
         return index % len(self._answers)
 
     async def answer(self, ask: Ask) -> Answers:
+        """Answer without stop strings and ids: what a grader does with a text must not depend on who would cut it."""
         num_earlier = len(self.samples)
-        answers = await super().answer(ask)
+        whole = dataclasses.replace(ask, stop=(), stop_token_ids=frozenset())
+        answers = await super().answer(whole)
         added = self.samples[num_earlier:]  # none for a judge's prompt
         for sample, completion in zip(added, answers.completions, strict=False):
             sample.text = str(completion.text)

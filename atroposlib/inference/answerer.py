@@ -2,7 +2,7 @@
 
 `ServerHarness` (tests, `--testing`, `check`), stepped episodes, replay and the scripted HTTP engine differ in where an
 answer comes from (a script, the trainer, a recording) and where it goes (`InProcessServer`, HTTP). What ends a text and
-what of it is shown is decided here for all of them, as vLLM decides it.
+what of it is shown is decided here for all of them, as vLLM decides it; `check` alone asks for whole texts.
 """
 
 from __future__ import annotations

@@ -25,8 +25,9 @@ from atroposlib.envs.dataset_env import DatasetEnv
 from atroposlib.envs.sandbox import ProcessSandbox, local_sandbox
 from atroposlib.envs.stepwise import Answer, Request, SteppedEnv
 from atroposlib.errors import AtroposError
-from atroposlib.inference.answerer import sample_text
+from atroposlib.inference.answerer import ask_of, end_at_stop, sample_text
 from atroposlib.inference.harness import ByteTokenizer, HarnessRequest, made_up_logprobs
+from atroposlib.inference.servers.stops import read_stops
 from atroposlib.runtime.process import process
 from atroposlib.runtime.replay import Replayer
 from atroposlib.scored_data import Strictness, check_group
@@ -462,6 +463,7 @@ async def test_a_stepped_episode_is_the_group_of_the_same_answers(
 def as_sampled(request: Request, text: str) -> Answer:
     """Return a text as the scripted engine samples it after this request."""
     limit = request.sampling.get("max_tokens", 2**31)
-    tokens, finish_reason = sample_text(ByteTokenizer(), text, limit)
-    logprobs = made_up_logprobs(request.prompt_ids, tokens, spans=[("1", len(tokens))])
-    return Answer(token_ids=tokens, logprobs=logprobs, finish_reason=finish_reason)
+    asked = ask_of(request.sampling, stops=read_stops(request.sampling))
+    ended = end_at_stop(ByteTokenizer(), asked, sample_text(ByteTokenizer(), text, limit))
+    logprobs = made_up_logprobs(request.prompt_ids, ended.tokens, spans=[("1", len(ended.tokens))])
+    return Answer(token_ids=ended.tokens, logprobs=logprobs, finish_reason=str(ended.finish_reason))

@@ -94,7 +94,7 @@ async def opened(kind: str, stack: AsyncExitStack) -> APIServer:
     return server
 
 
-@pytest.mark.parametrize("kind", [*TYPES, "harness", "check", "stepwise"])
+@pytest.mark.parametrize("kind", [*TYPES, "harness", "stepwise"])
 @pytest.mark.parametrize(
     ("asked", "text", "sampled", "reason"),
     [
@@ -123,6 +123,15 @@ async def test_limits_and_stops_end_the_answers_of_every_server(
             tokens = await server.tokens_and_logprobs_completion(prompt="hi", **asked)
             assert [TOKENIZER.decode(each) for each in tokens.output_tokens] == [sampled] * 2
             assert [_kind_of(each) for each in tokens.finish_reasons] == [reason] * 2
+
+
+async def test_the_check_gives_graders_whole_texts_within_the_limit() -> None:
+    async with AsyncExitStack() as stack:
+        server = await opened("check", stack)
+        whole = await server.completion(prompt="hi", stop=["two"])
+        cut = await server.completion(prompt="hi", stop=["two"], max_tokens=5)
+    assert [each.choices[0].text for each in (whole, cut)] == [TEXT, TEXT[:5]]
+    assert [each.choices[0].finish_reason for each in (whole, cut)] == ["stop", "length"]
 
 
 def _kind_of(reason: Any) -> Any:

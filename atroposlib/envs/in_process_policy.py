@@ -39,7 +39,7 @@ def current_answerer() -> Any:
 
 
 class InProcessPolicy(InProcessServer):
-    """A server that is told the chat of a session's request as well."""
+    """A server that also gets the messages of the chat whose tokens a session asks for."""
 
     def __init__(self, name: str) -> None:
         super().__init__(in_process_config(name))

@@ -248,7 +248,8 @@ class ConcurrencyController:
     is no worse than waiting here. `runtime/capacity.py` limits the items in flight. Neither reads the other's number,
     and a limit that the items do not reach does not grow, so the two cannot oscillate.
 
-    The figures beside the constants come from `benchmarks/concurrency.py --sensitivity`: completions per second of a
+    The figures beside the constants come from `benchmarks/concurrency.py --sensitivity` of commit 34eb935, whose
+    simulator was another: completions per second of a
     server with 64 slots, which makes at most 31.2.
     """
 

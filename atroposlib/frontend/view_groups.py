@@ -14,10 +14,11 @@ import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from atroposlib.frontend.vocabulary import Decode
 from atroposlib.samples import group_advantages
@@ -66,7 +67,8 @@ def view_of_row(
     images = images_in(row.get("images"))
     sequences: list[dict[str, Any]] = []
     for i, conversation in enumerate(conversations[:count]):
-        shown = _conversation(row, i, conversation, decode)
+        tokens = _token_ids(row, i)
+        shown = _conversation(row, i, conversation, tokens, decode)
         if shown["text"] is not None:
             images += DATA_URI.findall(shown["text"])
             shown["text"] = DATA_URI.sub("[image]", shown["text"])
@@ -76,7 +78,7 @@ def view_of_row(
                 "advantage": advantages[i],
                 "finish_reason": _at(row.get("finish_reasons"), i),
                 **shown,
-                **_token_figures(row, i, trained),
+                **_token_figures(row, i, tokens, trained),
             }
         )
     return {
@@ -148,14 +150,17 @@ def _part(part: Any) -> str:
 
 
 def _conversation(
-    row: Mapping[str, Any], i: int, messages: list[Any], decode: Decode | None
+    row: Mapping[str, Any],
+    i: int,
+    messages: list[Any],
+    tokens: list[int],
+    decode: Decode | None,
 ) -> dict[str, Any]:
     """Return the keys `messages` and `text` of a sequence; one of them is None.
 
     A single user message is the whole text of a sequence (`include_messages`). Without a conversation, it is made from
     the row's prompt and completion, unless the prompt is only the first turn; else it is the tokens' text.
     """
-    tokens = _token_ids(row, i)
     is_whole_text = len(messages) == 1 and (
         isinstance(messages[0], str) or (tokens and _mapping(messages[0]).get("role") == "user")
     )
@@ -212,10 +217,19 @@ def _uri_of(text: str) -> str | None:
 
 def _trained(row: Mapping[str, Any]) -> list[list[int]]:
     """Return 0 or 1 for each token of each sequence; masks of 0 and 1 alone are read as that."""
-    masks = [_listed(mask) for mask in _listed(row.get("masks"))]
-    if all(label in (0, 1) for mask in masks for label in mask):
-        return [[int(label) for label in mask] for mask in masks]
-    return [[int(label != IGNORE_INDEX) for label in mask] for mask in masks]
+    masks = [_array(_listed(mask)) for mask in _listed(row.get("masks"))]
+    if all(((mask == 0) | (mask == 1)).all() for mask in masks):
+        return [mask.astype(int).tolist() for mask in masks]
+    return [(mask != IGNORE_INDEX).astype(int).tolist() for mask in masks]
+
+
+def _array(values: list[Any]) -> NDArray[Any]:
+    """Return [N] numbers, or objects if one of the values is no number."""
+    with contextlib.suppress(ValueError):  # lists of different lengths
+        found = np.asarray(values)
+        if found.ndim == 1 and found.dtype.kind in "biuf":
+            return found
+    return np.fromiter(values, dtype=object, count=len(values))
 
 
 def _token_ids(row: Mapping[str, Any], i: int) -> list[int]:
@@ -225,9 +239,11 @@ def _token_ids(row: Mapping[str, Any], i: int) -> list[int]:
     return tokens if are_ids else []
 
 
-def _token_figures(row: Mapping[str, Any], i: int, trained: list[list[int]]) -> dict[str, Any]:
+def _token_figures(
+    row: Mapping[str, Any], i: int, tokens: list[int], trained: list[list[int]]
+) -> dict[str, Any]:
     """Return the arrays of a sequence that are as long as its tokens; {} without tokens."""
-    tokens, is_trained = _token_ids(row, i), _at(trained, i)
+    is_trained = _at(trained, i)
     if not tokens or not is_trained or len(is_trained) != len(tokens):
         return {}
     found: dict[str, Any] = {"tokens": tokens, "trained": is_trained}
@@ -236,24 +252,35 @@ def _token_figures(row: Mapping[str, Any], i: int, trained: list[list[int]]) -> 
     for name, key in (("sampled", "inference_logprobs"), ("token_advantages", "advantages")):
         values = _at(row.get(key), i)
         if isinstance(values, list) and len(values) == len(tokens):
-            found[name] = [
-                round(value, DECIMALS) if is_one and isinstance(value, float | int) else None
-                for value, is_one in zip(values, is_trained, strict=True)
-            ]
+            found[name] = _rounded(values, is_trained)
     return found
+
+
+def _rounded(values: list[Any], is_trained: list[int]) -> list[float | None]:
+    """Return the values of the trained tokens, None for the others and for what is no number (below 1e300)."""
+    array = _array(values)
+    if array.dtype.kind == "O":
+        array = np.array([_number(value) for value in values], dtype=float)
+    with np.errstate(over="ignore"):
+        numbers = array.astype(float).round(DECIMALS)
+    found = numbers.astype(object)
+    found[~np.asarray(is_trained, dtype=bool) | ~np.isfinite(numbers)] = None
+    return cast(list[float | None], found.tolist())
 
 
 def _versions(spans: Any, num_tokens: int) -> list[int | None] | None:
     """Return the policy version of every token, None where it is unknown; None without a known one."""
     found: list[int | None] = [None] * num_tokens
+    is_known = False
     try:
         for span in spans or ():
             start, length, version = span["start"], span["num_tokens"], span["weight_version"]
             number = int(version) if version.isdecimal() else None
             found[start : start + length] = [number] * min(length, num_tokens + 1)
+            is_known = is_known or (number is not None and length > 0)
     except (TypeError, KeyError, AttributeError, ValueError):
         return None
-    is_known = len(found) == num_tokens and any(each is not None for each in found)
+    is_known = is_known and len(found) == num_tokens
     return found if is_known else None
 
 

@@ -2,7 +2,7 @@
 
 `PYTHONPATH=. OMP_NUM_THREADS=1 python benchmarks/env.py` runs `serve` as a process, with an engine process that answers
 at once and a `run-api` process whose batches are fetched at once. It prints a row per source of tokens and per length.
-CPU is that of the environment's process with all its threads.
+CPU is that of the environment's process with all its threads. A second table is of `process`, with its file and page.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import resource
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -37,6 +39,8 @@ from benchmarks._table import Table
 
 GROUP_SIZE = 8
 GROUPS_PER_BATCH = 2
+NUM_FILE_GROUPS = 500
+"""That `process` writes."""
 
 
 class Case(NamedTuple):
@@ -153,6 +157,27 @@ async def measure(
     return Row(groups, wall_s, cpu, probed["loop_cpu_ms"], probed["late_ms"], rss_mb)
 
 
+def process_cpu_s(case: Case, num_groups: int, *, engine_url: str, directory: Path) -> float:
+    """Return the CPU seconds of one run of `process` that writes `num_groups`, its start included."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(
+        [
+            *(sys.executable, str(Path(__file__).with_name("_env_process.py")), "process"),
+            f"--env.tokenizer_name={directory / 'tokenizer'}",
+            f"--env.path={case.path}",
+            f"--env.max_token_length={case.num_tokens}",
+            f"--env.total_steps={num_groups}",
+            f"--env.data_path_to_save_groups={directory / f'{num_groups}.jsonl'}",
+            f"--openai.base_url={engine_url}",
+        ],
+        env={**os.environ, "PROBE_PATH": str(directory / "probe.json")},
+        check=True,
+        capture_output=True,
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
 def quantiles(values: Sequence[float]) -> str:
     """Format median, 99th percentile and maximum."""
     if len(values) < 2:
@@ -210,6 +235,14 @@ async def run(arguments: argparse.Namespace) -> None:
                     seconds=arguments.seconds,
                 )
                 add_row(table, case, row)
+            table = Table("process", "path", "completion tokens", "completions per CPU s")
+            for case in (case for case in cases if case.num_tokens == 512):
+                costs = [
+                    process_cpu_s(case, num_groups, engine_url=engine_url, directory=directory)
+                    for num_groups in (2, NUM_FILE_GROUPS)
+                ]
+                rate = GROUP_SIZE * (NUM_FILE_GROUPS - 2) / (costs[1] - costs[0])
+                table.row(case.path, case.num_tokens, f"{rate:,.0f}")
 
 
 def main() -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,6 +49,8 @@ class Sample:
     """Whether the override `set_advantage_to_zero` is set: later normalisation must keep the advantage at zero."""
     group: int
     """Position of its group in the batch."""
+    rollout: int
+    """Number of its rollout in the group; the sequence's position if the group does not give rollouts."""
 
 
 def samples(batch: HasGroups | Iterable[ScoredGroup]) -> list[Sample]:
@@ -92,7 +94,10 @@ def group_samples(
     compared = ~supervised & (num_trained(group, mask) > 0)
     by_sequence = np.ones(group.num_sequences)
     given = group.scores if scores is None else scores
-    by_sequence[compared] = group_advantages(given[compared], baseline=baseline, scale=scale)
+    rollout = np.arange(group.num_sequences) if group.rollout is None else group.rollout
+    by_sequence[compared] = group_advantages(
+        given[compared], rollout[compared], baseline=baseline, scale=scale
+    )
     by_sequence[silenced] = 0.0
     by_token = np.repeat(by_sequence, group.lengths)
     if group.advantages is not None:
@@ -112,6 +117,7 @@ def group_samples(
             is_supervised=bool(supervised[i]),
             is_silenced=bool(silenced[i]),
             group=number,
+            rollout=int(rollout[i]),
         )
 
 
@@ -142,25 +148,50 @@ def num_trained(group: ScoredGroup, mask: NDArray[np.bool_]) -> NDArray[np.int64
     return np.diff(before[group.offsets])
 
 
-def group_advantages(
-    scores: FloatArray, *, baseline: GroupBaseline = "group", scale: bool = True
-) -> FloatArray:
-    """Return a group's advantages: scores minus a baseline, with `scale` divided by the standard deviation.
+def rollout_scores(
+    scores: FloatArray, rollout: NDArray[Any] | None
+) -> tuple[FloatArray, NDArray[np.int64]]:
+    """Return [R] the score of each rollout, the mean over its sequences, and [S] each sequence's place among them.
 
-    "group": the mean, and the population std + 1e-4 (GRPO, arXiv 2402.03300; unscaled: Dr. GRPO, arXiv 2503.20783).
-    "rloo": the mean of the others (arXiv 2402.14740). "none": the scores, unscaled. In a group of one, the score is
-    the advantage.
+    `rollout` holds the number of each sequence's rollout; None: each sequence is one.
+
+    >>> rollout_scores(np.array([1.0, 0.5, 0.0]), np.array([4, 4, 2]))
+    (array([0.  , 0.75]), array([1, 1, 0]))
+    """
+    if rollout is None:
+        return scores, np.arange(len(scores))
+    _, first, place = np.unique(rollout, return_index=True, return_inverse=True)
+    # Differences to one of the scores: the mean of equal scores is exact.
+    above = np.bincount(place, weights=scores - scores[first][place])
+    return scores[first] + above / np.bincount(place), place
+
+
+def group_advantages(
+    scores: FloatArray,
+    rollout: NDArray[Any] | None = None,
+    *,
+    baseline: GroupBaseline = "group",
+    scale: bool = True,
+) -> FloatArray:
+    """Return [S] advantages: a rollout's score minus a baseline, with `scale` divided by the standard deviation.
+
+    Baseline and deviation are over rollouts, however many sequences each has; see `rollout_scores`. "group": the mean,
+    and the population std + 1e-4 (GRPO, arXiv 2402.03300; unscaled: Dr. GRPO, arXiv 2503.20783). "rloo": the mean of
+    the others (arXiv 2402.14740). "none": the scores, unscaled. In a group of one, the score is the advantage.
 
     >>> group_advantages(np.array([1.0, 0.0, 0.5]), scale=False)
     array([ 0.5, -0.5,  0. ])
     >>> group_advantages(np.array([1.0, 0.0, 0.5]), baseline="rloo", scale=False)
     array([ 0.75, -0.75,  0.  ])
+    >>> group_advantages(np.array([1.0, 0.0, 0.0, 0.0]), np.array([0, 1, 1, 1]), scale=False)
+    array([ 0.5, -0.5, -0.5, -0.5])
     """
+    scores, place = rollout_scores(scores, rollout)
     if len(scores) <= 1 or baseline == "none":
-        return scores.astype(np.float64)
+        return scores.astype(np.float64)[place]
     if scores.min() == scores.max():
-        return np.zeros(len(scores))  # exact zeros: the mean is rounded
+        return np.zeros(len(place))  # exact zeros: the mean is rounded
     centred: FloatArray = scores - scores.mean()
     if baseline == "rloo":
         centred = centred * (len(scores) / (len(scores) - 1))
-    return centred / (scores.std() + 1e-4) if scale else centred
+    return (centred / (scores.std() + 1e-4) if scale else centred)[place]

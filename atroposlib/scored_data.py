@@ -108,6 +108,11 @@ FIELDS: Final = (
     ),
     Field("group_id", Level.GROUP, str, _ID_MEANING, is_original=False),
     Field("policy_version", Level.GROUP, int, _VERSION_MEANING, is_original=False),
+    Field(
+        *("rollout", Level.SEQUENCE, int),
+        "Sequences with the same number are one rollout; without it each sequence is one.",
+        is_original=False,
+    ),
 )
 """All fields of a group. Gates, encodings, rows of files and the viewer follow this table.
 
@@ -184,6 +189,7 @@ class ScoredDataGroup(TypedDict, total=False):
     distill_logprobs: list[list[list[float]]] | None
     group_id: str
     policy_version: int | None
+    rollout: list[int] | None
 
 
 class ScoredDataItem(TypedDict, total=False):
@@ -202,6 +208,7 @@ class ScoredDataItem(TypedDict, total=False):
     distill_token_ids: list[list[int]] | None
     distill_logprobs: list[list[float]] | None
     policy_version: int | None
+    rollout: int | None
 
 
 class Strictness(enum.Enum):
@@ -260,6 +267,8 @@ class ScoredGroup:
     """Chosen by the sender; the hub stores each group id only once."""
     policy_version: int | None = None
     """The oldest policy version that sampled a token of this group; None if unknown."""
+    rollout: IntArray | None = None
+    """[S] number of the rollout that the sequence is a part of; None: each sequence is a rollout."""
     empty_fields: frozenset[str] = frozenset()
     """Optional per-sequence fields that were sent as `[]` rather than null."""
     repairs: tuple[str, ...] = ()
@@ -268,6 +277,10 @@ class ScoredGroup:
     @property
     def num_sequences(self) -> int:
         return len(self.lengths)
+
+    @property
+    def num_rollouts(self) -> int:
+        return self.num_sequences if self.rollout is None else len(np.unique(self.rollout))
 
     @property
     def num_tokens(self) -> int:

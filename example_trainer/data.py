@@ -9,7 +9,8 @@ computes advantages. Called by `training.py`; knows neither the model nor the hu
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -157,6 +158,8 @@ class Row:
     temperature: float
     """Of the distribution whose logprobs are trained; 1 for supervised sequences."""
     version: int
+    rollout: int
+    """Number of its rollout in the group."""
     weight: float = 0.0
     """Share of each trained position in the step's mean."""
 
@@ -187,7 +190,7 @@ class Batch:
     skipped: dict[SequenceOrigin, SkipReason]
     """The sequences received that are not in the micro-batches."""
     scores: NDArray[np.float64]
-    """Per sequence received."""
+    """Per rollout received."""
     versions: NDArray[np.int64]
     """Per sequence received; -1 if unknown."""
 
@@ -232,9 +235,9 @@ def make_batch(groups: Sequence[ScoredGroup], options: DataOptions) -> Batch:
         all_rows = _normalise_over_batch(all_rows, centre=options.baseline == "batch")
     reasons = {row.origin: _reason_to_skip(row, options) for row in all_rows}
     trained = [row for row in all_rows if reasons[row.origin] in (None, "zero_advantage")]
-    num_trained = sum(len(row.trained) for row in trained)
+    weight_of = _weights(trained, options)
     kept = [
-        dataclasses.replace(row, weight=_weight(row, options, num_trained, len(trained)))
+        dataclasses.replace(row, weight=weight_of(row))
         for row in trained
         if reasons[row.origin] is None
     ]
@@ -247,7 +250,10 @@ def make_batch(groups: Sequence[ScoredGroup], options: DataOptions) -> Batch:
         num_tokens=sum(len(row.tokens) for row in kept),
         num_trained_tokens=sum(len(row.trained) for row in kept),
         skipped={origin: reason for origin, reason in reasons.items() if reason is not None},
-        scores=np.concatenate([group.scores for group in groups] or [np.zeros(0)]),
+        scores=np.concatenate(
+            [samples.rollout_scores(group.scores, group.rollout)[0] for group in groups]
+            or [np.zeros(0)]
+        ),
         versions=np.array([row.version for row in all_rows], dtype=np.int64),
     )
 
@@ -309,6 +315,7 @@ def _rows(group: ScoredGroup, number: int, options: DataOptions) -> Iterator[Row
             if options.processed_logprobs and not sequence.is_supervised
             else 1.0,
             version=UNKNOWN_VERSION if group.policy_version is None else group.policy_version,
+            rollout=sequence.rollout,
         )
 
 
@@ -360,12 +367,23 @@ def _normalise_over_batch(rows: list[Row], *, centre: bool) -> list[Row]:
     ]
 
 
-def _weight(row: Row, options: DataOptions, num_trained: int, num_sequences: int) -> float:
-    if options.loss_mean == "token":
-        return 1 / num_trained
-    if options.loss_mean == "sequence":
-        return 1 / (num_sequences * len(row.trained))
-    return 1 / (num_sequences * options.loss_constant)
+def _weights(rows: Sequence[Row], options: DataOptions) -> Callable[[Row], float]:
+    """Return the weight of each trained position of a row, given the rows that are trained."""
+    num_trained: Counter[tuple[int, int]] = Counter()
+    """By rollout."""
+    for row in rows:
+        num_trained[row.origin.group, row.rollout] += len(row.trained)
+
+    def weight(row: Row) -> float:
+        if options.loss_mean == "token":
+            return 1 / num_trained.total()
+        if options.loss_mean == "sequence":
+            return 1 / (len(rows) * len(row.trained))
+        if options.loss_mean == "rollout":
+            return 1 / (len(num_trained) * num_trained[row.origin.group, row.rollout])
+        return 1 / (len(num_trained) * options.loss_constant)
+
+    return weight
 
 
 # Rows -> micro-batches.

@@ -19,7 +19,7 @@ ObjectiveName = Literal[
     "ppo",
 ]
 Baseline = Literal["group", "rloo", "batch", "group_batch", "none"]
-LossMean = Literal["token", "sequence", "constant"]
+LossMean = Literal["token", "rollout", "sequence", "constant"]
 Surrogate = Literal["clip", "cispo", "reinforce"]
 RatioLevel = Literal["token", "sequence"]
 Correction = Literal["none", "tis", "mis", "icepop", "decoupled"]

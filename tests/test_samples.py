@@ -89,6 +89,40 @@ def test_equal_scores_give_no_advantage() -> None:
     assert advantages(samples([group([0.1, 0.1, 0.1])])) == [[0.0, 0.0, 0.0]] * 3
 
 
+SPLIT = [[0, 1, 2, *[3] * 9], [0, 1, 1, 1, 1, 1, 1, 1, 1, 1]]
+"""Rollouts of sequences: the last rollout's context was split into nine."""
+
+
+@pytest.mark.parametrize(
+    ("scores", "rollout", "solved", "failed"),
+    [
+        ([1.0] * 3 + [0.0] * 9, SPLIT[0], 0.577, -1.732),
+        ([1.0] + [0.0] * 9, SPLIT[1], 1.0, -1.0),
+        ([0.0] * 3 + [1.0] * 9, SPLIT[0], 1.732, -0.577),
+    ],
+)
+def test_the_baseline_counts_each_rollout_once(
+    scores: list[float], rollout: list[int], solved: float, failed: float
+) -> None:
+    found = samples([group(scores, rollout=rollout)])
+    wanted = [solved if score else failed for score in scores]
+    assert [s.advantages[1] for s in found] == pytest.approx(wanted, abs=1e-3)
+    assert [s.rollout for s in found] == rollout
+
+
+def test_a_rollouts_score_is_the_mean_of_its_sequences() -> None:
+    found = group_advantages(np.array([1.0, 0.0, 0.0]), np.array([7, 7, 2]), scale=False)
+    assert found.tolist() == [0.25, 0.25, -0.25]
+    equal = group_advantages(np.array([0.1] * 4), np.array([0, 0, 0, 1]))
+    assert equal.tolist() == [0.0] * 4
+
+
+def test_without_rollouts_each_sequence_is_one() -> None:
+    scores = np.random.default_rng(0).random(9)
+    numbered = group_advantages(scores, np.arange(9)[::-1])
+    assert numbered.tolist() == group_advantages(scores).tolist()
+
+
 def test_advantages_of_tokens_replace_those_of_scores() -> None:
     sent = group([1.0, 0.0], advantages=[[9.0, 0.5, -0.5], [9.0, 2.0, 0.0]])
     assert advantages(samples([sent])) == [[0.0, 0.5, -0.5], [0.0, 2.0, 0.0]]

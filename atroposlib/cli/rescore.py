@@ -121,9 +121,11 @@ class Advantages(NamedTuple):
 
 def advantages_of(replay: Replay) -> list[Advantages]:
     """Return the advantages that the trainer computes from the stored scores and from today's."""
-    before = group_advantages(np.array(replay.row["scores"], dtype=np.float64)).tolist()
-    known = [score for score in replay.scores if score is not None]
-    after = iter(group_advantages(np.array(known)).tolist() if known else [])
+    rollout = np.array(replay.row.get("rollout") or range(len(replay.scores)))
+    before = group_advantages(np.array(replay.row["scores"], dtype=np.float64), rollout).tolist()
+    is_known = np.array([score is not None for score in replay.scores])
+    known = np.array([score for score in replay.scores if score is not None], dtype=np.float64)
+    after = iter(group_advantages(known, rollout[is_known]).tolist())
     return [
         Advantages(old, None if score is None else next(after))
         for old, score in zip(before, replay.scores, strict=True)

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atroposlib.envs.env_config import BaseEnvConfig
+from atroposlib.samples import rollout_scores
 from atroposlib.scored_data import FIELDS, Level, ScoredGroup
 from atroposlib.utils.off_loop import off_loop
 
@@ -55,11 +56,13 @@ def drop_rule(
     `max_token_len` is the trainer's limit; 0 or less means unknown.
     """
     expected = (checked.group_overrides or {}).get("group_size", config.group_size)
-    if checked.num_sequences != expected:
-        return Dropped("group_size", f"{checked.num_sequences} sequences, expected {expected}")
-    if config.ensure_scores_are_not_same and (checked.scores == checked.scores[0]).all():
+    scores, _ = rollout_scores(checked.scores, checked.rollout)
+    if len(scores) != expected:
+        kind = "sequences" if checked.rollout is None else "rollouts"
+        return Dropped("group_size", f"{len(scores)} {kind}, expected {expected}")
+    if config.ensure_scores_are_not_same and (scores == scores[0]).all():
         return Dropped(
-            "equal_scores", f"every score is {checked.scores[0]}; see ensure_scores_are_not_same"
+            "equal_scores", f"every score is {scores[0]}; see ensure_scores_are_not_same"
         )
     longest = int(checked.lengths.max())
     if abort_on_max_length and 0 < max_token_len <= longest:

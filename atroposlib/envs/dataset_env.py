@@ -350,7 +350,7 @@ class DatasetEnv(BaseEnv):
             return None, []
         shaped["group_overrides"] = {
             **(shaped.get("group_overrides") or {}),
-            "group_size": len(shaped["scores"]),
+            "group_size": len(set(shaped.get("rollout") or range(len(shaped["scores"])))),
         }
         return shaped, []
 

@@ -111,33 +111,36 @@ def join_rollouts(
     """Return the group of the rollouts; at least one of them has a score.
 
     Those without a score are left out, or with `masks_unjudged` kept without trained positions. The group's policy
-    version is the oldest one, None if one is unknown.
+    version is the oldest one, None if one is unknown. `rollout` is set if one of the rollouts has several sequences.
     """
     judged = [score for score in scores if score is not None]
     # The score of masked sequences; a rounded mean of equal scores could differ from them.
     stand_in = judged[0] if min(judged) == max(judged) else sum(judged) / len(judged)
     kept = [
-        (rollout, score, node)
-        for rollout, score in zip(rollouts, scores, strict=True)
+        (number, rollout, score, node)
+        for number, (rollout, score) in enumerate(zip(rollouts, scores, strict=True))
         if score is not None or masks_unjudged
         for node in rollout.nodes
     ]
-    versions = [(node.metadata or {}).get("policy_version") for _, _, node in kept]
+    versions = [(node.metadata or {}).get("policy_version") for _, _, _, node in kept]
     known = [version for version in versions if version is not None]
     group = ScoredDataGroup(
-        tokens=[node.tokens for _, _, node in kept],
+        tokens=[node.tokens for _, _, _, node in kept],
         masks=[
             [IGNORE_INDEX] * len(node.tokens) if score is None else node.masked_tokens
-            for _, score, node in kept
+            for _, _, score, node in kept
         ],
         inference_logprobs=[
             [MASKED_LOGPROB] * len(node.tokens) if score is None else node.logprobs
-            for _, score, node in kept
+            for _, _, score, node in kept
         ],
-        scores=[stand_in if score is None else score for _, score, _ in kept],
-        messages=[rollout.messages for rollout, _, _ in kept],
+        scores=[stand_in if score is None else score for _, _, score, _ in kept],
+        messages=[rollout.messages for _, rollout, _, _ in kept],
         policy_version=min(known, default=None) if len(known) == len(kept) else None,
     )
-    if any(rollout.overrides for rollout, _, _ in kept):
-        group["overrides"] = [rollout.overrides for rollout, _, _ in kept]
+    numbers = [number for number, _, _, _ in kept]
+    if len(set(numbers)) < len(numbers):
+        group["rollout"] = numbers
+    if any(rollout.overrides for _, rollout, _, _ in kept):
+        group["overrides"] = [rollout.overrides for _, rollout, _, _ in kept]
     return group

@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
+import numpy as np
 from isal import igzip
 
 from atroposlib.frontend.view_groups import text_in
 from atroposlib.frontend.vocabulary import Decode, Vocabulary
+from atroposlib.samples import rollout_scores
 from atroposlib.utils.files import replacing
 from atroposlib.utils.wording import counted
 
@@ -157,7 +159,14 @@ class Index:
             name: []
             for name in (
                 *("id", "chunk", "environment", "item", "step"),
-                *("score_mean", "score_min", "score_max", "num_sequences", "length_mean"),
+                *(
+                    "score_mean",
+                    "score_min",
+                    "score_max",
+                    "num_rollouts",
+                    "num_sequences",
+                    "length_mean",
+                ),
                 *("gap_mean", "staleness", "advantage_max", "dropped", "preview"),
             )
         }
@@ -186,10 +195,14 @@ class Index:
         return name
 
     def summary(self) -> str:
-        """Return the numbers of groups and sequences, and the mean score."""
+        """Return the numbers of groups, sequences and, if they are fewer, rollouts, and the mean score."""
+        rollouts, sequences = (
+            sum(self.columns[f"num_{kind}"]) for kind in ("rollouts", "sequences")
+        )
         parts = [
             counted(len(self._ids), "group"),
-            counted(sum(self.columns["num_sequences"]), "sequence"),
+            *([counted(rollouts, "rollout")] if rollouts < sequences else []),
+            counted(sequences, "sequence"),
         ]
         if self._num_scores:
             parts.append(f"mean score {self._score_sum / self._num_scores:.3f}")
@@ -214,12 +227,18 @@ class IndexRow(NamedTuple):
     dropped: str | None
     values: dict[str, Any]
     scores: list[float]
-    """Those that are finite."""
+    """Of its rollouts, those that are finite."""
 
 
 def row_of(group: ViewGroup) -> IndexRow:
     sequences: Sequence[Mapping[str, Any]] = group["sequences"]
-    scores = [s for each in sequences if (s := each.get("score")) is not None and math.isfinite(s)]
+    scored = [
+        (each.get("rollout", number), score)
+        for number, each in enumerate(sequences)
+        if (score := each.get("score")) is not None and math.isfinite(score)
+    ]
+    by_sequence, rollouts = np.array([score for _, score in scored]), [of for of, _ in scored]
+    scores: list[float] = rollout_scores(by_sequence, np.array(rollouts, int))[0].tolist()
     gaps = [
         abs(trainer - sampled)
         for each in sequences
@@ -239,6 +258,7 @@ def row_of(group: ViewGroup) -> IndexRow:
             "score_mean": _mean(scores),
             "score_min": min(scores, default=None),
             "score_max": max(scores, default=None),
+            "num_rollouts": len({each.get("rollout", i) for i, each in enumerate(sequences)}),
             "num_sequences": len(sequences),
             "length_mean": _mean(list(map(_length, sequences))),
             "gap_mean": sum(gaps) / len(gaps) if gaps else None,

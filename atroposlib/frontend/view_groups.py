@@ -37,7 +37,7 @@ _BASE64_STARTS = {"/9j/": "jpeg", "iVBORw0KGgo": "png"}
 """First characters of the two formats in base64, for images without a type."""
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]+(?:={1,2}\s*)?")
 
-_PLACED = {"scores", "messages", "images", "env_id", "group_id", "policy_version"}
+_PLACED = {"scores", "messages", "images", "env_id", "group_id", "policy_version", "rollout"}
 """Fields of a group or a sequence that have a place of their own."""
 _FACTS = (
     *("duration_s", "usage"),
@@ -63,7 +63,8 @@ def view_of_row(
         return None
     trained = _trained(row)
     numbers = [_number(score) for score in scores[:count]]
-    advantages = _advantages(row, numbers, trained)
+    rollouts = _rollouts(row, count)
+    advantages = _advantages(row, numbers, trained, rollouts)
     images = images_in(row.get("images"))
     sequences: list[dict[str, Any]] = []
     for i, conversation in enumerate(conversations[:count]):
@@ -77,6 +78,7 @@ def view_of_row(
                 "score": numbers[i],
                 "advantage": advantages[i],
                 "finish_reason": _at(row.get("finish_reasons"), i),
+                **_part_of(rollouts, i),
                 **shown,
                 **_token_figures(row, i, tokens, trained),
             }
@@ -215,6 +217,28 @@ def _uri_of(text: str) -> str | None:
 # Numbers.
 
 
+def _rollouts(row: Mapping[str, Any], num_sequences: int) -> list[int]:
+    """Return the place of each sequence's rollout among the group's, in the order of their first sequences."""
+    numbers = _listed(row.get("rollout"))
+    if len(numbers) < num_sequences or set(map(type, numbers)) != {int}:
+        return list(range(num_sequences))
+    places: dict[int, int] = {}
+    return [places.setdefault(number, len(places)) for number in numbers[:num_sequences]]
+
+
+def _part_of(rollouts: list[int], i: int) -> dict[str, Any]:
+    """Return the keys `rollout` and `label` of a sequence; {} where each sequence is a rollout.
+
+    >>> _part_of([0, 1, 1], 2)
+    {'rollout': 1, 'label': 'rollout 2, part 2 of 2'}
+    """
+    if len(set(rollouts)) == len(rollouts):
+        return {}
+    place, num_parts = rollouts[i], rollouts.count(rollouts[i])
+    part = f", part {rollouts[: i + 1].count(place)} of {num_parts}" if num_parts > 1 else ""
+    return {"rollout": place, "label": f"rollout {place + 1}{part}"}
+
+
 def _trained(row: Mapping[str, Any]) -> list[list[int]]:
     """Return 0 or 1 for each token of each sequence; masks of 0 and 1 alone are read as that."""
     masks = [_array(_listed(mask)) for mask in _listed(row.get("masks"))]
@@ -285,7 +309,10 @@ def _versions(spans: Any, num_tokens: int) -> list[int | None] | None:
 
 
 def _advantages(
-    row: Mapping[str, Any], scores: Sequence[float | None], trained: list[list[int]]
+    row: Mapping[str, Any],
+    scores: Sequence[float | None],
+    trained: list[list[int]],
+    rollouts: list[int],
 ) -> list[float | None]:
     """Return one advantage per sequence, as the trainer computes them by default, or the mean of those given."""
     given = _listed(row.get("advantages"))
@@ -305,7 +332,9 @@ def _advantages(
     )
     by_sequence = np.full(len(scores), np.nan)
     with np.errstate(all="ignore"):
-        by_sequence[is_compared] = group_advantages(np.array(scores, float)[is_compared])
+        by_sequence[is_compared] = group_advantages(
+            np.array(scores, float)[is_compared], np.array(rollouts)[is_compared]
+        )
     return [
         0.0 if override.get("set_advantage_to_zero") else rounded(advantage)
         for override, advantage in zip(overrides, by_sequence.tolist(), strict=True)

@@ -33,6 +33,7 @@ from atroposlib.patience import Backoff
 from atroposlib.runtime.group_log import ALWAYS_WRITTEN, group_line
 from atroposlib.runtime.group_rows import Provenance, item_json, text_messages
 from atroposlib.runtime.losses import is_logged, listed, sample
+from atroposlib.samples import rollout_scores
 from atroposlib.scored_data import FIELD, ScoredDataGroup, ScoredGroup, Strictness, check_group
 from atroposlib.utils.tracing import note_group
 
@@ -158,18 +159,19 @@ class Outbox:
                 self._drop("malformed", str(error), item)
                 continue
             await self._record(group, checked, item)
+            scores, _ = rollout_scores(checked.scores, checked.rollout)
             note_group(
                 checked.group_id,
                 {
-                    "atropos.score_mean": float(checked.scores.mean()),
+                    "atropos.score_mean": float(scores.mean()),
                     "atropos.num_sequences": checked.num_sequences,
                     "atropos.policy_version": checked.policy_version,
                 },
             )
             accepted += 1
             self.num_accepted += 1
-            self._score_sum += float(checked.scores.sum())
-            self._num_scores += len(checked.scores)
+            self._score_sum += float(scores.sum())
+            self._num_scores += len(scores)
             if not send:
                 continue
             self._env.items_sent_this_step += 1

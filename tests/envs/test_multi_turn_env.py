@@ -177,6 +177,7 @@ async def test_template_that_rewrites_the_past_makes_a_sequence_of_each_part() -
     group = await group_of(env, 3)
     checked = check_group(group, strictness=Strictness.MEANING)
     assert checked.num_sequences == 6
-    assert group["group_overrides"] == {"group_size": 6}
+    assert group["group_overrides"] == {"group_size": 2}
+    assert group["rollout"] == [0, 0, 0, 1, 1, 1]
     assert group["scores"] == [0.5] * 6
     assert sorted(trained_texts(group)) == [f"{guess}<eos>" for guess in (1, 1, 2, 2, 3, 3)]

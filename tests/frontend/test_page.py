@@ -41,6 +41,7 @@ def test_a_page_holds_its_head_an_index_and_every_group_in_order(tmp_path: Path)
         "score_mean": 0.5,
         "score_min": 0.0,
         "score_max": 1.0,
+        "num_rollouts": 2,
         "num_sequences": 2,
         "length_mean": 8.0,
         "gap_mean": None,

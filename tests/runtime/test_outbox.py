@@ -77,6 +77,8 @@ def make_outbox(
     [
         ("group_size", {"group_size": 3}, make_group(2)),
         ("equal_scores", {}, make_group(scores=[1.0, 1.0])),
+        ("group_size", {}, make_group(4, scores=[1.0, 0.0, 0.0, 0.0]) | {"rollout": [0, 1, 2, 2]}),
+        ("equal_scores", {}, make_group(3, scores=[1.0, 0.0, 0.5]) | {"rollout": [5, 5, 2]}),
         ("too_long", {}, make_group() | {"tokens": [[1] * 9] * 2, "masks": [[1] * 9] * 2, "inference_logprobs": None}),
         ("none", {}, None),
     ],

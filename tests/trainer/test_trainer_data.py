@@ -1,6 +1,7 @@
 """Groups -> micro-batches: advantages, shift, weights, limits."""
 
 import dataclasses
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -217,7 +218,7 @@ def test_too_long_and_untrained_sequences_are_counted() -> None:
     )
 
 
-@pytest.mark.parametrize("loss_mean", ["token", "sequence"])
+@pytest.mark.parametrize("loss_mean", ["token", "sequence", "rollout"])
 @pytest.mark.parametrize("limit", [{"max_sequences": 2}, {"max_tokens": 24}])
 def test_micro_batches_weigh_as_one_batch(loss_mean: str, limit: dict[str, int]) -> None:
     groups = [make_group([1.0, 0.0, 0.0], seed=seed, length=6 + 5 * seed) for seed in range(4)]
@@ -230,10 +231,22 @@ def test_micro_batches_weigh_as_one_batch(loss_mean: str, limit: dict[str, int])
         assert rows <= options.max_sequences
         assert rows == 1 or rows * width <= options.max_tokens
         for i, row in enumerate(micro_batch.rows):
-            count = 12 * len(row.trained) if loss_mean == "sequence" else batch.num_trained_tokens
+            count = 12 * len(row.trained) if loss_mean != "token" else batch.num_trained_tokens
             weights = of_sequence(micro_batch.positions.weights_N, micro_batch, i)
             assert weights.tolist() == pytest.approx([1 / count] * len(row.trained))
     assert sum(len(m.tokens_BT) for m in batch.micro_batches) == 12
+
+
+def test_each_rollout_weighs_alike_however_it_is_split() -> None:
+    split = make_group([1.0, 0.0, 0.0, 0.0], rollout=[0, 1, 1, 1])
+    whole = make_group([1.0, 0.0], seed=1)
+    batch = make_batch([split, whole], dataclasses.replace(OPTIONS, loss_mean="rollout"))
+    shares: Counter[tuple[int, int]] = Counter()
+    for row in batch.rows:
+        shares[row.origin.group, row.rollout] += row.weight * len(row.trained)
+    assert shares == pytest.approx(dict.fromkeys([(0, 0), (0, 1), (1, 0), (1, 1)], 0.25))
+    assert len({row.weight for row in batch.rows if row.origin.group == 0 and row.rollout}) == 1
+    assert batch.scores.tolist() == [1.0, 0.0, 1.0, 0.0]
 
 
 def test_null_logprobs_name_the_environment_and_the_cure() -> None:

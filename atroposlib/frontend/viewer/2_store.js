@@ -3,7 +3,7 @@
 const head = JSON.parse(byId("head").textContent);
 const CHUNKS_KEPT = 4;
 const NO_COLUMNS = {
-  id: [], chunk: [], environment: [], item: [], step: [], score_mean: [], score_min: [], score_max: [], num_sequences: [],
+  id: [], chunk: [], environment: [], item: [], step: [], score_mean: [], score_min: [], score_max: [], num_rollouts: [], num_sequences: [],
   length_mean: [], gap_mean: [], staleness: [], advantage_max: [], dropped: [], preview: [], environments: [], reasons: [],
 };
 

@@ -153,6 +153,7 @@ function rowElement(row) {
     environment,
     /^\d+/.test(index.item[row]) && `item ${parseInt(index.item[row], 10)}`,
     isNumber(index.step[row]) && `step ${index.step[row]}`,
+    index.num_rollouts[row] < index.num_sequences[row] && counted(index.num_rollouts[row], "rollout"),
     counted(index.num_sequences[row], "sequence"),
     isNumber(index.staleness[row]) && index.staleness[row] > 0 && `stale ${index.staleness[row]}`,
   ].filter(Boolean);

@@ -23,6 +23,7 @@ from example_trainer.objective import (
     LossMean,
     ObjectiveName,
     RatioLevel,
+    RolloutWeight,
     Surrogate,
 )
 
@@ -164,9 +165,10 @@ class TrainerConfig(BaseModel):
     distill_loss: DistillLoss = "forward_kl"
     """forward_kl: over the tokens that the teacher lists; reverse_kl: on the sampled token, as an advantage."""
     loss_mean: LossMean = "token"
-    """Mean over all trained tokens (token), over the token means of rollouts (rollout) or of sequences (sequence), or
-    over the rollouts' token sums divided by loss_constant (constant). A rollout is one sequence unless its group says
-    otherwise."""
+    """Mean over all trained tokens (token), over the sequences' token means (sequence), or over the sequences' token
+    sums divided by loss_constant (constant)."""
+    rollout_weight: RolloutWeight = "rollout"
+    """Each of a rollout's k sequences counts 1/k in that mean (rollout), or as much as any other (token)."""
     loss_constant: float | None = Field(None, gt=0)
     """Divisor in tokens for --loss_mean constant; None: seq_len."""
     overlong_max: int = Field(0, ge=0)

@@ -9,6 +9,7 @@ computes advantages. Called by `training.py`; knows neither the model nor the hu
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from torch import Tensor
 from atroposlib import samples
 from atroposlib.errors import GroupError
 from atroposlib.scored_data import Ragged, ScoredGroup
-from example_trainer.objective import Baseline, LossMean
+from example_trainer.objective import Baseline, LossMean, RolloutWeight
 
 UNKNOWN_VERSION = -1
 """`policy_version` None, in an integer tensor."""
@@ -49,6 +50,7 @@ class DataOptions:
     scale_advantages: bool = True
     loss_mean: LossMean = "token"
     loss_constant: float = 1.0
+    rollout_weight: RolloutWeight = "rollout"
     overlong_max: int = 0
     overlong_buffer: int = 1
     seq_len: int
@@ -369,19 +371,21 @@ def _normalise_over_batch(rows: list[Row], *, centre: bool) -> list[Row]:
 
 def _weights(rows: Sequence[Row], options: DataOptions) -> Callable[[Row], float]:
     """Return the weight of each trained position of a row, given the rows that are trained."""
-    num_trained: Counter[tuple[int, int]] = Counter()
-    """By rollout."""
-    for row in rows:
-        num_trained[row.origin.group, row.rollout] += len(row.trained)
+    num_parts = Counter((row.origin.group, row.rollout) for row in rows)
+
+    def share(row: Row) -> float:
+        is_shared = options.rollout_weight == "rollout"
+        return 1 / num_parts[row.origin.group, row.rollout] if is_shared else 1.0
+
+    num_tokens = math.fsum(share(row) * len(row.trained) for row in rows)
+    num_sequences = math.fsum(map(share, rows))
 
     def weight(row: Row) -> float:
         if options.loss_mean == "token":
-            return 1 / num_trained.total()
+            return share(row) / num_tokens
         if options.loss_mean == "sequence":
-            return 1 / (len(rows) * len(row.trained))
-        if options.loss_mean == "rollout":
-            return 1 / (len(num_trained) * num_trained[row.origin.group, row.rollout])
-        return 1 / (len(num_trained) * options.loss_constant)
+            return share(row) / (num_sequences * len(row.trained))
+        return share(row) / (num_sequences * options.loss_constant)
 
     return weight
 

@@ -19,7 +19,8 @@ ObjectiveName = Literal[
     "ppo",
 ]
 Baseline = Literal["group", "rloo", "batch", "group_batch", "none"]
-LossMean = Literal["token", "rollout", "sequence", "constant"]
+LossMean = Literal["token", "sequence", "constant"]
+RolloutWeight = Literal["rollout", "token"]
 Surrogate = Literal["clip", "cispo", "reinforce"]
 RatioLevel = Literal["token", "sequence"]
 Correction = Literal["none", "tis", "mis", "icepop", "decoupled"]

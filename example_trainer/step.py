@@ -158,6 +158,7 @@ def data_options(config: TrainerConfig, policy: Policy | None = None) -> DataOpt
         baseline=config.baseline,
         scale_advantages=config.scale_advantages,
         loss_mean=config.loss_mean,
+        rollout_weight=config.rollout_weight,
         loss_constant=config.loss_constant or config.seq_len,
         overlong_max=config.overlong_max,
         overlong_buffer=config.overlong_buffer,

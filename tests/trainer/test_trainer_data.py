@@ -1,7 +1,6 @@
 """Groups -> micro-batches: advantages, shift, weights, limits."""
 
 import dataclasses
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from example_trainer.data import (
     make_batch,
     require_trainable,
 )
+from example_trainer.objective import LossMean, RolloutWeight
 from tests.trainer.helpers_trainer import PROMPT, make_group
 
 OPTIONS = DataOptions(seq_len=64, max_sequences=100, max_tokens=10_000)
@@ -218,7 +218,7 @@ def test_too_long_and_untrained_sequences_are_counted() -> None:
     )
 
 
-@pytest.mark.parametrize("loss_mean", ["token", "sequence", "rollout"])
+@pytest.mark.parametrize("loss_mean", ["token", "sequence"])
 @pytest.mark.parametrize("limit", [{"max_sequences": 2}, {"max_tokens": 24}])
 def test_micro_batches_weigh_as_one_batch(loss_mean: str, limit: dict[str, int]) -> None:
     groups = [make_group([1.0, 0.0, 0.0], seed=seed, length=6 + 5 * seed) for seed in range(4)]
@@ -231,22 +231,40 @@ def test_micro_batches_weigh_as_one_batch(loss_mean: str, limit: dict[str, int])
         assert rows <= options.max_sequences
         assert rows == 1 or rows * width <= options.max_tokens
         for i, row in enumerate(micro_batch.rows):
-            count = 12 * len(row.trained) if loss_mean != "token" else batch.num_trained_tokens
+            count = 12 * len(row.trained) if loss_mean == "sequence" else batch.num_trained_tokens
             weights = of_sequence(micro_batch.positions.weights_N, micro_batch, i)
             assert weights.tolist() == pytest.approx([1 / count] * len(row.trained))
     assert sum(len(m.tokens_BT) for m in batch.micro_batches) == 12
 
 
-def test_each_rollout_weighs_alike_however_it_is_split() -> None:
+@pytest.mark.parametrize("loss_mean", ["token", "sequence", "constant"])
+@pytest.mark.parametrize(("rollout_weight", "shares"), [("rollout", [1, 1 / 3]), ("token", [1, 1])])
+def test_the_sequences_of_a_rollout_share_its_weight(
+    loss_mean: LossMean, rollout_weight: RolloutWeight, shares: list[float]
+) -> None:
+    options = dataclasses.replace(OPTIONS, loss_mean=loss_mean, rollout_weight=rollout_weight)
     split = make_group([1.0, 0.0, 0.0, 0.0], rollout=[0, 1, 1, 1])
-    whole = make_group([1.0, 0.0], seed=1)
-    batch = make_batch([split, whole], dataclasses.replace(OPTIONS, loss_mean="rollout"))
-    shares: Counter[tuple[int, int]] = Counter()
-    for row in batch.rows:
-        shares[row.origin.group, row.rollout] += row.weight * len(row.trained)
-    assert shares == pytest.approx(dict.fromkeys([(0, 0), (0, 1), (1, 0), (1, 1)], 0.25))
-    assert len({row.weight for row in batch.rows if row.origin.group == 0 and row.rollout}) == 1
+    batch = make_batch([split, make_group([1.0, 0.0], seed=1)], options)
+    single = [row for row in batch.rows if row.rollout == 0]
+    parts = [row for row in batch.rows if row.origin.group == 0 and row.rollout == 1]
+    means = [len(row.trained) if loss_mean == "sequence" else 1 for row in (single[0], *parts)]
+    weights = [row.weight * mean for row, mean in zip((single[0], *parts), means, strict=True)]
+    assert [weight / weights[0] for weight in weights[1:]] == pytest.approx([shares[1]] * 3)
+    if loss_mean != "constant":
+        assert weight_of_tokens(batch) == pytest.approx(1.0)
     assert batch.scores.tolist() == [1.0, 0.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("loss_mean", ["token", "sequence", "constant"])
+def test_rollouts_of_one_sequence_change_no_weight(loss_mean: LossMean) -> None:
+    plain = [1.0, 0.0, 0.5]
+    weights = [
+        [row.weight for row in make_batch([group], options).rows]
+        for group in (make_group(plain), make_group(plain, rollout=[4, 0, 2]))
+        for rule in ("rollout", "token")
+        for options in [dataclasses.replace(OPTIONS, loss_mean=loss_mean, rollout_weight=rule)]
+    ]
+    assert all(each == weights[0] for each in weights)
 
 
 def test_null_logprobs_name_the_environment_and_the_cure() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 import random
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +24,15 @@ from atroposlib.inference.sessions.managed_server import (
     SequenceNode,
 )
 from atroposlib.inference.sessions.openai_client import ManagedServerAdapter
+from atroposlib.inference.sessions.recognition import SaidTurn
 from atroposlib.inference.sessions.sequences import (
     ChatPlace,
     PendingTurn,
     SampledMessage,
     SampledTurn,
     SequenceStore,
+    VisibleText,
+    ledger_of,
     train_once,
 )
 from atroposlib.inference.sessions.text_sessions import DummyManagedServer
@@ -294,7 +299,11 @@ def test_spans_end_where_a_branch_leaves_its_node() -> None:
     def add(tokens: list[int], sampled: list[int], spans: list[WeightSpan], **turn: Any) -> None:
         store.commit(
             PendingTurn(
-                order=store.next_order(), tokens=tokens, full_text="", visible_text="", **turn
+                order=store.next_order(),
+                tokens=tokens,
+                full_text="",
+                visible_text=VisibleText.of(""),
+                **turn,
             ),
             [
                 SampledTurn(
@@ -426,71 +435,94 @@ async def test_branches_repeat_the_labels_of_what_they_share_until_they_are_trai
 # Many nodes
 
 
-def _slow_train_once(nodes: list[SequenceNode]) -> list[list[int]]:
-    """Compare every sequence with every earlier one, position by position."""
-    trained, seen = [], []
-    for node in nodes:
-        rows = list(zip(node.tokens, node.masked_tokens, node.logprobs, strict=True))
-        shared = 0
-        for earlier in seen:
-            for position, (mine, other) in enumerate(zip(rows, earlier, strict=False)):
-                if mine != other:
-                    break
-                if mine[1] != -100:
-                    shared = max(shared, position + 1)
-        seen.append(rows)
-        masks = [-100] * shared + node.masked_tokens[shared:]
-        if any(label != -100 for label in masks):
-            trained.append(masks)
-    return trained
+class _Tree:
+    """Sequences that leave earlier ones at random places, also in the middle of a turn; many have equal tokens."""
 
+    def __init__(self, seed: int, *, num: int) -> None:
+        rng = random.Random(seed)
+        self.nodes: list[SequenceNode] = []
+        self.sources: list[list[tuple[int, int] | None]] = []
+        """[num][T] the turn that sampled each position, and its place in the turn; None where it was given."""
+        turns = itertools.count()
+        for _ in range(num):
+            tokens: list[int] = []
+            sources: list[tuple[int, int] | None] = []
+            if self.nodes and rng.random() < 0.9:
+                parent = rng.randrange(len(self.nodes))
+                kept = rng.randrange(len(self.sources[parent]) + 1)
+                tokens = self.nodes[parent].tokens[:kept]
+                sources = self.sources[parent][:kept]
+            for _ in range(rng.randrange(3)):
+                turn = next(turns)
+                sources += [None] * rng.randrange(3)
+                sources += [(turn, i) for i in range(rng.randrange(1, 4))]
+            tokens = [*tokens, *(rng.randrange(2) for _ in sources[len(tokens) :])]
+            self.sources.append(sources)
+            self.nodes.append(_node(tokens, sources))
 
-def _random_nodes(seed: int, *, num: int, num_tokens: int) -> list[SequenceNode]:
-    """Return sequences that leave earlier ones at random places."""
-    rng = random.Random(seed)
-    nodes: list[SequenceNode] = []
-    for _ in range(num):
-        tokens, masks, logprobs = [], [], []
-        if nodes and rng.random() < 0.9:
-            parent = rng.choice(nodes)
-            kept = rng.randrange(len(parent.tokens) + 1)
-            tokens, masks = parent.tokens[:kept], parent.masked_tokens[:kept]
-            logprobs = parent.logprobs[:kept]
-        for _ in range(rng.randrange(num_tokens)):
-            token, is_sampled = rng.randrange(3), rng.random() < 0.6
-            tokens = [*tokens, token]
-            masks = [*masks, token if is_sampled else -100]
-            logprobs = [*logprobs, -float(rng.randrange(1, 3)) if is_sampled else 1.0]
-        nodes.append(
-            SequenceNode.model_construct(
-                full_text="", tokens=tokens, masked_tokens=masks, logprobs=logprobs, metadata=None
+    def trained_once(self) -> list[list[int]]:
+        """Return the labels of the sequences that train something, position by position."""
+        seen: set[tuple[int, int] | None] = {None}
+        found = []
+        for node, sources in zip(self.nodes, self.sources, strict=True):
+            found.append(
+                [-100 if s in seen else t for t, s in zip(node.tokens, sources, strict=True)]
             )
-        )
-    return nodes
+            seen.update(sources)
+        return [labels for labels in found if any(label != -100 for label in labels)]
+
+
+def _node(tokens: list[int], sources: Sequence[tuple[int, int] | None]) -> SequenceNode:
+    """Return a sequence whose sampled tokens all have the same logprob."""
+    turns: dict[int, dict[str, Any]] = {}
+    for position, source in enumerate(sources):
+        if source is not None:
+            turn = turns.setdefault(
+                source[0], {"start": position, "num_tokens": 0, "turn": str(source[0])}
+            )
+            turn["num_tokens"] += 1
+    return SequenceNode.model_construct(
+        full_text="",
+        tokens=tokens,
+        masked_tokens=[t if source else -100 for t, source in zip(tokens, sources, strict=True)],
+        logprobs=[-1.0 if source else 1.0 for source in sources],
+        metadata={"turns": list(turns.values())},
+    )
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_training_once_is_what_comparing_all_pairs_gives(seed: int) -> None:
-    nodes = _random_nodes(seed, num=12, num_tokens=6)
-    kept = train_once(nodes)
-    assert [node.masked_tokens for node in kept] == _slow_train_once(nodes)
+def test_every_sampled_token_is_trained_once_also_beside_equal_ones(seed: int) -> None:
+    tree = _Tree(seed, num=12)
+    labels = [list(node.masked_tokens) for node in tree.nodes]
+    kept = train_once(tree.nodes)
+    assert [node.masked_tokens for node in kept] == tree.trained_once()
     for node in kept:
         assert [p == 1.0 for p in node.logprobs] == [x == -100 for x in node.masked_tokens]
+    assert [node.masked_tokens for node in tree.nodes] == labels  # the session's are unchanged
+    ledger = ledger_of(tree.nodes, kept)
+    assert ledger is not None
+    num_sampled = len({each for sources in tree.sources for each in sources} - {None})
+    assert (ledger.sampled, ledger.trained, ledger.left_out) == (num_sampled, num_sampled, 0)
+
+
+def test_a_ledger_names_what_was_left_out_and_does_not_close_on_what_is_trained_twice() -> None:
+    first, second = _node([1, 2, 3], [None, (0, 0), (0, 1)]), _node([1, 4], [None, (1, 0)])
+    left_out = ledger_of([first, second], [first])
+    assert left_out == (3, 2, 1)
+    assert left_out is not None
+    assert left_out.closes
+    twice = ledger_of([first, second], [first, first, second])
+    assert twice == (3, 5, 0)
+    assert twice is not None
+    assert not twice.closes
+    first.metadata = None
+    assert ledger_of([first], [first]) is None
 
 
 def test_training_once_takes_time_in_proportion_to_the_tokens() -> None:
     def cost_s(num: int) -> float:
-        shared = list(range(300))
-        nodes = [
-            SequenceNode.model_construct(
-                full_text="",
-                tokens=[*shared, i, i],
-                masked_tokens=[*shared, i, i],
-                logprobs=[-1.0] * 301 + [-float(i + 1)],
-                metadata=None,
-            )
-            for i in range(num)
-        ]
+        shared = [(0, i) for i in range(300)]
+        nodes = [_node(list(range(302)), [*shared, (i, 0), (i, 1)]) for i in range(1, num + 1)]
         costs = []
         for _ in range(3):
             began = time.thread_time()
@@ -505,13 +537,14 @@ async def test_finding_the_continued_turn_does_not_depend_on_other_conversations
     def build(num: int) -> SequenceStore:
         store = SequenceStore()
         for i in range(num):
-            message = SampledMessage(identity=f"answer {i}", content=f"answer {i}")
+            message = SampledMessage(identity=f"answer {i}", said=SaidTurn(f"answer {i}"))
             pending = PendingTurn(
                 order=store.next_order(),
                 tokens=[1],
                 full_text="q",
-                visible_text="q",
-                place=ChatPlace(messages=("system", "question"), tracked={}, pieces=("q",)),
+                visible_text=VisibleText.of("q"),
+                messages=("system", "question"),
+                place=ChatPlace(index=2, lead="q"),
             )
             turn = SampledTurn(
                 tokens=[2],
@@ -527,9 +560,9 @@ async def test_finding_the_continued_turn_does_not_depend_on_other_conversations
     def cost_s(store: SequenceStore) -> float:
         began = time.thread_time()
         for i in range(1000):
-            match = store.find_messages(["system", "question", f"answer {i % 50}", "next"])
+            match, _ = store.find_messages(["system", "question", f"answer {i % 50}", "next"])
             assert match is not None
-            assert match.stage.full_text == f"qa{i % 50}"
+            assert match.full_text == f"qa{i % 50}"
         return time.thread_time() - began
 
     small, large = build(50), build(1500)

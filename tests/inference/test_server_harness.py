@@ -88,7 +88,9 @@ async def test_in_process_and_over_http_the_same_conversation_has_the_same_token
                 {"role": "user", "content": question},
             ]
         (node,) = managed.get_state()["nodes"]
-        return [node.tokens, node.masked_tokens, node.logprobs, node.metadata]
+        turns = node.metadata.pop("turns")
+        places = [(turn["start"], turn["num_tokens"]) for turn in turns]
+        return [node.tokens, node.masked_tokens, node.logprobs, node.metadata, places]
 
     in_process = await talk(ServerHarness(respond=echo, weight_version="7"))
     async with ScriptedEngine(respond=echo, weight_version="7") as engine:

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import logging
 import os
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -34,6 +35,7 @@ from atroposlib.inference.sessions.messages import (
     is_opened,
     read_messages,
 )
+from atroposlib.inference.sessions.recognition import Difference, SaidTurn, called
 from atroposlib.inference.sessions.sampled_text import read_turns, stops_to_cut
 from atroposlib.inference.sessions.sequences import (
     ChatPlace,
@@ -43,6 +45,7 @@ from atroposlib.inference.sessions.sequences import (
     SampledTurn,
     SequenceNode,
     SequenceStore,
+    VisibleText,
     state_of,
 )
 from atroposlib.inference.tools.tool_messages import (
@@ -115,14 +118,19 @@ class ManagedServer:
         """Name of the tool call parser; None: tool calls stay text."""
         # Sampled tokens are never rewritten, so `<think>` blocks are kept in either case.
         self.preserve_think_blocks = preserve_think_blocks
-        self.num_broken_prefixes = 0
-        """Turns that could not reuse the tokens of earlier turns, because the template rewrote those."""
+        self.broken_prefixes: Counter[str] = Counter()
+        """Turns that could not reuse the tokens of earlier turns, by `Difference.reason`."""
         self.max_context_tokens: int | None = None
         """Limit of a prompt and its answer together: answers get what the prompt leaves, at least 1 token."""
         self.refuses_long_prompts = False
         """Whether a prompt that leaves no room raises EngineRejected instead of getting 1 token."""
         self._given_tokenizer = tokenizer
         self._store = SequenceStore(keep_parents=track_tree)
+
+    @property
+    def num_broken_prefixes(self) -> int:
+        """Turns that could not reuse the tokens of earlier turns, which the client or the template rewrote."""
+        return self.broken_prefixes.total()
 
     @functools.cached_property
     def tokenizer(self) -> Any:
@@ -176,15 +184,17 @@ class ManagedServer:
         completions, replies = [], []
         with self._store.continuing(turn):
             turn, answer = await self._sample(turn, kwargs)
-            if turn.is_broken:
-                self._count_broken(len(messages))
+            if turn.difference is not None:
+                self._count_broken(turn.difference, len(messages))
             for sampled in await read_turns(answer, self._template, stops=stops_to_cut(kwargs)):
                 reply, finish_reason = await self._reply(
                     sampled, continued, tools, kwargs.get("tool_choice")
                 )
                 whole = {**reply, "content": continued + (reply["content"] or "")}
                 message = SampledMessage(
-                    identity=identity(whole), content=whole["content"], call_ids=call_ids(reply)
+                    identity=identity(whole),
+                    said=SaidTurn(whole["content"], sampled.cut, called(reply)),
+                    call_ids=call_ids(reply),
                 )
                 completions.append(
                     dataclasses.replace(sampled, message=message, finish_reason=finish_reason)
@@ -263,29 +273,41 @@ class ManagedServer:
     ) -> PendingTurn:
         identities = tuple(identity(message) for message in messages)
         if has_images(messages):
-            place = ChatPlace(messages=identities, tracked={}, pieces=())
-            return self._first_turn("", [], place=place, chat=_chat_with_images(messages, options))
+            chat = _chat_with_images(messages, options)
+            first = ChatPlace(index=len(messages))
+            return self._first_turn("", [], messages=identities, place=first, chat=chat)
         if is_opened(messages):
             *before, _ = identities
             found = self._store.find_opened(before, messages[-1]["content"])
             if found is not None:
-                return self._resume(*found, place=found[0].stage.place)
+                ended, added = found
+                place = ended.stage.place
+                return self._resume(ended, added, messages=tuple(before), place=place)
             identities = tuple(before)
-        match = self._store.find_messages(identities, [call_ids(message) for message in messages])
-        if match is not None:
-            turn = self._continue(match, messages, identities, options)
-            if turn is not None:
-                return turn
-        turn = self._begin(messages, identities, options)
-        return turn if match is None else dataclasses.replace(turn, is_broken=True)
+        match, difference = self._store.find_messages(identities, messages[: len(identities)])
+        turn = None if match is None else self._continue(match, messages, identities, options)
+        if turn is None:
+            turn = self._begin(messages, identities, options)
+            if match is not None and difference is None:
+                difference = Difference("template")
+        return turn if difference is None else dataclasses.replace(turn, difference=difference)
 
-    def _count_broken(self, num_messages: int) -> None:
-        self.num_broken_prefixes += 1
-        self._template.say_once(
-            "The chat template rewrites earlier turns, so a conversation of %d messages cannot reuse its"
-            " sampled tokens and begins a new sequence; num_broken_prefixes of a session counts this",
-            num_messages,
-        )
+    def _count_broken(self, difference: Difference, num_messages: int) -> None:
+        self.broken_prefixes[difference.reason] += 1
+        if difference.reason == "template":
+            self._template.say_once(
+                "The chat template rewrites earlier turns, so a conversation of %d messages cannot reuse its"
+                " sampled tokens and begins a new sequence; num_broken_prefixes of a session counts this",
+                num_messages,
+            )
+        else:
+            self._template.say_once(
+                "The client changed an earlier turn (%s; %s), so a conversation of %d messages cannot reuse the turn's"
+                " sampled tokens and begins a new sequence; broken_prefixes of a session counts this by reason",
+                difference.reason,
+                difference,
+                num_messages,
+            )
 
     def _begin(
         self, messages: list[dict[str, Any]], before: tuple[str, ...], options: TemplateOptions
@@ -294,14 +316,18 @@ class ManagedServer:
         assert pieces is not None  # without tracked turns there is one piece
         text = pieces[0] + _opening(messages)
         tokens = self._template.encode(text, add_special_tokens=False)
-        place = ChatPlace(messages=before, tracked={}, pieces=pieces)
-        return self._first_turn(text, tokens, place=place)
+        place = ChatPlace(index=len(before), lead=pieces[0])
+        return self._first_turn(text, tokens, messages=before, place=place)
 
     def _first_turn(self, text: str, tokens: list[int], **rest: Any) -> PendingTurn:
         """Prepare a turn that continues no sequence."""
         order = self._store.next_order()
         return PendingTurn(
-            order=order, tokens=joined(tokens), full_text=text, visible_text=text, **rest
+            order=order,
+            tokens=joined(tokens),
+            full_text=text,
+            visible_text=VisibleText.of(text),
+            **rest,
         )
 
     def _continue(
@@ -312,49 +338,48 @@ class ManagedServer:
         options: TemplateOptions,
     ) -> PendingTurn | None:
         """Prepare the turn after a sampled one; None if the template rewrites what came before."""
-        stage = match.stage
-        assert stage.place is not None
-        tracked = {**stage.place.tracked, len(stage.place.messages): stage.end}
+        turns = list(match.stage.chat_turns())[::-1]
+        tracked = {place.index: end for place, end in turns}
         pieces = self._template.render(messages, tracked=tracked, options=options)
         if pieces is None:
             return None
-        turns = list(tracked)
-        for i, (old, new) in enumerate(zip(stage.place.pieces, pieces[:-1], strict=True)):
-            if old == new:
+        for i, ((place, _), lead) in enumerate(zip(turns, pieces[:-1], strict=True)):
+            if place.lead == lead:
                 continue
             # The text right before an assistant turn may differ from the generation prompt it was sampled after.
-            earlier = {turn: tracked[turn] for turn in turns[:i]}
-            given = self._template.history(messages[: turns[i]], tracked=earlier, options=options)
-            if given is None or not (old.startswith(given) and new.startswith(given)):
+            earlier = {place.index: end for place, end in turns[:i]}
+            given = self._template.history(
+                messages[: place.index], tracked=earlier, options=options
+            )
+            if given is None or not (place.lead.startswith(given) and lead.startswith(given)):
                 return None
-        place = ChatPlace(messages=before, tracked=tracked, pieces=pieces)
-        kept = match.tokens(stage.num_tokens)
-        return self._after(match, kept, pieces[-1] + _opening(messages), place=place)
+            place.lead = lead
+        place = ChatPlace(index=len(before), lead=pieces[-1], previous=match.stage)
+        added = match.given + pieces[-1] + _opening(messages)
+        kept = match.tokens(match.stage.num_tokens)
+        return self._after(match, kept, added, messages=before, place=place)
 
-    def _resume(self, match: NodeMatch, added: str, *, place: ChatPlace | None) -> PendingTurn:
+    def _resume(self, match: NodeMatch, added: str, **rest: Any) -> PendingTurn:
         """Prepare to continue a turn or text that had ended: the token that ended it is dropped."""
         kept = match.tokens(match.stage.num_tokens)
         if match.stage.end:
             del kept[-1]
-        turn = self._after(match, kept, added.removeprefix(match.stage.cut), place=place)
+        turn = self._after(match, kept, added.removeprefix(match.stage.cut), **rest)
         return dataclasses.replace(turn, visible_text=match.stage.visible_text + added)
 
-    def _after(
-        self, match: NodeMatch, kept: list[int], added: str, *, place: ChatPlace | None
-    ) -> PendingTurn:
-        stage = match.stage
-        full_text = stage.full_text
-        if len(kept) < stage.num_tokens:
-            full_text = full_text.removesuffix(stage.end)
+    def _after(self, match: NodeMatch, kept: list[int], added: str, **rest: Any) -> PendingTurn:
+        full_text = match.full_text
+        if len(kept) < match.stage.num_tokens:
+            full_text = full_text.removesuffix(match.stage.end)
         added_tokens, added_text = self._template.join(kept, added)
         return PendingTurn(
             order=self._store.next_order(),
             tokens=joined(kept, added_tokens),
             full_text=full_text + added_text,
-            visible_text=stage.visible_text + added,
+            visible_text=match.stage.visible_text + added,
             parent=match,
             num_kept=len(kept),
-            place=place,
+            **rest,
         )
 
     def _prepare_text(self, prompt: str) -> PendingTurn:
@@ -364,17 +389,22 @@ class ManagedServer:
             return self._first_turn(prompt, tokens)
         match, added = found
         if not added:
-            return self._resume(match, added, place=None)
+            return self._resume(match, added)
         kept = match.tokens(match.stage.num_tokens)
         # The caller repeats the stop string, which its text did not show; the tokens contain it already.
-        added = added.removeprefix(match.stage.cut)
-        return dataclasses.replace(self._after(match, kept, added, place=None), visible_text=prompt)
+        turn = self._after(match, kept, added.removeprefix(match.stage.cut))
+        visible_text = match.stage.visible_text
+        if not visible_text.begins(prompt):
+            return dataclasses.replace(turn, visible_text=VisibleText.of(prompt))
+        rest = prompt[visible_text.num_chars :]
+        return dataclasses.replace(turn, visible_text=visible_text + rest)
 
     def _chat_tokens(self, messages: list[dict[str, Any]], options: TemplateOptions) -> list[int]:
         """Return the tokens of a conversation: the sampled ones if it was sampled here."""
-        match = self._store.find_messages([identity(message) for message in messages])
+        identities = [identity(message) for message in messages]
+        match, _ = self._store.find_messages(identities, messages)
         place = None if match is None else match.stage.place
-        if match is not None and place is not None and len(place.messages) == len(messages) - 1:
+        if match is not None and place is not None and place.index == len(messages) - 1:
             return match.tokens(match.stage.num_tokens)
         _refuse_images(messages)
         return self._prepare_chat(messages, options).tokens
@@ -420,15 +450,21 @@ class ManagedServer:
 
     def _with_tokens(self, turn: PendingTurn, tokens: list[int]) -> PendingTurn:
         """Return a turn with images with the prompt's tokens, which may begin with those of an earlier turn."""
-        assert turn.place is not None
+        assert turn.chat is not None
         text = str(self.tokenizer.decode(tokens))
-        match = self._store.find_messages(turn.place.messages)
+        match, difference = self._store.find_messages(turn.messages, turn.chat["messages"])
         num_kept = 0 if match is None else match.stage.num_tokens
-        if match is None or tokens[:num_kept] != match.tokens(num_kept):
-            turn = dataclasses.replace(turn, is_broken=match is not None)
-        else:
+        if match is not None and tokens[:num_kept] == match.tokens(num_kept):
             turn = dataclasses.replace(turn, parent=match, num_kept=num_kept)
-        return dataclasses.replace(turn, tokens=list(tokens), full_text=text, visible_text=text)
+        elif match is not None:
+            difference = difference or Difference("template")
+        return dataclasses.replace(
+            turn,
+            tokens=list(tokens),
+            full_text=text,
+            visible_text=VisibleText.of(text),
+            difference=difference,
+        )
 
     async def _reply(
         self, sampled: SampledTurn, continued: str, tools: list[Any] | None, tool_choice: Any

@@ -1,23 +1,27 @@
 """A conversation as token sequences: which tokens were sampled, with which logprobs, under which weights.
 
 Invariant: `tokens`, `masked_tokens` and `logprobs` of a node are equally long; every sampled token keeps its id, its
-position and its logprob. A turn continues the node whose turns it repeats, else it begins a new node.
+position and its logprob. A turn continues the node whose turns it repeats (`recognition.py`), else it begins a new one.
+Memory is linear in a session's text: a stage keeps what it added and points to the one before it.
 Pure: no tokenizer, no network. `ManagedServer` calls `find_...`, then the engine, then `commit`.
 """
 
 from __future__ import annotations
 
+import secrets
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
 from atroposlib.errors import EngineProtocolError
 from atroposlib.inference.servers.api_server import WeightSpan
 from atroposlib.inference.servers.sampling_notes import oldest_version, place_spans
+from atroposlib.inference.sessions.messages import Message, call_ids
+from atroposlib.inference.sessions.recognition import Difference, SaidTurn, given_after
 from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
 from atroposlib.utils.number_list import first, joined, repeated
 
@@ -35,19 +39,40 @@ class SequenceNode(BaseModel):
     """[T] logprob of each sampled token, 1.0 elsewhere."""
     metadata: dict[str, Any] | None = None
     """finish_reason; policy_version (the oldest that sampled a token, None if unknown);
-    weight_versions (`{"start", "num_tokens", "weight_version"}` per span of sampled tokens, None if unknown)."""
+    weight_versions (`{"start", "num_tokens", "weight_version"}` per span of sampled tokens, None if unknown);
+    turns (`{"start", "num_tokens", "turn"}` per sampled turn; branches that share a turn have its id in common)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatPlace:
-    """Where a sampled turn stands in its conversation."""
+class VisibleText:
+    """A text without special tokens, as what it adds to an earlier one: branches share their beginnings.
 
-    messages: tuple[str, ...]
-    """Identity of each message before the sampled one."""
-    tracked: dict[int, str]
-    """Index of each earlier turn sampled here -> the end-of-turn text that was sampled with it, "" if cut off."""
-    pieces: tuple[str, ...]
-    """[len(tracked) + 1] the template's text around those turns, up to the sampled one."""
+    >>> question = VisibleText.of("Why?")
+    >>> answer = question + " Because."
+    >>> answer.begins("Why? Because. So?"), answer.begins("Why? Since"), answer.num_chars
+    (True, False, 13)
+    """
+
+    __slots__ = ("added", "before", "num_chars")
+
+    def __init__(self, before: VisibleText | None, added: str) -> None:
+        self.before, self.added = before, added
+        self.num_chars: int = len(added) + (0 if before is None else before.num_chars)
+
+    @classmethod
+    def of(cls, text: str) -> VisibleText:
+        return cls(None, text)
+
+    def __add__(self, added: str) -> VisibleText:
+        return VisibleText(self, added)
+
+    def begins(self, text: str) -> bool:
+        """Whether a text begins with this one. The end is compared first: a session's texts have the same beginning."""
+        part: VisibleText | None = self
+        while part is not None:
+            if not text.startswith(part.added, part.num_chars - len(part.added)):
+                return False
+            part = part.before
+        return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +80,20 @@ class SampledMessage:
     """What a caller sees of a sampled chat turn."""
 
     identity: str
-    content: str
-    """Text of the message, including a beginning that the caller wrote."""
+    said: SaidTurn
     call_ids: tuple[str, ...] = ()
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class ChatPlace:
+    """Where a sampled turn stands in its conversation."""
+
+    index: int
+    """Messages before the sampled one."""
+    lead: str = ""
+    """The template's text between the sampled turn before it and this one, as rendered last."""
+    previous: Stage | None = None
+    """The sampled turn before it in this sequence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -65,16 +101,24 @@ class Stage:
     """A point of a node that a later turn may continue: the end of a sampled turn."""
 
     num_tokens: int
+    num_chars: int
+    """Length of the node's text up to here, special tokens included."""
     end: str
     """Text of the end-of-turn token that was sampled last; "" if the turn was cut off."""
-    full_text: str
-    visible_text: str
+    visible_text: VisibleText
     """The text that a caller sees, without special tokens."""
     place: ChatPlace | None
     message: SampledMessage | None
     """Both None for text completions."""
     cut: str = ""
     """Sampled text that the caller does not see: the stop string or token that ended the turn, and what follows it."""
+
+    def chat_turns(self) -> Iterator[tuple[ChatPlace, str]]:
+        """Yield place and `end` of this sampled turn of a chat and of those before it, the latest first."""
+        stage: Stage | None = self
+        while stage is not None and stage.place is not None:
+            yield stage.place, stage.end
+            stage = stage.place.previous
 
 
 @dataclass(slots=True, kw_only=True)
@@ -85,7 +129,8 @@ class _Tracked:
     choice: int
     """Index among the completions of the call that began it."""
     node: SequenceNode
-    stages: tuple[Stage, ...]
+    last: Stage
+    """The end of the node."""
 
     def __len__(self) -> int:
         return len(self.node.tokens)
@@ -97,9 +142,16 @@ class NodeMatch:
 
     tracked: _Tracked
     stage: Stage
+    given: str = ""
+    """Text that the client appended to the sampled turn."""
 
     def tokens(self, num_kept: int) -> list[int]:
         return first(self.tracked.node.tokens, num_kept)
+
+    @property
+    def full_text(self) -> str:
+        """The text up to the stage, special tokens included."""
+        return self.tracked.node.full_text[: self.stage.num_chars]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,14 +162,16 @@ class PendingTurn:
     """`SequenceStore.next_order()` at the time of the call."""
     tokens: list[int]
     full_text: str
-    visible_text: str
+    visible_text: VisibleText
     parent: NodeMatch | None = None
     num_kept: int = 0
     """Tokens of the parent's node that this prompt begins with."""
+    messages: tuple[str, ...] = ()
+    """Identity of each message before the sampled one; () for text completions."""
     place: ChatPlace | None = None
     """None for text completions."""
-    is_broken: bool = False
-    """Whether the prompt repeats a sampled turn but not its tokens."""
+    difference: Difference | None = None
+    """Why the prompt does not continue a sampled turn that it repeats."""
     chat: dict[str, Any] | None = None
     """Messages and template inputs of a chat with images, whose tokens the engine makes and reports in its answer."""
 
@@ -145,13 +199,24 @@ class SampledTurn:
 class _Point:
     """A point in the tree of all conversations, reached by their messages from the root."""
 
-    __slots__ = ("matches", "next")
+    __slots__ = ("given", "matches", "next")
 
-    def __init__(self) -> None:
+    def __init__(self, matches: list[NodeMatch] | None = None, given: str = "") -> None:
         self.next: dict[str, _Point] = {}
-        """The points after one more message, by its identity."""
-        self.matches: list[NodeMatch] = []
+        """The points after one more message, by its identity and by those of its recognised changes."""
+        self.matches = [] if matches is None else matches
         """Stages of chats that end here."""
+        self.given = given
+        """Text that the client appended to them."""
+
+
+class Lookup(NamedTuple):
+    """What the store knows of a conversation."""
+
+    match: NodeMatch | None
+    """The longest sampled prefix."""
+    difference: Difference | None
+    """How the message after the known ones differs from the turns that were sampled in its place."""
 
 
 class SequenceStore:
@@ -165,6 +230,8 @@ class SequenceStore:
         self.keep_parents = keep_parents
         """Whether every turn becomes a node of its own, trained on that turn only, instead of growing its parent."""
         self._num_calls = 0
+        self._name = secrets.token_hex(6)
+        """Begins the ids of turns, so that those of several sessions differ."""
         self._continued: list[Stage] = []
         """Stages whose next turn is being sampled."""
         self.clear()
@@ -197,31 +264,38 @@ class SequenceStore:
             for stage in stages:
                 self._continued.remove(stage)
 
-    def find_messages(
-        self, messages: Sequence[str], call_ids: Sequence[tuple[str, ...]] = ()
-    ) -> NodeMatch | None:
-        """Return the stage that matches the longest prefix of `messages`.
+    def find_messages(self, identities: Sequence[str], messages: Sequence[Message] = ()) -> Lookup:
+        """Return the stage that matches the longest prefix of a conversation.
 
-        `call_ids`, one per message, decide between turns that made the same tool calls.
+        `messages`, as many, are compared with sampled turns that were not returned exactly as they were sampled, and
+        the ids of their calls decide between turns that made the same tool calls.
         """
         point = self._chats
-        found: list[NodeMatch] = []
-        index = -1
-        for i, message in enumerate(messages):
-            following = point.next.get(message)
+        found, index = point, -1
+        difference: Difference | None = None
+        for i, identity in enumerate(identities):
+            following = point.next.get(identity)
+            if following is None and messages and _is_answer(messages[i]):
+                following, difference = _recognised(point, messages[i])
+                if following is not None:
+                    point.next[identity] = following
             if following is None:
                 break
             point = following
             if point.matches:
-                found, index = point.matches, i
+                found, index = point, i
+        ids = call_ids(messages[index]) if messages and index >= 0 else ()
 
         def rank(match: NodeMatch) -> tuple[bool, bool, int, int]:
             assert match.stage.message is not None
-            same_ids = index < len(call_ids) and call_ids[index] == match.stage.message.call_ids
             first = match.tracked.order, match.tracked.choice
+            same_ids = ids == match.stage.message.call_ids
             return same_ids, self._can_grow(match), -first[0], -first[1]
 
-        return max(found, key=rank, default=None)
+        match = max(found.matches, key=rank, default=None)
+        if match is not None and found.given:
+            match = replace(match, given=found.given)
+        return Lookup(match, difference)
 
     def find_opened(self, before: Sequence[str], content: str) -> tuple[NodeMatch, str] | None:
         """Return the longest turn after `before` whose text is a prefix of `content`, and the rest of `content`."""
@@ -232,20 +306,23 @@ class SequenceStore:
         for following in point.next.values() if point else ():
             for match in following.matches:
                 sampled = match.stage.message
-                if sampled is None or sampled.call_ids or not content.startswith(sampled.content):
+                if sampled is None or sampled.call_ids:
                     continue
-                if sampled.content or not content:  # text cannot follow tokens without text
-                    found.append((len(sampled.content), match))
+                text = sampled.said.content
+                # Text cannot follow tokens without text.
+                if content.startswith(text) and (text or not content):
+                    found.append((len(text), match))
         return self._longest(found, content)
 
     def find_text(self, prompt: str) -> tuple[NodeMatch, str] | None:
         """Return the longest stage whose text is a prefix of `prompt`, and the rest of the prompt."""
-        found = [
-            (len(text), match)
-            for match in self._matches
-            for text in (match.stage.full_text, match.stage.visible_text)
-            if _begins(prompt, text)
-        ]
+        found = []
+        for match in self._matches:
+            num_chars, visible_text = match.stage.num_chars, match.stage.visible_text
+            if _begins(prompt, match.tracked.node.full_text, num_chars):
+                found.append((num_chars, match))
+            if visible_text.begins(prompt):
+                found.append((visible_text.num_chars, match))
         return self._longest(found, prompt)
 
     def _longest(
@@ -269,27 +346,31 @@ class SequenceStore:
         parent = turn.parent
         if parent is not None and not self.keep_parents and turn.num_kept == len(parent.tracked):
             first, *added = grown
-            parent.tracked.node, parent.tracked.stages = first.node, first.stages
-            self._index(parent.tracked)
+            parent.tracked.node, parent.tracked.last = first.node, first.last
+            self._index(parent.tracked, turn)
         place = bisect_right(self._tracked, turn.order, key=lambda tracked: tracked.order)
         self._tracked[place:place] = added
         for tracked in added:
-            self._index(tracked)
+            self._index(tracked, turn)
 
-    def _index(self, tracked: _Tracked) -> None:
+    def _index(self, tracked: _Tracked, turn: PendingTurn) -> None:
         """Add the last stage of a node to the lookup tables."""
-        match = NodeMatch(tracked=tracked, stage=tracked.stages[-1])
+        match = NodeMatch(tracked=tracked, stage=tracked.last)
         self._matches.append(match)
-        if match.stage.place is None or match.stage.message is None:
+        if match.stage.message is None:
             return
         point = self._chats
-        for message in (*match.stage.place.messages, match.stage.message.identity):
+        for message in turn.messages:
             point = point.next.setdefault(message, _Point())
-        point.matches.append(match)
+        answer = match.stage.message.identity
+        following = point.next.get(answer)
+        if following is None or following.given:
+            following = point.next[answer] = _Point()
+        following.matches.append(match)
 
     def _can_grow(self, match: NodeMatch) -> bool:
         # Of equally long prefixes the end of a node is preferred: continuing there grows it instead of branching.
-        return match.stage is match.tracked.stages[-1] and match.stage not in self._continued
+        return match.stage is match.tracked.last and match.stage not in self._continued
 
     def _grow(self, turn: PendingTurn, choice: int, sampled: SampledTurn) -> _Tracked:
         if len(sampled.tokens) != len(sampled.logprobs):
@@ -299,14 +380,13 @@ class SequenceStore:
         labels: list[int] = []
         logprobs: list[float] = []
         spans: list[dict[str, Any]] | None = []
-        stages: tuple[Stage, ...] = ()
-        if turn.parent is not None:
-            kept = turn.num_kept
-            stages = tuple(s for s in turn.parent.tracked.stages if s.num_tokens <= kept)
-            if not self.keep_parents:
-                node = turn.parent.tracked.node
-                labels, logprobs = first(node.masked_tokens, kept), first(node.logprobs, kept)
-                spans = _spans_before((node.metadata or {}).get("weight_versions"), end=kept)
+        turns: list[dict[str, Any]] = []
+        if turn.parent is not None and not self.keep_parents:
+            kept, node = turn.num_kept, turn.parent.tracked.node
+            labels, logprobs = first(node.masked_tokens, kept), first(node.logprobs, kept)
+            metadata = node.metadata or {}
+            spans = _spans_before(metadata.get("weight_versions"), end=kept)
+            turns = _spans_before(metadata["turns"], end=kept) or []
         num_given = len(turn.tokens) - len(labels)
         labels = joined(labels, repeated(IGNORE_INDEX, num_given), sampled.tokens)
         given = repeated(MASKED_LOGPROB, num_given)
@@ -317,6 +397,14 @@ class SequenceStore:
             spans = [*spans, *place_spans(new_spans, start=len(turn.tokens))]
         else:
             spans = None
+        if sampled.tokens:
+            turns.append(
+                {
+                    "start": len(turn.tokens),
+                    "num_tokens": len(sampled.tokens),
+                    "turn": f"{self._name}.{turn.order}.{choice}",
+                }
+            )
         full_text = turn.full_text + sampled.full_text
         # Validation would visit every token.
         node = SequenceNode.model_construct(
@@ -328,23 +416,51 @@ class SequenceStore:
                 "finish_reason": sampled.finish_reason,
                 "policy_version": oldest_version(s["weight_version"] for s in spans or ()),
                 "weight_versions": spans,
+                "turns": turns,
             },
         )
         stage = Stage(
             num_tokens=len(tokens),
+            num_chars=len(full_text),
             end=sampled.end,
-            full_text=full_text,
             visible_text=turn.visible_text + sampled.visible_text,
             place=turn.place,
             message=sampled.message,
             cut=sampled.cut,
         )
-        return _Tracked(order=turn.order, choice=choice, node=node, stages=(*stages, stage))
+        return _Tracked(order=turn.order, choice=choice, node=node, last=stage)
 
 
-def _begins(prompt: str, text: str) -> bool:
+def _is_answer(message: Message) -> bool:
+    return message["role"] == "assistant" and isinstance(message["content"], str)
+
+
+def _recognised(point: _Point, message: Message) -> tuple[_Point | None, Difference | None]:
+    """Return the point of the sampled turn that a changed message repeats, else the smallest difference."""
+    found: list[tuple[int, _Point]] = []
+    differences: list[Difference] = []
+    for following in point.next.values():
+        if following.given:
+            continue
+        for match in following.matches:
+            assert match.stage.message is not None
+            given = given_after(match.stage.message.said, message)
+            if isinstance(given, Difference):
+                differences.append(given)
+            elif not given:
+                return following, None
+            else:
+                found.append((len(given), _Point(following.matches, given)))
+    if found:
+        return min(found, key=lambda each: each[0])[1], None
+    return None, max(differences, key=lambda each: each.position, default=None)
+
+
+def _begins(prompt: str, text: str, num_chars: int) -> bool:
+    """Whether a prompt begins with the first characters of a text."""
     # The end first: conversations of a session have the same beginning.
-    return prompt.startswith(text[-32:], max(0, len(text) - 32)) and prompt.startswith(text)
+    tail = max(0, num_chars - 32)
+    return prompt.startswith(text[tail:num_chars], tail) and prompt.startswith(text[:num_chars])
 
 
 def state_of(nodes: Sequence[SequenceNode], *, track_tree: bool) -> dict[str, Any]:
@@ -361,82 +477,69 @@ def state_of(nodes: Sequence[SequenceNode], *, track_tree: bool) -> dict[str, An
 def train_once(nodes: Sequence[SequenceNode]) -> list[SequenceNode]:
     """Return the sequences with trained positions, each sampled token trained in only one of them.
 
-    A conversation with two branches is two sequences with a common prefix; the second does not train the prefix again.
-    Takes time linear in the number of tokens.
+    A conversation with two branches is two sequences with common turns; the second does not train those again. Turns
+    are the same if their ids are, not if their tokens are: equal answers of two samples are both trained. A sequence
+    without the ids of its turns (`metadata["turns"]`) is kept as it is.
     """
-    tree = _Run(nodes[0], 0, 0) if nodes else None
+    num_trained: dict[str, int] = {}
     kept: list[SequenceNode] = []
     for node in nodes:
-        assert tree is not None
-        shared = _after_last_sampled(node, tree.insert(node))
-        rest = node.masked_tokens[shared:]
-        if rest.count(IGNORE_INDEX) == len(rest):
-            continue
-        if shared:
-            masks = [IGNORE_INDEX] * shared + rest
-            logprobs = [MASKED_LOGPROB] * shared + node.logprobs[shared:]
+        masks = node.masked_tokens
+        repeated_parts: list[slice] = []
+        for turn in _turns_of(node):
+            num, start = num_trained.get(turn["turn"], 0), turn["start"]
+            if num:
+                repeated_parts.append(slice(start, start + min(num, turn["num_tokens"])))
+            num_trained[turn["turn"]] = max(num, turn["num_tokens"])
+        if repeated_parts:
+            masks, logprobs = list(masks), list(node.logprobs)
+            for part in repeated_parts:
+                num = part.stop - part.start
+                masks[part], logprobs[part] = [IGNORE_INDEX] * num, [MASKED_LOGPROB] * num
             node = node.model_copy(update={"masked_tokens": masks, "logprobs": logprobs})
-        kept.append(node)
+        if masks.count(IGNORE_INDEX) < len(masks):
+            kept.append(node)
     return kept
 
 
-def _after_last_sampled(node: SequenceNode, end: int) -> int:
-    """Return the position after the last sampled token before `end`; 0 if there is none."""
-    labels = node.masked_tokens
-    while end and labels[end - 1] == IGNORE_INDEX:
-        end -= 1
-    return end
+class Ledger(NamedTuple):
+    """What became of the tokens that were sampled for one rollout."""
+
+    sampled: int
+    trained: int
+    """Trained positions of the sequences that are sent."""
+    left_out: int
+    """Sampled tokens of turns that no sent sequence contains."""
+
+    @property
+    def closes(self) -> bool:
+        """Whether every sampled token is trained once or left out."""
+        return self.sampled == self.trained + self.left_out
 
 
-class _Run:
-    """An edge of a prefix tree of sequences: positions `start` to `end` of `node`, shared by all sequences below it.
-
-    Positions of the same sample are shared; equal tokens of another sample differ in logprobs.
-    """
-
-    __slots__ = ("end", "next", "node", "start")
-
-    def __init__(self, node: SequenceNode, start: int, end: int) -> None:
-        self.node, self.start, self.end = node, start, end
-        self.next: dict[tuple[int, int, float], _Run] = {}
-        """The runs that follow, by token, label and logprob of their first position."""
-
-    def insert(self, node: SequenceNode) -> int:
-        """Add a sequence and return the length of the prefix it shares with an earlier one."""
-        run, at, end = self, 0, len(node.tokens)
-        while at < end:
-            key = node.tokens[at], node.masked_tokens[at], node.logprobs[at]
-            following = run.next.get(key)
-            if following is None:
-                run.next[key] = _Run(node, at, end)
-                break
-            parted = _first_difference(node, following.node, at, min(end, following.end))
-            if parted < following.end:
-                following._split(parted)
-            run, at = following, parted
-        return at
-
-    def _split(self, at: int) -> None:
-        rest = _Run(self.node, at, self.end)
-        rest.next, self.end = self.next, at
-        node = self.node
-        self.next = {(node.tokens[at], node.masked_tokens[at], node.logprobs[at]): rest}
+def ledger_of(nodes: Sequence[SequenceNode], chosen: Sequence[SequenceNode]) -> Ledger | None:
+    """Return the ledger of a session's nodes and the sequences chosen of them; None without ids of turns."""
+    if any("turns" not in (node.metadata or {}) for node in (*nodes, *chosen)):
+        return None
+    sampled, sent = _tokens_by_turn(nodes), _tokens_by_turn(chosen)
+    trained = sum(
+        len(node.masked_tokens) - node.masked_tokens.count(IGNORE_INDEX) for node in chosen
+    )
+    total = sum(sampled.values())
+    return Ledger(total, trained, total - sum(sent.values()))
 
 
-def _first_difference(node: SequenceNode, other: SequenceNode, start: int, end: int) -> int:
-    """Return the first position in [start, end) at which two sequences differ; `end` if there is none."""
-    while start < end:  # slices, because they are compared in C
-        middle = (start + end + 1) // 2
-        part = slice(start, middle)
-        if (
-            node.tokens[part] == other.tokens[part]
-            and node.masked_tokens[part] == other.masked_tokens[part]
-            and node.logprobs[part] == other.logprobs[part]
-        ):
-            start = middle
-        else:
-            end = middle - 1
-    return start
+def _tokens_by_turn(nodes: Iterable[SequenceNode]) -> dict[str, int]:
+    """Return the number of tokens of each turn: the most of it that one sequence contains."""
+    found: dict[str, int] = {}
+    for node in nodes:
+        for turn in _turns_of(node):
+            found[turn["turn"]] = max(found.get(turn["turn"], 0), turn["num_tokens"])
+    return found
+
+
+def _turns_of(node: SequenceNode) -> list[dict[str, Any]]:
+    return (node.metadata or {}).get("turns") or []
 
 
 def _spans_before(spans: list[dict[str, Any]] | None, *, end: int) -> list[dict[str, Any]] | None:

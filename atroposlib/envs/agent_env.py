@@ -42,7 +42,7 @@ from atroposlib.errors import EngineError, EnvError
 from atroposlib.inference.servers.choices import run_together
 from atroposlib.inference.servers.sampling_notes import note_sampling
 from atroposlib.inference.sessions.proxy_client import create_proxy_session
-from atroposlib.inference.sessions.sequences import SequenceNode, train_once
+from atroposlib.inference.sessions.sequences import SequenceNode, ledger_of, train_once
 from atroposlib.proxy.command import create_app
 from atroposlib.proxy.sessions import SessionLimits, SessionOptions, Sessions
 from atroposlib.utils.local_server import serve_locally
@@ -80,6 +80,8 @@ class AgentSession:
     """Engine failures returned to the agent; empty if unknown (remote proxy)."""
     last_messages: Callable[[], list[dict[str, Any]]] = list
     """Returns the conversation that the agent continued last; [] if unknown (remote proxy)."""
+    broken_prefixes: Callable[[], Mapping[str, int]] = dict
+    """Returns how often a conversation could not continue its sequence, by reason; {} if unknown (remote proxy)."""
 
 
 class AgentEnv(DatasetEnv):
@@ -213,6 +215,7 @@ class AgentEnv(DatasetEnv):
                 fetch_nodes=session.nodes,
                 engine_errors=session.engine_errors,
                 last_messages=lambda: session.last_messages,
+                broken_prefixes=lambda: session.broken_prefixes,
             )
         finally:
             await sessions.close(session.uuid)
@@ -251,18 +254,38 @@ class AgentEnv(DatasetEnv):
             else:
                 outcome = await self.outcome_of(row, answer)
             nodes = await awaited(session.fetch_nodes())
-            messages = session.last_messages()
+            messages, broken = session.last_messages(), session.broken_prefixes()
+        chosen = await off_loop(self.choose_sequences, row, nodes, answer)
         if split == "train":
             self.counts["agent_runs"] += 1
             self.counts["agent_sequences"] += len(nodes)
+            for reason, count in broken.items():
+                self.counts[f"agent_broken_by_{reason}"] += count
+            self._keep_ledger(nodes, chosen)
         said = {"role": "assistant", "content": "" if answer is None else str(answer)}
         was_aborted = any((node.metadata or {}).get("finish_reason") == ABORTED for node in nodes)
         return Rollout(
             messages=messages or [said],
-            nodes=await off_loop(self.choose_sequences, row, nodes, answer),
+            nodes=chosen,
             finish_reason=ABORTED if was_aborted else None,
             outcome=outcome,
         )
+
+    def _keep_ledger(self, nodes: list[SequenceNode], chosen: list[SequenceNode]) -> None:
+        """Check that each token sampled in a run is trained once, or counted as left out."""
+        ledger = ledger_of(nodes, chosen)
+        if ledger is None:
+            return
+        self.counts["agent_sampled_tokens"] += ledger.sampled
+        self.counts["agent_left_out_tokens"] += ledger.left_out
+        if not ledger.closes:
+            logger.log(
+                logging.DEBUG if self.counts["agent_open_ledgers"] else logging.WARNING,
+                "a run of the agent sampled %d tokens, but %d are trained and %d left out;"
+                " does choose_sequences return what sequences have in common only once?",
+                *ledger,
+            )
+            self.counts["agent_open_ledgers"] += 1
 
     async def _answer_of(self, row: Row, session: AgentSession) -> Any:
         arguments = {"row": row, "base_url": session.base_url, "api_key": session.api_key}

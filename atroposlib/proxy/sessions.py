@@ -14,7 +14,7 @@ import logging
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import (
     AbstractAsyncContextManager,
     AsyncExitStack,
@@ -185,6 +185,11 @@ class Session:
         if isinstance(self.managed, ManagedServer):
             return self.managed.nodes
         return list(self.managed.get_state()["nodes"])
+
+    @property
+    def broken_prefixes(self) -> Mapping[str, int]:
+        """How often a conversation could not continue its sequence, by reason."""
+        return self.managed.broken_prefixes if isinstance(self.managed, ManagedServer) else {}
 
     @property
     def num_nodes(self) -> int:

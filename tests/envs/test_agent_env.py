@@ -11,7 +11,7 @@ import sys
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import httpx
@@ -23,6 +23,7 @@ from atroposlib.inference.harness import ByteTokenizer, HarnessRequest, create_c
 from atroposlib.inference.servers.http_peer import EngineHttpRejected
 from atroposlib.inference.servers.openai import OpenAIServer
 from atroposlib.inference.servers.sampling_notes import noting_sampling
+from atroposlib.inference.sessions.sequences import train_once
 from atroposlib.proxy.command import create_app
 from atroposlib.runtime.process import process
 from atroposlib.scored_data import Strictness, check_group
@@ -50,9 +51,9 @@ class Refused(Exception):
     """The API's answer is an error; its argument is the code."""
 
 
-def ask(base_url: str, api_key: str, text: str) -> str:
+def ask(base_url: str, api_key: str, text: str, history: Sequence[dict[str, str]] = ()) -> str:
     """Call the API as any program would."""
-    body = {"messages": [{"role": "user", "content": text}], "temperature": 0}
+    body = {"messages": [*history, {"role": "user", "content": text}], "temperature": 0}
     request = urllib.request.Request(
         f"{base_url}/chat/completions",
         data=json.dumps(body).encode(),
@@ -157,6 +158,46 @@ async def test_agent_on_plain_http_with_two_conversations_makes_two_sequences() 
     assert scores["391<eos>"] == 1.0
     assert scores["392<eos>"] == 0.0
     assert env.counts["agent_sequences"] == 4
+
+
+class Changes(Doubling):
+    """Changes the answer before it sends it back, and trains only what came after."""
+
+    async def run_agent(self, row: Any, base_url: str, api_key: str) -> Any:
+        text = f"Double {row}."
+        answer = await asyncio.to_thread(ask, base_url, api_key, text)
+        history = [
+            {"role": "user", "content": text},
+            {"role": "assistant", "content": f"not {answer}"},
+        ]
+        return await asyncio.to_thread(ask, base_url, api_key, text, history)
+
+    def choose_sequences(self, row: Any, nodes: Any, answer: Any) -> Any:
+        return train_once(nodes)[-1:]
+
+
+async def test_turns_that_an_agent_changed_and_tokens_that_it_left_out_are_counted() -> None:
+    env = make(Changes)
+    group = await group_of(env, 21)
+    assert len(group["scores"]) == 2
+    assert env.counts["agent_broken_by_changed"] == 2
+    assert env.counts["agent_sampled_tokens"] == 2 * len("42.42.")
+    assert env.counts["agent_left_out_tokens"] == len("42.42.")
+    assert env.counts["agent_open_ledgers"] == 0
+
+
+async def test_a_selection_that_trains_tokens_twice_is_counted_and_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Repeats(Doubling):
+        def choose_sequences(self, row: Any, nodes: Any, answer: Any) -> Any:
+            return [*nodes, *nodes]
+
+    env = make(Repeats)
+    await group_of(env, 21)
+    assert env.counts["agent_open_ledgers"] == 2
+    [warning] = [each for each in caplog.messages if "trained" in each]
+    assert "sampled 3 tokens, but 6 are trained and 0 left out" in warning
 
 
 async def test_groups_of_agents_reach_the_file_and_the_page_with_their_messages(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import json
 import logging
 import random
 import time
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -568,3 +570,26 @@ async def test_finding_the_continued_turn_does_not_depend_on_other_conversations
     small, large = build(50), build(1500)
     cost_s(small)
     assert cost_s(large) < 5 * cost_s(small)  # it was 30 times as much
+
+
+async def test_the_memory_of_a_session_is_in_proportion_to_its_tokens() -> None:
+    async def bytes_of(num_turns: int) -> int:
+        engine, managed = session()
+        gc.collect()
+        tracemalloc.start()
+        messages = [user("question " * 30)]
+        for i in range(num_turns):
+            engine.tell(f"answer {i} " * 20)
+            reply = await managed.chat_completion(messages=messages)
+            answer = {"role": "assistant", "content": reply.choices[0].message.content.strip()}
+            messages = [*messages, answer, user(f"question {i} " * 20)]
+            engine.requests.clear()
+        del messages
+        gc.collect()
+        held, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        [node] = managed.nodes
+        assert held < 250 * len(node.tokens)
+        return held
+
+    assert await bytes_of(60) < 2.5 * await bytes_of(30)

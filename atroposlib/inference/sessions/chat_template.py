@@ -376,15 +376,20 @@ class _Marks:
 
         A mark that stands for a call's name may recur: some templates repeat the name in the result.
         """
-        pieces = []
-        for index in sorted(names):
-            mark = self.turn(index)
-            piece, found, text = text.partition(mark)
-            if not found or (mark in text and not names[index]):
+        piece, *marked = re.split(rf"{self._base}TURN(\d+)END", text)
+        pieces = [piece]
+        indices = iter(sorted(names))
+        seen: set[int] = set()
+        for number, piece in zip(marked[::2], marked[1::2], strict=True):
+            index = int(number)
+            if index in seen and names[index]:
+                pieces[-1] += names[index] + piece
+            elif index not in seen and index == next(indices, None):
+                seen.add(index)
+                pieces.append(piece)
+            else:
                 return None
-            pieces.append(piece)
-            text = text.replace(mark, names[index])
-        return [*pieces, text]
+        return pieces if len(seen) == len(names) else None
 
     def restore(self, text: str) -> str:
         if self._base in text:

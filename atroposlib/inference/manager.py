@@ -17,7 +17,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from atroposlib.errors import ConfigError
 from atroposlib.inference.config import (
@@ -38,6 +38,9 @@ from atroposlib.inference.sessions.managed_server import ManagedServer
 from atroposlib.inference.sessions.text_sessions import DummyManagedServer, TextSession
 from atroposlib.inference.slurm import inference_urls, list_hostnames
 from atroposlib.utils.wording import without_users
+
+if TYPE_CHECKING:
+    from atroposlib.inference.tools.parsers.style import ToolCallParser
 
 logger = logging.getLogger(__name__)
 
@@ -216,17 +219,20 @@ class ServerManager:
         base_url: str | None = None,
         preserve_think_blocks: bool = False,
         *,
-        tool_call_parser: str | None = None,
+        tool_call_parser: str | ToolCallParser | None = None,
         tool_parser: str | None = None,
         track_tree: bool = False,
     ) -> AsyncIterator[Any]:
         """Yield a `ManagedServer` bound to one server (the one at `base_url`, if given); reset it afterwards.
 
-        With a proxy, yield a `ProxyManagedServer` and delete its session afterwards. Raises NotImplementedError for an
-        API without token ids, except in `process`, which records text, or if ATROPOS_ALLOW_DUMMY_MANAGED_SERVER is set.
+        `tool_call_parser` is a name or an object with `parse(text)`. With a proxy, which takes names only, yield a
+        `ProxyManagedServer` and delete its session afterwards. Raises NotImplementedError for an API without token ids,
+        except in `process`, which records text, or if ATROPOS_ALLOW_DUMMY_MANAGED_SERVER is set.
         """
         parser = tool_call_parser or tool_parser or self.tool_parser
         if self.use_proxy:
+            if parser is not None and not isinstance(parser, str):
+                raise ConfigError("a proxy's tool call parser is chosen by its name")
             async with self._proxy_session(base_url, parser, track_tree) as session:
                 yield session
             return

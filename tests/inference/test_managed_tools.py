@@ -8,8 +8,15 @@ import warnings
 from typing import Any
 
 import pytest
+from openai.types.chat.chat_completion_message_function_tool_call import (
+    ChatCompletionMessageFunctionToolCall,
+    Function,
+)
 
+from atroposlib.errors import ConfigError
+from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.harness import made_up_logprobs
+from atroposlib.inference.manager import ServerManager
 from atroposlib.inference.sessions.managed_server import ManagedServer
 from tests.inference.helpers_templates import (
     CALLS_BEFORE_RESULTS,
@@ -365,3 +372,47 @@ async def test_a_template_without_a_place_for_tools_is_logged_once(
         await ask(managed, [user("x")])
         await ask(managed, [user("y")])
     assert caplog.text.count("no place for tools") == 1
+
+
+class HermesLike:
+    """A parser of an environment's own: `CALL name` is a call."""
+
+    def __init__(self) -> None:
+        self.num_ids = 0
+
+    def parse(self, text: str) -> tuple[str | None, list[Any] | None]:
+        content, found, name = text.partition("CALL ")
+        if name == "boom":
+            raise ValueError(name)
+        if not found:
+            return text, None
+        self.num_ids += 1
+        function = Function(name=name, arguments="{}")
+        call_id = f"id{self.num_ids}"
+        call = ChatCompletionMessageFunctionToolCall(id=call_id, type="function", function=function)
+        return content.strip() or None, [call]
+
+
+async def test_an_object_that_parses_is_the_parser_of_the_session(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tokenizer = make_tokenizer(TOOLS, eos="<|im_end|>")
+    engine = ToldEngine(tokenizer)
+    manager = ServerManager([APIServerConfig(model_name="m")], testing=True)
+    manager.servers = [engine]
+    engine.tell("I look. CALL add", "CALL boom", "3")
+    async with manager.managed_server(tool_call_parser=HermesLike()) as managed:
+        choice = await ask(managed, [user("1 + 2?")])
+        [call] = choice.message.tool_calls
+        assert (choice.message.content, call.id, call.function.name) == ("I look.", "id1", "add")
+        messages = [user("1 + 2?"), choice.message, result_of(call, "3")]
+        answer = await ask(managed, messages)
+        assert answer.message.content == "CALL boom"
+        assert "The tool parser HermesLike failed" in caplog.text
+        answer = await ask(managed, [*messages, answer.message, user("again")])
+        assert (answer.message.content, answer.message.tool_calls) == ("3", None)
+        assert len(managed.nodes) == 1
+    manager.proxy_url = "http://p"
+    with pytest.raises(ConfigError, match="by its name"):
+        async with manager.managed_server(tool_call_parser=HermesLike()):
+            pass

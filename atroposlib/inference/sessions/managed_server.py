@@ -58,6 +58,7 @@ from atroposlib.utils.off_loop import off_loop
 from atroposlib.utils.tokenizers import load_tokenizer
 
 if TYPE_CHECKING:
+    from atroposlib.inference.tools.parsers.style import ToolCallParser
     from atroposlib.inference.tools.translator import ToolCallTranslator
 
 logger = logging.getLogger(__name__)
@@ -109,13 +110,13 @@ class ManagedServer:
         server: Any,
         tokenizer: Any = None,
         track_tree: bool = False,
-        tool_parser: str | None = None,
+        tool_parser: str | ToolCallParser | None = None,
         preserve_think_blocks: bool = False,
     ) -> None:
         self.server = server
         self.track_tree = track_tree
         self.tool_parser = tool_parser
-        """Name of the tool call parser; None: tool calls stay text."""
+        """The tool call parser or its name; None: tool calls stay text."""
         # Sampled tokens are never rewritten, so `<think>` blocks are kept in either case.
         self.preserve_think_blocks = preserve_think_blocks
         self.broken_prefixes: Counter[str] = Counter()

@@ -8,13 +8,13 @@ The formats are in `parsers`.
 from __future__ import annotations
 
 import functools
-import json
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from atroposlib.inference.tools.parsers import STYLES, Call, Parsed, Style, style_named
-from atroposlib.inference.tools.parsers.style import THINKING_ENDS
+from atroposlib.inference.tools.parsers.borrowed import given_style
+from atroposlib.inference.tools.parsers.style import THINKING_ENDS, ToolCallParser, call_from
 from atroposlib.inference.tools.tool_messages import as_dict, parsed_json
 
 if TYPE_CHECKING:
@@ -46,10 +46,14 @@ class Read(NamedTuple):
 class ToolCallTranslator:
     """Translates any number of conversations: call ids are unique. Raises ConfigError for an unknown `parser_name`."""
 
-    def __init__(self, tokenizer: Any, parser_name: str = "hermes") -> None:
+    def __init__(self, tokenizer: Any, parser_name: str | ToolCallParser = "hermes") -> None:
         self.tokenizer = tokenizer
         self.parser_name = parser_name
-        self.style: Style = style_named(parser_name, tokenizer=tokenizer)
+        self.style: Style = (
+            style_named(parser_name, tokenizer=tokenizer)
+            if isinstance(parser_name, str)
+            else given_style(parser_name)
+        )
         if self.style is STYLES["mistral"] and "[ARGS]" in getattr(tokenizer, "get_vocab", dict)():
             self.style = STYLES["mistral_v11"]
         self.call_id_to_raw_text: OrderedDict[str, str] = OrderedDict()
@@ -96,7 +100,7 @@ class ToolCallTranslator:
 
     def reconstruct_raw_text_from_tool_calls(self, tool_calls: Sequence[Any]) -> str:
         """Return the text of calls: the whole answer they were parsed from, else as the model would write them."""
-        calls = [_call_from(call) for call in tool_calls]
+        calls = [call_from(call) for call in tool_calls]
         raw = self._exact(tool_calls, calls, content=None)
         return self.style.render(calls) if raw is None else raw
 
@@ -104,7 +108,7 @@ class ToolCallTranslator:
         tool_calls = message.get("tool_calls")
         if message.get("role") != "assistant" or not tool_calls:
             return message
-        calls = [_call_from(call) for call in tool_calls]
+        calls = [call_from(call) for call in tool_calls]
         content = _text_of(message.get("content"))
         text = self._exact(tool_calls, calls, content=content)
         if text is None:
@@ -183,15 +187,6 @@ def _text_of(content: Any) -> str:
     if isinstance(content, list):
         return "".join(str(part.get("text") or "") for part in map(as_dict, content))
     return content or ""
-
-
-def _call_from(tool_call: Any) -> Call:
-    """Convert a call in the OpenAI form, with arguments as text or as an object."""
-    function = as_dict(as_dict(tool_call).get("function") or {})
-    arguments = function.get("arguments")
-    if not isinstance(arguments, str):
-        arguments = json.dumps(arguments or {}, ensure_ascii=False)
-    return Call(str(function.get("name", "")), arguments.strip() or "{}")
 
 
 def _is_same(read: Call, given: Call) -> bool:

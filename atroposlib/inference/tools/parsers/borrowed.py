@@ -1,4 +1,4 @@
-"""vLLM's tool parsers as styles, for names that `STYLES` lacks; only if vLLM is installed.
+"""Parsers of others as styles: vLLM's, for names that `STYLES` lacks, if vLLM is installed, and an author's object.
 
 They are foreign code that runs on a model's text: any exception is logged, and the text stays text.
 """
@@ -7,11 +7,20 @@ from __future__ import annotations
 
 import importlib
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from atroposlib.errors import ConfigError
 from atroposlib.inference.tools.parsers.json_styles import HERMES
-from atroposlib.inference.tools.parsers.style import Call, Style, Tools, sendable
+from atroposlib.inference.tools.parsers.style import (
+    Call,
+    Style,
+    ToolCallParser,
+    Tools,
+    call_from,
+    sendable,
+)
+from atroposlib.inference.tools.tool_messages import as_dict
 
 logger = logging.getLogger(__name__)
 
@@ -43,19 +52,40 @@ def vllm_style(name: str, tokenizer: Any) -> Style:
     except (RuntimeError, ValueError) as error:
         raise ConfigError(f"vLLM's tool parser {name!r} refuses the tokenizer: {error}") from error
 
+    def read(text: str, tools: Tools) -> tuple[str | None, list[Call]]:
+        request = protocol.ChatCompletionRequest(
+            model="", messages=[{"role": "user", "content": ""}], tools=list(tools) or None
+        )
+        # A parser per answer: parsers keep its state, and some type arguments by the tools they are created with.
+        found = parser_cls(tokenizer, request.tools).extract_tool_calls(text, request)
+        calls = found.tool_calls if found.tools_called else []
+        return found.content, [Call(call.function.name, call.function.arguments) for call in calls]
+
+    return _style(f"vLLM's tool parser {name}", name, read)
+
+
+def given_style(parser: ToolCallParser) -> Style:
+    """Return an author's parser as a style. It renders calls as Hermes does."""
+
+    def read(text: str, tools: Tools) -> tuple[str | None, list[Call]]:
+        content, calls = parser.parse(text)
+        return content, [
+            call_from(call)._replace(id=as_dict(call).get("id")) for call in calls or ()
+        ]
+
+    name = type(parser).__name__
+    return _style(f"The tool parser {name}", name, read)
+
+
+def _style(
+    what: str, name: str, read: Callable[[str, Tools], tuple[str | None, list[Call]]]
+) -> Style:
     def split(text: str, tools: Tools) -> list[str | Call]:
         try:
-            request = protocol.ChatCompletionRequest(
-                model="", messages=[{"role": "user", "content": ""}], tools=list(tools) or None
-            )
-            # A parser per answer: parsers keep its state, and some type arguments by the tools they are created with.
-            read = parser_cls(tokenizer, request.tools).extract_tool_calls(text, request)
+            content, calls = read(text, tools)
         except Exception:  # boundary: foreign code on a model's text
-            logger.exception("vLLM's tool parser %s failed; its text is left unparsed", name)
+            logger.exception("%s failed; its text is left unparsed", what)
             return [text]
-        if not read.tools_called or not read.tool_calls:
-            return [text]
-        calls = [Call(call.function.name, call.function.arguments) for call in read.tool_calls]
-        return [read.content or "", *map(sendable, calls)]
+        return [content or "", *map(sendable, calls)] if calls else [text]
 
     return Style(name=name, split=split, render=HERMES.render, markers=())

@@ -11,7 +11,9 @@ import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+from atroposlib.inference.tools.tool_messages import as_dict
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
 """Tool descriptions in the OpenAI form."""
@@ -28,6 +30,22 @@ class Call(NamedTuple):
     """The text of a JSON object, verbatim if the model wrote valid JSON."""
     id: str | None = None
     """The id that the model wrote; None if it wrote none."""
+
+
+class ToolCallParser(Protocol):
+    """An author's parser of tool calls."""
+
+    def parse(self, text: str) -> tuple[str | None, Sequence[Any] | None]:
+        """Return the content of an answer and its calls in the OpenAI form; None for none."""
+
+
+def call_from(tool_call: Any) -> Call:
+    """Convert a call in the OpenAI form, with arguments as text or as an object."""
+    function = as_dict(as_dict(tool_call).get("function") or {})
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments or {}, ensure_ascii=False)
+    return Call(str(function.get("name", "")), arguments.strip() or "{}")
 
 
 class FoundCalls(NamedTuple):

@@ -41,8 +41,9 @@ class HarnessRequest:
 
 
 def vocab_size_of(tokenizer: Any) -> int:
-    """Return the number of token ids of a tokenizer."""
-    return int(getattr(tokenizer, "vocab_size", 0)) or len(tokenizer)
+    """Return the number of token ids of a tokenizer; `vocab_size` leaves out added tokens."""
+    num_with_added = len(tokenizer) if hasattr(type(tokenizer), "__len__") else 0
+    return max(int(getattr(tokenizer, "vocab_size", 0)), num_with_added)
 
 
 class ByteTokenizer:

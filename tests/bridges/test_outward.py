@@ -85,7 +85,6 @@ async def engine(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ScriptedEngin
     tokenizer = make_tiny_tokenizer()
     tokenizer.eos_token = IM_END
     engine = ScriptedEngine(tokenizer=tokenizer, respond=answer, model_name="scripted")
-    engine.vocab_size = len(tokenizer)  # with the special tokens
     await engine.start()
     yield engine
     await engine.stop()

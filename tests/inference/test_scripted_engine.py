@@ -168,6 +168,16 @@ async def test_scripted_answers_end_with_eos_and_are_given_in_turn() -> None:
     assert {choice["finish_reason"] for choice in answer["choices"]} == {"stop"}
 
 
+async def test_tokens_that_were_added_to_a_tokenizer_are_in_its_vocabulary() -> None:
+    class Extended(ByteTokenizer):
+        def __len__(self) -> int:
+            return self.vocab_size + 3
+
+    async with running(tokenizer=Extended()) as client:
+        status, _ = await client.post("/v1/completions", {**ASK, "prompt": [261]})
+    assert status == 200
+
+
 async def test_drawn_lengths_stay_in_their_range_and_end_with_eos() -> None:
     async with running(Script(lengths=(2, 6))) as client:
         answer = await client.ask(n=40, max_tokens=5)

@@ -49,7 +49,9 @@ def array_of(values: Sequence[Any] | NDArray[Any]) -> NDArray[Any]:
 
 
 def first(values: list[N], num: int) -> list[N]:
-    """Return the first `num` numbers, with their array if it is known."""
+    """Return the first `num` numbers, with their array if it is known; the same list if that is all of them."""
+    if num == len(values):
+        return values
     known = values.array if isinstance(values, NumberList) else None
     return values[:num] if known is None else NumberList(values[:num], known[:num])
 

@@ -362,9 +362,7 @@ class ManagedServer:
 
     def _resume(self, match: NodeMatch, added: str, **rest: Any) -> PendingTurn:
         """Prepare to continue a turn or text that had ended: the token that ended it is dropped."""
-        kept = match.tokens(match.stage.num_tokens)
-        if match.stage.end:
-            del kept[-1]
+        kept = match.tokens(match.stage.num_tokens - bool(match.stage.end))
         turn = self._after(match, kept, added.removeprefix(match.stage.cut), **rest)
         return dataclasses.replace(turn, visible_text=match.stage.visible_text + added)
 
@@ -406,7 +404,7 @@ class ManagedServer:
         match, _ = self._store.find_messages(identities, messages)
         place = None if match is None else match.stage.place
         if match is not None and place is not None and place.index == len(messages) - 1:
-            return match.tokens(match.stage.num_tokens)
+            return list(match.tokens(match.stage.num_tokens))
         _refuse_images(messages)
         return self._prepare_chat(messages, options).tokens
 

@@ -146,6 +146,7 @@ class NodeMatch:
     """Text that the client appended to the sampled turn."""
 
     def tokens(self, num_kept: int) -> list[int]:
+        """Return the first tokens of the node, which may be the node's own list."""
         return first(self.tracked.node.tokens, num_kept)
 
     @property

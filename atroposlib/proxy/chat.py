@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Strict
 
-from atroposlib.proxy import sse
 from atroposlib.proxy.errors import ProxyError
+from atroposlib.proxy.stream import DONE, Part, event
 from atroposlib.proxy.turn import (
     MAX_CHOICES,
     AgentAnswer,
@@ -171,18 +171,50 @@ def whole_body(answer: AgentAnswer, choices: list[dict[str, Any]]) -> dict[str, 
     )
 
 
-def stream(answer: AgentAnswer, *, shows_usage: bool) -> Iterator[bytes]:
-    """Return the response as events: a chunk per choice, its finish reason, perhaps usage, `[DONE]`."""
-    whole = write(answer)
-    choices, usage = whole.pop("choices"), whole.pop("usage")
-    head = {**whole, "object": "chat.completion.chunk"}
-    for choice in choices:
-        delta, reason = choice.pop("message"), choice.pop("finish_reason")
-        if calls := delta.get("tool_calls"):
-            delta["tool_calls"] = [{"index": k, **call} for k, call in enumerate(calls)]
-        yield sse.event({**head, "choices": [{**choice, "delta": delta, "finish_reason": None}]})
-        last = {"index": choice["index"], "delta": {}, "logprobs": None, "finish_reason": reason}
-        yield sse.event({**head, "choices": [last]})
-    if shows_usage:
-        yield sse.event({**head, "choices": [], "usage": usage})
-    yield sse.DONE
+class Writer:
+    """The events of a streamed chat completion: chunks that differ in their choices."""
+
+    def __init__(self, *, num_choices: int, shows_usage: bool) -> None:
+        self._num_choices = num_choices
+        self._shows_usage = shows_usage
+        self._head: dict[str, Any] = {}
+
+    def begin(self, head: AgentAnswer) -> Iterator[bytes]:
+        kind = {"id": f"chatcmpl-{head.id}", "object": "chat.completion.chunk"}
+        self._head = {**whole_body(head, []), **kind}
+        del self._head["usage"]
+        for number in range(self._num_choices):
+            yield self._chunk(number, {"role": "assistant", "content": ""})
+
+    def open(self, part: Part) -> Iterator[bytes]:
+        if part.call is not None:
+            call = {**part.call, "function": {**part.call["function"], "arguments": ""}}
+            yield self._chunk(part.choice, {"tool_calls": [{"index": part.num_call, **call}]})
+
+    def piece(self, part: Part, text: str) -> Iterator[bytes]:
+        delta: dict[str, Any] = {"content": text}
+        if part.kind == "thought":
+            delta = {"reasoning_content": text}
+        elif part.kind == "call":
+            calls = [{"index": part.num_call, "function": {"arguments": text}}]
+            delta = {"tool_calls": calls}
+        yield self._chunk(part.choice, delta)
+
+    def close(self, part: Part) -> Iterator[bytes]:
+        return iter(())
+
+    def end(self, answer: AgentAnswer) -> Iterator[bytes]:
+        whole = write(answer)
+        for choice in whole["choices"]:
+            rest = {key: choice[key] for key in ("logprobs", "finish_reason")}
+            yield self._chunk(choice["index"], {}, **rest)
+        if self._shows_usage:
+            yield event({**self._head, "choices": [], "usage": whole["usage"]})
+        yield DONE
+
+    def fail(self, error: ProxyError) -> Iterator[bytes]:
+        yield event(error.body())
+
+    def _chunk(self, number: int, delta: dict[str, Any], **rest: Any) -> bytes:
+        choice = {"index": number, "delta": delta, "logprobs": None, "finish_reason": None, **rest}
+        return event({**self._head, "choices": [choice]})

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from atroposlib.proxy import sse
 from atroposlib.proxy.chat import Sampling, whole_body
 from atroposlib.proxy.errors import ProxyError
+from atroposlib.proxy.stream import DONE, Part, event
 from atroposlib.proxy.turn import AgentAnswer
 from atroposlib.utils.answer_bodies import text_logprobs
 
@@ -49,11 +49,38 @@ def write(answer: AgentAnswer) -> dict[str, Any]:
     return whole_body(answer, choices)
 
 
-def stream(answer: AgentAnswer, *, shows_usage: bool) -> Iterator[bytes]:
-    """Return the response as events."""
-    whole = write(answer)
-    counts = whole.pop("usage")
-    yield sse.event(whole)
-    if shows_usage:
-        yield sse.event({**whole, "choices": [], "usage": counts})
-    yield sse.DONE
+class Writer:
+    """The events of a streamed text completion."""
+
+    def __init__(self, *, shows_usage: bool) -> None:
+        self._shows_usage = shows_usage
+        self._head: dict[str, Any] = {}
+
+    def begin(self, head: AgentAnswer) -> Iterator[bytes]:
+        self._head = whole_body(head, [])
+        del self._head["usage"]
+        return iter(())
+
+    def open(self, part: Part) -> Iterator[bytes]:
+        return iter(())
+
+    def piece(self, part: Part, text: str) -> Iterator[bytes]:
+        yield self._chunk({"index": part.choice, "text": text})
+
+    def close(self, part: Part) -> Iterator[bytes]:
+        return iter(())
+
+    def end(self, answer: AgentAnswer) -> Iterator[bytes]:
+        whole = write(answer)
+        for choice in whole["choices"]:
+            yield self._chunk({**choice, "text": ""})
+        if self._shows_usage:
+            yield event({**self._head, "choices": [], "usage": whole["usage"]})
+        yield DONE
+
+    def fail(self, error: ProxyError) -> Iterator[bytes]:
+        yield event(error.body())
+
+    def _chunk(self, choice: dict[str, Any]) -> bytes:
+        filled = {"logprobs": None, "finish_reason": None, **choice}
+        return event({**self._head, "choices": [filled]})

@@ -1,24 +1,24 @@
 """Anthropic's Messages API: `POST .../v1/messages` and `.../count_tokens`.
 
-Blocks become messages: tool results become messages before the user's text, thinking is dropped, images and documents
-are refused. Unlike Anthropic's API, answers are never constrained, so `tool_choice` "any" means "auto".
+Blocks become messages: tool results become messages before the user's text. Tools that only Anthropic can run are left
+out, documents are refused. Unlike Anthropic's API, answers are never constrained, so `tool_choice` "any" means "auto".
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from atroposlib.inference.tools.tool_messages import parsed_json
-from atroposlib.proxy import sse
 from atroposlib.proxy.chat import EngineSampling
 from atroposlib.proxy.errors import ProxyError
+from atroposlib.proxy.stream import Part, event
 from atroposlib.proxy.turn import (
     AgentAnswer,
     AgentRequest,
+    read_content,
     read_messages,
-    text_content,
     text_field,
     tool_call,
 )
@@ -41,16 +41,24 @@ def read(body: MessagesBody) -> AgentRequest:
     """Translate a request. Raises ProxyError for unsupported content."""
     messages: list[dict[str, Any]] = []
     if body.system:
-        messages.append({"role": "system", "content": text_content(body.system, where="system")})
+        system = read_content(body.system, where="system")
+        messages.append({"role": "system", "content": system})
     for i, message in enumerate(body.messages):
         messages += _messages_of(message, f"messages[{i}]")
     sampling = body.sampling()
     if body.stop_sequences:
         sampling["stop"] = body.stop_sequences
     choice = (body.tool_choice or {}).get("type")
+    tools, left_out = [], []
+    for i, tool in enumerate(body.tools or []):
+        if (kind := tool.get("type") or "custom") == "custom":
+            tools.append(_function(tool, f"tools[{i}]"))
+        else:
+            left_out.append(str(kind))
     return AgentRequest(
         messages=read_messages(messages),
-        tools=[_tool(tool, i) for i, tool in enumerate(body.tools or [])] or None,
+        tools=tools or None,
+        left_out=tuple(left_out),
         tool_choice="none" if choice == "none" else None,
         sampling=sampling,
     )
@@ -60,7 +68,8 @@ def _messages_of(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]
     role, content = message.get("role"), message.get("content")
     if not isinstance(content, list):
         return [{"role": role, "content": content}]
-    texts: list[str] = []
+    parts: list[Any] = []
+    thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
     results: list[dict[str, Any]] = []
     for i, block in enumerate(content):
@@ -72,23 +81,25 @@ def _messages_of(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]
                 raise ProxyError(f"{at}.input must be an object", param=f"{at}.input")
             calls.append(tool_call(call_id, name, block["input"]))
         elif kind == "tool_result":
-            text = text_content(block.get("content"), where=f"{at}.content")
+            result = read_content(block.get("content"), where=f"{at}.content")
             call_id = text_field(block, "tool_use_id", at)
-            results.append({"role": "tool", "tool_call_id": call_id, "content": text})
-        elif kind not in ("thinking", "redacted_thinking"):
-            texts.append(text_content([block], where=at))
+            results.append({"role": "tool", "tool_call_id": call_id, "content": result})
+        elif kind == "thinking":
+            thoughts.append(text_field(block, "thinking", at))
+        elif kind != "redacted_thinking":
+            parts.append(block)
+    said = {"role": role, "content": read_content(parts, where=f"{where}.content")}
     if role == "assistant":
-        answer: dict[str, Any] = {"role": role, "content": "".join(texts)}
-        return [{**answer, "tool_calls": calls} if calls else answer]
-    return results + ([{"role": role, "content": "".join(texts)}] if texts else [])
+        given = {"tool_calls": calls, "reasoning_content": "".join(thoughts)}
+        return [{**said, **{key: value for key, value in given.items() if value}}]
+    return results + ([said] if parts else [])
 
 
-def _tool(tool: Mapping[str, Any], index: int) -> dict[str, Any]:
-    if tool.get("type", "custom") != "custom" or not isinstance(tool.get("name"), str):
-        raise ProxyError(
-            f"tools[{index}]: only custom tools can be offered", param=f"tools[{index}]"
-        )
-    function: dict[str, Any] = {"name": tool["name"], "parameters": tool.get("input_schema") or {}}
+def _function(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
+    function = {
+        "name": text_field(tool, "name", where),
+        "parameters": tool.get("input_schema") or {},
+    }
     if tool.get("description"):
         function["description"] = tool["description"]
     return {"type": "function", "function": function}
@@ -97,34 +108,44 @@ def _tool(tool: Mapping[str, Any], index: int) -> dict[str, Any]:
 def write(answer: AgentAnswer) -> dict[str, Any]:
     """Return the response body."""
     choice = answer.choices[0]
-    blocks: list[dict[str, Any]] = []
+    blocks = [_block("thought", choice.thought)] if choice.thought else []
     if choice.content or not choice.tool_calls:
-        blocks.append({"type": "text", "text": choice.content or ""})
-    for call in choice.tool_calls:
-        function = call["function"]
-        blocks.append(
-            {
-                "type": "tool_use",
-                "id": call["id"],
-                "name": function["name"],
-                "input": _input_of(function["arguments"]),
-            }
-        )
+        blocks.append(_block("text", choice.content or ""))
+    blocks += [_block("call", call=call) for call in choice.tool_calls]
+    reason = _STOP_REASONS[choice.finish_reason] if choice.stop is None else "stop_sequence"
+    return {
+        **_message(answer),
+        "content": blocks,
+        "stop_reason": reason,
+        "stop_sequence": choice.stop,
+    }
+
+
+def _message(answer: AgentAnswer) -> dict[str, Any]:
     return {
         "id": f"msg_{answer.id}",
         "type": "message",
         "role": "assistant",
         "model": answer.model,
-        "content": blocks,
-        "stop_reason": _STOP_REASONS[choice.finish_reason]
-        if choice.stop is None
-        else "stop_sequence",
-        "stop_sequence": choice.stop,
         "usage": {
             "input_tokens": answer.prompt_tokens,
             "output_tokens": answer.completion_tokens,
         },
     }
+
+
+def _block(kind: str, text: str = "", call: dict[str, Any] | None = None) -> dict[str, Any]:
+    if call is not None:
+        function = call["function"]
+        return {
+            "type": "tool_use",
+            "id": call["id"],
+            "name": function["name"],
+            "input": _input_of(function["arguments"]),
+        }
+    if kind == "thought":
+        return {"type": "thinking", "thinking": text, "signature": ""}
+    return {"type": "text", "text": text}
 
 
 def _input_of(arguments: str) -> dict[str, Any]:
@@ -133,28 +154,42 @@ def _input_of(arguments: str) -> dict[str, Any]:
     return read if isinstance(read, dict) else {"arguments": arguments}
 
 
-def stream(answer: AgentAnswer) -> Iterator[bytes]:
-    """Return the response as events."""
-    for fields in _events(write(answer)):
-        yield sse.event(fields, name=fields["type"])
+class Writer:
+    """The events of a streamed message: one block per part."""
+
+    def begin(self, head: AgentAnswer) -> Iterator[bytes]:
+        started = {**_message(head), "content": [], "stop_reason": None, "stop_sequence": None}
+        yield _event("message_start", message=started)
+
+    def open(self, part: Part) -> Iterator[bytes]:
+        block = _block(part.kind, "", part.call)
+        if part.call is not None:
+            block["input"] = {}
+        yield _event("content_block_start", index=part.index, content_block=block)
+
+    def piece(self, part: Part, text: str) -> Iterator[bytes]:
+        delta = {"type": "text_delta", "text": text}
+        if part.kind == "thought":
+            delta = {"type": "thinking_delta", "thinking": text}
+        elif part.kind == "call":
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(_input_of(text))}
+        yield _event("content_block_delta", index=part.index, delta=delta)
+
+    def close(self, part: Part) -> Iterator[bytes]:
+        if part.kind == "thought":
+            delta = {"type": "signature_delta", "signature": ""}
+            yield _event("content_block_delta", index=part.index, delta=delta)
+        yield _event("content_block_stop", index=part.index)
+
+    def end(self, answer: AgentAnswer) -> Iterator[bytes]:
+        whole = write(answer)
+        ending = {key: whole[key] for key in ("stop_reason", "stop_sequence")}
+        yield _event("message_delta", delta=ending, usage=whole["usage"])
+        yield _event("message_stop")
+
+    def fail(self, error: ProxyError) -> Iterator[bytes]:
+        yield event(error.anthropic_body(), name="error")
 
 
-def _events(whole: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    counts = whole["usage"]
-    started = {**whole, "content": [], "stop_reason": None, "stop_sequence": None}
-    started["usage"] = {**counts, "output_tokens": 0}
-    yield {"type": "message_start", "message": started}
-    blocks: Sequence[dict[str, Any]] = whole["content"]
-    for index, block in enumerate(blocks):
-        if block["type"] == "text":
-            empty = {**block, "text": ""}
-            delta = {"type": "text_delta", "text": block["text"]}
-        else:
-            empty = {**block, "input": {}}
-            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
-        yield {"type": "content_block_start", "index": index, "content_block": empty}
-        yield {"type": "content_block_delta", "index": index, "delta": delta}
-        yield {"type": "content_block_stop", "index": index}
-    ending = {"stop_reason": whole["stop_reason"], "stop_sequence": whole["stop_sequence"]}
-    yield {"type": "message_delta", "delta": ending, "usage": counts}
-    yield {"type": "message_stop"}
+def _event(kind: str, **fields: Any) -> bytes:
+    return event({"type": kind, **fields}, name=kind)

@@ -2,24 +2,25 @@
 
 Items become messages: a function call joins the assistant message before it, so that the items of one sampled turn
 become that turn again. `previous_response_id` works within a session, whose `History` stores conversations.
-Reasoning items are dropped; built-in tools, images and files are refused.
+Tools of a namespace become functions, custom tools functions of one text; tools that only OpenAI can run are left out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import Field
 
-from atroposlib.proxy import sse
+from atroposlib.inference.tools.tool_messages import parsed_json
 from atroposlib.proxy.chat import EngineSampling
 from atroposlib.proxy.errors import ProxyError
+from atroposlib.proxy.stream import Part, event
 from atroposlib.proxy.turn import (
     AgentAnswer,
     AgentRequest,
+    read_content,
     read_messages,
-    text_content,
     text_field,
     tool_call,
 )
@@ -45,8 +46,17 @@ class ResponsesBody(EngineSampling):
     stream: bool | None = None
 
 
-def read(body: ResponsesBody, history: History) -> tuple[AgentRequest, list[dict[str, Any]]]:
-    """Translate a request; the second value is the conversation to store, without instructions."""
+class ReadResponses(NamedTuple):
+    """A translated request."""
+
+    ask: AgentRequest
+    conversation: list[dict[str, Any]]
+    """What to store, without instructions."""
+    tools: dict[str, OfferedTool]
+
+
+def read(body: ResponsesBody, history: History) -> ReadResponses:
+    """Translate a request. Raises ProxyError for what is not supported."""
     if body.background:
         raise ProxyError("background responses are not supported", param="background")
     earlier: list[dict[str, Any]] = []
@@ -77,13 +87,15 @@ def read(body: ResponsesBody, history: History) -> tuple[AgentRequest, list[dict
             "type": text_field(text_format, "type", "text.format"),
             **({"json_schema": inner} if inner else {}),
         }
+    functions, offered, left_out = read_tools(body.tools or [])
     ask = AgentRequest(
         messages=read_messages([*system, *conversation], param="input"),
-        tools=[_tool(tool, i) for i, tool in enumerate(body.tools or [])] or None,
+        tools=functions or None,
         tool_choice=_tool_choice(body.tool_choice),
         sampling=sampling,
+        left_out=tuple(left_out),
     )
-    return ask, conversation
+    return ReadResponses(ask, conversation, offered)
 
 
 def messages_of(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -93,25 +105,33 @@ def messages_of(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         where = f"input[{i}]"
         kind = item.get("type", "message")
         if kind == "message":
-            content = text_content(item.get("content"), where=f"{where}.content")
+            content = read_content(item.get("content"), where=f"{where}.content")
             messages.append({"role": item.get("role"), "content": content})
-        elif kind == "function_call":
-            call_id, name, arguments = (
-                text_field(item, key, where) for key in ("call_id", "name", "arguments")
-            )
-            call = tool_call(call_id, name, arguments)
+        elif kind in ("function_call", "custom_tool_call"):
+            name = function_name(text_field(item, "name", where), item.get("namespace"))
+            if kind == "function_call":
+                arguments: Any = text_field(item, "arguments", where)
+            else:
+                arguments = {"input": text_field(item, "input", where)}
+            call = tool_call(text_field(item, "call_id", where), name, arguments)
             messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
-        elif kind == "function_call_output":
-            output = text_content(item.get("output"), where=f"{where}.output")
+        elif kind in ("function_call_output", "custom_tool_call_output"):
+            output = read_content(item.get("output"), where=f"{where}.output")
             call_id = text_field(item, "call_id", where)
             messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
-        elif kind != "reasoning":
+        elif kind == "reasoning":
+            parts = [*(item.get("content") or ()), *(item.get("summary") or ())]
+            thought = "".join(str(part.get("text") or "") for part in parts)
+            if thought:
+                message = {"role": "assistant", "content": "", "reasoning_content": thought}
+                messages.append(message)
+        else:
             raise ProxyError(f"{where} is an item of unsupported type {kind!r}", param=where)
     return messages
 
 
 def join_items(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Join calls to the assistant message they follow.
+    """Join thoughts to the assistant message that follows, and calls to the one before.
 
     >>> call = {"role": "assistant", "content": "", "tool_calls": ["c"]}
     >>> join_items([{"role": "assistant", "content": "Let me see."}, call])
@@ -123,25 +143,92 @@ def join_items(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         if message.get("tool_calls") and last.get("role") == "assistant":
             calls = [*last.get("tool_calls", []), *message["tool_calls"]]
             joined[-1] = {**last, "tool_calls": calls}
+        elif message["role"] == "assistant" and _is_thought(last):
+            joined[-1] = {**last, **message}
         else:
             joined.append(message)
     return joined
 
 
-def _tool(tool: Mapping[str, Any], index: int) -> dict[str, Any]:
-    if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
-        raise ProxyError(
-            f"tools[{index}] is of type {tool.get('type')!r}; only functions can be offered",
-            param=f"tools[{index}]",
-        )
-    kept = ("name", "description", "parameters")
-    function = {key: tool[key] for key in kept if tool.get(key) is not None}
-    return {"type": "function", "function": function}
+def _is_thought(message: Mapping[str, Any]) -> bool:
+    """Whether a message is a thought alone."""
+    rest = message.get("content") or message.get("tool_calls")
+    return bool(message.get("reasoning_content")) and not rest
+
+
+class OfferedTool(NamedTuple):
+    """How the client knows a tool that the model knows as a function."""
+
+    name: str
+    namespace: str | None = None
+    is_custom: bool = False
+    """Whether it takes a text instead of JSON."""
+
+
+Tools = Mapping[str, OfferedTool]
+"""By the name of the function; functions that have the same name at the client are left out."""
+
+
+def function_name(name: str, namespace: str | None) -> str:
+    """Return the name by which the model calls a tool of a namespace.
+
+    >>> function_name("read", "mcp__files"), function_name("read", "mcp__files__")
+    ('mcp__files__read', 'mcp__files__read')
+    """
+    return name if not namespace else f"{namespace.removesuffix('__')}__{name}"
+
+
+def read_tools(
+    raw: Sequence[Mapping[str, Any]], where: str = "tools", namespace: str | None = None
+) -> tuple[list[dict[str, Any]], dict[str, OfferedTool], list[str]]:
+    """Return the tools as functions, how the client knows them, and the types that only OpenAI can run."""
+    functions: list[dict[str, Any]] = []
+    offered: dict[str, OfferedTool] = {}
+    left_out: list[str] = []
+    for i, tool in enumerate(raw):
+        at, kind = f"{where}[{i}]", tool.get("type")
+        if kind == "namespace" and isinstance(tool.get("tools"), list):
+            found = read_tools(tool["tools"], f"{at}.tools", text_field(tool, "name", at))
+            functions += found[0]
+            offered |= found[1]
+            left_out += found[2]
+        elif kind in ("function", "custom"):
+            own_name = text_field(tool, "name", at)
+            known = OfferedTool(own_name, namespace, kind == "custom")
+            name = function_name(own_name, namespace)
+            kept = ("description", "parameters")
+            function = {key: tool[key] for key in kept if tool.get(key) is not None}
+            if known.is_custom:
+                function["parameters"] = _ONE_TEXT
+            if known != OfferedTool(name):
+                offered[name] = known
+            functions.append({"type": "function", "function": {"name": name, **function}})
+        elif isinstance(kind, str):
+            left_out.append(kind)
+        else:
+            raise ProxyError(f"{at} has no type", param=at)
+    return functions, offered, left_out
+
+
+_ONE_TEXT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+"""Parameters of a custom tool."""
+
+
+def _custom_input(arguments: str) -> str:
+    """Return the text for a custom tool; arguments of another form as the model wrote them."""
+    read = parsed_json(arguments)
+    given = read.get("input") if isinstance(read, dict) else None
+    return given if isinstance(given, str) else arguments
 
 
 def _tool_choice(choice: Any) -> Any:
-    if isinstance(choice, Mapping) and choice.get("type") == "function" and "name" in choice:
-        return {"type": "function", "function": {"name": choice["name"]}}
+    if (
+        isinstance(choice, Mapping)
+        and choice.get("type") in ("function", "custom")
+        and "name" in choice
+    ):
+        name = function_name(str(choice["name"]), choice.get("namespace"))
+        return {"type": "function", "function": {"name": name}}
     return choice
 
 
@@ -155,10 +242,27 @@ def remember(
         del history[next(iter(history))]
 
 
-def write(answer: AgentAnswer, body: ResponsesBody) -> dict[str, Any]:
+def write(answer: AgentAnswer, body: ResponsesBody, tools: Tools) -> dict[str, Any]:
     """Return the response body."""
     cut_off = answer.choices[0].finish_reason == "length"
     status = "incomplete" if cut_off else "completed"
+    usage = {
+        "input_tokens": answer.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": 0},
+        "output_tokens": answer.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": answer.prompt_tokens + answer.completion_tokens,
+    }
+    return {
+        **_response(answer, body, status=status, usage=usage),
+        "incomplete_details": {"reason": "max_output_tokens"} if cut_off else None,
+        "output": _items(answer, tools, status),
+    }
+
+
+def _response(
+    answer: AgentAnswer, body: ResponsesBody, *, status: str, usage: dict[str, Any] | None
+) -> dict[str, Any]:
     return {
         "id": f"resp_{answer.id}",
         "object": "response",
@@ -166,12 +270,12 @@ def write(answer: AgentAnswer, body: ResponsesBody) -> dict[str, Any]:
         "status": status,
         "background": False,
         "error": None,
-        "incomplete_details": {"reason": "max_output_tokens"} if cut_off else None,
+        "incomplete_details": None,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "metadata": body.metadata or {},
         "model": answer.model,
-        "output": _items(answer, status),
+        "output": [],
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": None, "summary": None},
@@ -182,78 +286,139 @@ def write(answer: AgentAnswer, body: ResponsesBody) -> dict[str, Any]:
         "tools": body.tools or [],
         "top_p": body.top_p,
         "truncation": "disabled",
-        "usage": {
-            "input_tokens": answer.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": 0},
-            "output_tokens": answer.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": answer.prompt_tokens + answer.completion_tokens,
-        },
+        "usage": usage,
     }
 
 
-def _items(answer: AgentAnswer, status: str) -> list[dict[str, Any]]:
+def _items(answer: AgentAnswer, tools: Tools, status: str) -> list[dict[str, Any]]:
     choice = answer.choices[0]
     items: list[dict[str, Any]] = []
+    if choice.thought:
+        items.append(_item(answer.id, "thought", 0, choice.thought, tools, status))
     if choice.content or not choice.tool_calls:
-        part = {"type": "output_text", "text": choice.content or "", "annotations": []}
-        items.append(
-            {
-                "id": f"msg_{answer.id}",
-                "type": "message",
-                "role": "assistant",
-                "status": status,
-                "content": [part],
-            }
-        )
+        items.append(_item(answer.id, "text", 0, choice.content or "", tools, status))
     for i, call in enumerate(choice.tool_calls):
-        items.append(
-            {
-                "id": f"fc_{answer.id}_{i}",
-                "type": "function_call",
-                "call_id": call["id"],
-                "name": call["function"]["name"],
-                "arguments": call["function"]["arguments"],
-                "status": status,
-            }
-        )
+        text = call["function"]["arguments"]
+        items.append(_item(answer.id, "call", i, text, tools, status, call=call))
     return items
 
 
-def stream(answer: AgentAnswer, body: ResponsesBody) -> Iterator[bytes]:
-    """Return the response as events."""
-    for number, fields in enumerate(_events(write(answer, body))):
-        yield sse.event({**fields, "sequence_number": number}, name=fields["type"])
+def _item(
+    id: str,
+    kind: str,
+    number: int,
+    text: str,
+    tools: Tools,
+    status: str,
+    *,
+    call: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    if call is not None:
+        name = call["function"]["name"]
+        tool = tools.get(name, OfferedTool(name))
+        known = {"call_id": call["id"], "name": tool.name, "status": status}
+        if tool.namespace is not None:
+            known["namespace"] = tool.namespace
+        if tool.is_custom:
+            known |= {"type": "custom_tool_call", "input": _custom_input(text)}
+            return {"id": f"ctc_{id}_{number}", **known}
+        return {"id": f"fc_{id}_{number}", "type": "function_call", "arguments": text, **known}
+    if kind == "thought":
+        parts = [{"type": "reasoning_text", "text": text}]
+        return {"id": f"rs_{id}", "type": "reasoning", "summary": [], "content": parts}
+    return {
+        "id": f"msg_{id}",
+        "type": "message",
+        "role": "assistant",
+        "status": status,
+        "content": [_text_part(text)],
+    }
 
 
-def _events(whole: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    started = {**whole, "status": "in_progress", "output": [], "usage": None}
-    started["incomplete_details"] = None
-    yield {"type": "response.created", "response": started}
-    yield {"type": "response.in_progress", "response": started}
-    for index, item in enumerate(whole["output"]):
-        at = {"item_id": item["id"], "output_index": index}
-        is_call = item["type"] == "function_call"
-        empty = {**item, "status": "in_progress", **({"arguments": ""} if is_call else {})}
-        if not is_call:
-            empty["content"] = []
-        yield {"type": "response.output_item.added", "output_index": index, "item": empty}
-        if is_call:
-            arguments = item["arguments"]
-            yield {"type": "response.function_call_arguments.delta", **at, "delta": arguments}
-            yield {
-                "type": "response.function_call_arguments.done",
-                **at,
-                "name": item["name"],
-                "arguments": arguments,
-            }
+def _text_part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": []}
+
+
+class Writer:
+    """The events of a streamed response: one item per part."""
+
+    def __init__(self, body: ResponsesBody, tools: Tools) -> None:
+        self._body = body
+        self._tools = tools
+        self._id = ""
+        self._started: dict[str, Any] = {}
+        self._num_events = 0
+
+    def begin(self, head: AgentAnswer) -> Iterator[bytes]:
+        self._id = head.id
+        self._started = _response(head, self._body, status="in_progress", usage=None)
+        yield self._event("response.created", response=self._started)
+        yield self._event("response.in_progress", response=self._started)
+
+    def open(self, part: Part) -> Iterator[bytes]:
+        item = self._item(part, "", "in_progress")
+        if "content" in item:
+            item["content"] = []
+        item |= {key: "" for key in ("arguments", "input") if key in item}
+        yield self._event("response.output_item.added", output_index=part.index, item=item)
+        if part.call is None:
+            yield self._of("response.content_part.added", part, content_index=0, part=_part(part))
+
+    def piece(self, part: Part, text: str) -> Iterator[bytes]:
+        if part.call is None:
+            more = {"content_index": 0, "delta": text, **_logprobs_of(part)}
+            yield self._of(f"response.{_TEXTS[part.kind]}.delta", part, **more)
         else:
-            part = item["content"][0]
-            at |= {"content_index": 0}
-            yield {"type": "response.content_part.added", **at, "part": {**part, "text": ""}}
-            text = part["text"]
-            yield {"type": "response.output_text.delta", **at, "delta": text, "logprobs": []}
-            yield {"type": "response.output_text.done", **at, "text": text, "logprobs": []}
-            yield {"type": "response.content_part.done", **at, "part": part}
-        yield {"type": "response.output_item.done", "output_index": index, "item": item}
-    yield {"type": f"response.{whole['status']}", "response": whole}
+            item = self._item(part, text, "in_progress")
+            key = "input" if "input" in item else "arguments"
+            yield self._of(f"response.{_CALL_TEXTS[key]}.delta", part, delta=item[key])
+
+    def close(self, part: Part) -> Iterator[bytes]:
+        item = self._item(part, part.text, "completed")
+        if part.call is None:
+            name = f"response.{_TEXTS[part.kind]}.done"
+            yield self._of(name, part, content_index=0, text=part.text, **_logprobs_of(part))
+            yield self._of("response.content_part.done", part, content_index=0, part=_part(part))
+        elif "input" in item:
+            name = f"response.{_CALL_TEXTS['input']}.done"
+            yield self._of(name, part, input=item["input"])
+        else:
+            name = f"response.{_CALL_TEXTS['arguments']}.done"
+            yield self._of(name, part, name=item["name"], arguments=item["arguments"])
+        yield self._event("response.output_item.done", output_index=part.index, item=item)
+
+    def end(self, answer: AgentAnswer) -> Iterator[bytes]:
+        whole = write(answer, self._body, self._tools)
+        yield self._event(f"response.{whole['status']}", response=whole)
+
+    def fail(self, error: ProxyError) -> Iterator[bytes]:
+        fault = {"code": error.code or "server_error", "message": error.message}
+        failed = {**self._started, "status": "failed", "error": fault}
+        # OpenAI's SDK raises for an event with an error beside its type.
+        yield self._event("response.failed", response=failed, **error.body())
+
+    def _item(self, part: Part, text: str, status: str) -> dict[str, Any]:
+        number = part.num_call
+        return _item(self._id, part.kind, number, text, self._tools, status, call=part.call)
+
+    def _of(self, kind: str, of: Part, **fields: Any) -> bytes:
+        item_id = self._item(of, "", "")["id"]
+        return self._event(kind, item_id=item_id, output_index=of.index, **fields)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        number, self._num_events = self._num_events, self._num_events + 1
+        return event({"type": kind, **fields, "sequence_number": number}, name=kind)
+
+
+_TEXTS = {"thought": "reasoning_text", "text": "output_text"}
+_CALL_TEXTS = {"arguments": "function_call_arguments", "input": "custom_tool_call_input"}
+
+
+def _part(part: Part) -> dict[str, Any]:
+    if part.kind == "thought":
+        return {"type": "reasoning_text", "text": part.text}
+    return _text_part(part.text)
+
+
+def _logprobs_of(part: Part) -> dict[str, Any]:
+    return {"logprobs": []} if part.kind == "text" else {}

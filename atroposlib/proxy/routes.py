@@ -12,8 +12,8 @@ import hmac
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from pydantic import BaseModel
@@ -30,6 +30,7 @@ from atroposlib.proxy import chat, completions, messages, responses
 from atroposlib.proxy.engines import Engines
 from atroposlib.proxy.errors import ProxyError, error_for, unauthorized
 from atroposlib.proxy.sessions import Session, SessionOptions, Sessions
+from atroposlib.proxy.stream import AnswerStream, Writer
 from atroposlib.proxy.turn import AgentAnswer, AgentRequest
 from atroposlib.utils.answer_bodies import model_card
 from atroposlib.utils.off_loop import off_loop
@@ -43,7 +44,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 THREAD_FROM_BYTES = 256 * 1024
 """Larger bodies are decoded off the event loop: that takes over a millisecond."""
 DROPPED_HEADER = "X-Atropos-Dropped"
-"""Response header: the sampling parameters of the request that were not used."""
+"""Response header: the sampling parameters and `tools.<type>` of the request that were not used."""
 
 
 class Routes:
@@ -181,11 +182,10 @@ class Routes:
     async def _chat(self, request: Request) -> Response:
         session = await self._session(request)
         body = await self._body(request, chat.AgentChatBody)
-        stream = functools.partial(chat.stream, shows_usage=body.shows_usage)
-        write = _writer(chat.write, stream, streams=body.stream)
-        return await session.run(
-            session.ask(chat.read(body), write), gone=disconnected(request.receive)
-        )
+        ask = chat.read(body)
+        writer = chat.Writer(num_choices=ask.n, shows_usage=body.shows_usage)
+        call = functools.partial(session.ask, ask)
+        return await _reply(request, session, ask, call, chat.write, body.stream and writer)
 
     async def _render(self, request: Request) -> Response:
         session = await self._session(request)
@@ -209,38 +209,38 @@ class Routes:
             max_context_tokens=body.max_context_tokens,
             wants_logprobs=body.logprobs is not None,
         )
-
-        stream = functools.partial(completions.stream, shows_usage=body.shows_usage)
-        write = _writer(completions.write, stream, streams=body.stream)
-        call = session.complete(completions.read_prompt(body), ask, write)
-        return await session.run(call, gone=disconnected(request.receive))
+        writer = completions.Writer(shows_usage=body.shows_usage)
+        call = functools.partial(session.complete, completions.read_prompt(body), ask)
+        return await _reply(request, session, ask, call, completions.write, body.stream and writer)
 
     async def _responses(self, request: Request) -> Response:
         session = await self._session(request)
         body = await self._body(request, responses.ResponsesBody)
-        ask, conversation = responses.read(body, session.responses)
-        limit = self._sessions.limits.max_nodes
+        ask, conversation, tools = responses.read(body, session.responses)
+        writer = responses.Writer(body, tools)
 
-        whole = functools.partial(responses.write, body=body)
-        stream = functools.partial(responses.stream, body=body)
-        respond = _writer(whole, stream, streams=body.stream)
-
-        def write(answer: AgentAnswer) -> Response:
-            written = respond(answer)
+        def keep(answer: AgentAnswer) -> None:
             if body.store is not False:
+                limit = self._sessions.limits.max_nodes
                 responses.remember(session.responses, answer, conversation, at_most=limit)
-            return written
 
-        return await session.run(session.ask(ask, write), gone=disconnected(request.receive))
+        return await _reply(
+            request,
+            session,
+            ask,
+            functools.partial(session.ask, ask),
+            functools.partial(responses.write, body=body, tools=tools),
+            body.stream and writer,
+            keep=keep,
+        )
 
     async def _messages(self, request: Request) -> Response:
         session = await self._session(request)
         body = await self._body(request, messages.MessagesBody)
-
-        write = _writer(messages.write, messages.stream, streams=body.stream)
-        return await session.run(
-            session.ask(messages.read(body), write), gone=disconnected(request.receive)
-        )
+        ask = messages.read(body)
+        call = functools.partial(session.ask, ask)
+        writer = messages.Writer()
+        return await _reply(request, session, ask, call, messages.write, body.stream and writer)
 
     async def _count_tokens(self, request: Request) -> Response:
         session = await self._session(request)
@@ -306,17 +306,8 @@ class Routes:
             try:
                 self._check_web(request)
                 return await handler(request)
-            except Exception as e:  # boundary: one request
-                error = error_for(e)
-                if error is None:
-                    logger.exception("%s %s failed", request.method, request.url.path)
-                    error = ProxyError(
-                        f"{type(e).__name__}: {e}",
-                        status=500,
-                        type="server_error",
-                        code="internal_error",
-                    )
-                return _refusal(request, error)
+            except Exception as e:  # noqa: BLE001 - boundary: one request; bugs are logged
+                return _refusal(request, _shown(request, e))
 
         return Route(path, endpoint, methods=[method])
 
@@ -341,6 +332,20 @@ def _parse(body: bytes, model: type[B]) -> B:
     if not isinstance(content, dict):
         raise ProxyError("the body must be a JSON object")
     return model.model_validate(content)
+
+
+def _shown(request: Request, fault: Exception) -> ProxyError:
+    """Return the error that the client sees; a bug is logged with its traceback."""
+    error = error_for(fault)
+    if error is None:
+        logger.error("%s %s failed", request.method, request.url.path, exc_info=fault)
+        error = ProxyError(
+            f"{type(fault).__name__}: {fault}",
+            status=500,
+            type="server_error",
+            code="internal_error",
+        )
+    return error
 
 
 def _refusal(request: Request, error: ProxyError) -> Response:
@@ -377,22 +382,41 @@ def _json(content: Any, *, status: int = 200) -> Response:
     return Response(body, status_code=status, media_type="application/json")
 
 
-def _writer(
+async def _reply(
+    request: Request,
+    session: Session,
+    ask: AgentRequest,
+    call: Callable[..., Coroutine[Any, Any, Any]],
     write: Callable[[AgentAnswer], Any],
-    stream: Callable[[AgentAnswer], Iterable[bytes]],
+    writer: Writer | Literal[False] | None,
     *,
-    streams: bool | None,
-) -> Callable[[AgentAnswer], Response]:
-    """Return the function that turns an answer into a response: events if it `streams`, else JSON."""
+    keep: Callable[[AgentAnswer], None] = lambda answer: None,
+) -> Response:
+    """Sample an answer and return the response: events if there is a `writer`, else JSON.
 
-    def written(answer: AgentAnswer) -> Response:
-        if streams:
-            response = Response(b"".join(stream(answer)), media_type="text/event-stream")
-            response.headers["Cache-Control"] = "no-cache"
-        else:
+    `keep` is called once the answer was written.
+    """
+    gone = disconnected(request.receive)
+    unused = session.unused(ask)
+    headers = {DROPPED_HEADER: ", ".join(unused)} if unused else {}
+    if not writer:
+
+        def whole(answer: AgentAnswer) -> Response:
             response = _json(write(answer))
-        if answer.dropped:
-            response.headers[DROPPED_HEADER] = ", ".join(answer.dropped)
-        return response
+            response.headers.update(headers)
+            keep(answer)
+            return response
 
-    return written
+        return await session.run(call(whole), gone=gone)
+    head = session.head()
+    stream = AnswerStream(writer, head)
+
+    def finish(answer: AgentAnswer) -> None:
+        stream.finish(answer)
+        keep(answer)
+
+    return await stream.respond(
+        session.run(call(finish, head=head, say=stream.say), gone=gone),
+        error_for=functools.partial(_shown, request),
+        headers=headers,
+    )

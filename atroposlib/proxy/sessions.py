@@ -14,7 +14,15 @@ import logging
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import (
     AbstractAsyncContextManager,
     AsyncExitStack,
@@ -38,6 +46,7 @@ from atroposlib.inference.sessions.sequences import SequenceNode
 from atroposlib.inference.tools.parsers import style_named
 from atroposlib.proxy.chat import DISTRIBUTION_KEPT, EngineSampling
 from atroposlib.proxy.errors import ProxyError, error_for
+from atroposlib.proxy.spoken import END_OF_THINK, Spoken, certain, divide, is_opened_in
 from atroposlib.proxy.turn import (
     AgentAnswer,
     AgentBody,
@@ -125,7 +134,7 @@ Turn = Callable[..., AbstractAsyncContextManager[ManagedTurn]]
 def _without_keeping(call: Callable[..., Awaitable[Any]]) -> Turn:
     @asynccontextmanager
     async def send(**kwargs: Any) -> AsyncIterator[ManagedTurn]:
-        yield ManagedTurn(await call(**kwargs), None)
+        yield ManagedTurn(await call(**kwargs), None, "")
 
     return send
 
@@ -195,24 +204,59 @@ class Session:
     def num_nodes(self) -> int:
         return len(self.nodes())
 
-    async def ask(self, ask: AgentRequest, write: Callable[[AgentAnswer], T]) -> T:
-        """Sample the next message(s) and return `write(answer)`; if `write` raises, the turn is not stored."""
+    async def ask(
+        self,
+        ask: AgentRequest,
+        write: Callable[[AgentAnswer], T],
+        *,
+        head: AgentAnswer | None = None,
+        say: Callable[[Spoken], None] | None = None,
+    ) -> T:
+        """Sample the next message(s) and return `write(answer)`; if `write` raises, the turn is not stored.
+
+        The answer has the id and the time of `head`. If there is one choice, `say` is told what is certain of it.
+        """
         kwargs: dict[str, Any] = {"messages": ask.messages, **ask.template}
         if ask.tools:
             kwargs |= {"tools": ask.tools, "tool_choice": ask.tool_choice}
         with self._room_for(ask.n):
-            answer, written = await self._sample(self._chat_turn, ask, kwargs, write)
+            if say is not None and ask.n == 1 and isinstance(self.managed, ManagedServer):
+                kwargs["on_text"] = self._listener(ask, say)
+            answer, written = await self._sample(self._chat_turn, ask, kwargs, write, head)
         message = answer.choices[0].message()
         self.last_messages = [*ask.messages, {**message, "content": message["content"] or ""}]
         return written
 
     async def complete(
-        self, prompt: str, ask: AgentRequest, write: Callable[[AgentAnswer], T]
+        self,
+        prompt: str,
+        ask: AgentRequest,
+        write: Callable[[AgentAnswer], T],
+        *,
+        head: AgentAnswer | None = None,
+        say: Callable[[Spoken], None] | None = None,
     ) -> T:
-        """Sample the continuation of a prompt and return `write(answer)`; if `write` raises, it is not stored."""
+        """Sample the continuation of a prompt, as `ask` does the next message."""
+        kwargs: dict[str, Any] = {"prompt": prompt}
         with self._room_for(ask.n):
-            _, written = await self._sample(self._text_turn, ask, {"prompt": prompt}, write)
+            if say is not None and ask.n == 1 and isinstance(self.managed, ManagedServer):
+                kwargs["on_text"] = lambda _, text: say(Spoken("", text))
+            _, written = await self._sample(self._text_turn, ask, kwargs, write, head)
         return written
+
+    def head(self) -> AgentAnswer:
+        """Return an answer without choices."""
+        return AgentAnswer(
+            id=uuid.uuid4().hex, created=int(time.time()), model=self.model_name, choices=[]
+        )
+
+    def unused(self, ask: AgentRequest) -> tuple[str, ...]:
+        """Return what of a request is not used: sampling parameters, and tools that cannot be offered."""
+        used = {**self._allowed(ask.sampling), **self._fixed}
+        dropped = [name for name, value in ask.sampling.items() if used.get(name) != value]
+        for kind in ask.left_out:
+            _warn_left_out(kind)
+        return (*dropped, *(f"tools.{kind}" for kind in dict.fromkeys(ask.left_out)))
 
     def forget(self) -> None:
         """Drop the sequences and conversations so far; the session stays open."""
@@ -296,6 +340,7 @@ class Session:
         ask: AgentRequest,
         kwargs: dict[str, Any],
         write: Callable[[AgentAnswer], T],
+        head: AgentAnswer | None,
     ) -> tuple[AgentAnswer, T]:
         # Hundreds of agents may call at once, and building a prompt takes a fraction of a millisecond.
         await start_turn()
@@ -310,9 +355,8 @@ class Session:
         kwargs |= {**asked, **self._fixed, "split": options.split or ask.split}
         if ask.max_context_tokens is not None and isinstance(self.managed, ManagedServer):
             kwargs["max_context_tokens"] = ask.max_context_tokens
-        dropped = tuple(name for name, value in ask.sampling.items() if kwargs.get(name) != value)
         async with send(**kwargs) as turn:
-            answer = self._read(turn.completion, dropped)
+            answer = self._read(turn, head or self.head())
             if ask.wants_logprobs and turn.answer is not None:
                 # Decoding a long answer token by token would delay other agents.
                 choices = await off_loop(self._with_logprobs, answer.choices, turn.answer)
@@ -332,34 +376,55 @@ class Session:
         # vLLM's routes accept it; engines with these routes that do not support it answer 400.
         return getattr(self.managed.server.config, "server_type", None) in ("vllm", "openai")
 
-    def _read(
-        self,
-        completion: Any,
-        dropped: tuple[str, ...],
-    ) -> AgentAnswer:
+    def _listener(
+        self, ask: AgentRequest, say: Callable[[Spoken], None]
+    ) -> Callable[[str, str], None]:
+        markers: Sequence[str] | None = ()
+        if ask.tools and ask.tool_choice != "none" and self.options.tool_parser is not None:
+            markers = style_named(self.options.tool_parser, tokenizer=self.managed.tokenizer).starts
+
+        def listen(prompt: str, text: str) -> None:
+            is_opened = is_opened_in(prompt)
+            has_thoughts = is_opened or self._has_thoughts
+            spoken = certain(text, has_thoughts=has_thoughts, is_opened=is_opened, markers=markers)
+            say(spoken)
+
+        return listen
+
+    @functools.cached_property
+    def _has_thoughts(self) -> bool:
+        """Whether the chat template knows thoughts."""
+        if not isinstance(self.managed, ManagedServer):
+            return False
+        template = getattr(self.managed.tokenizer, "chat_template", None)
+        return END_OF_THINK in str(template or "")
+
+    def _read(self, turn: ManagedTurn, head: AgentAnswer) -> AgentAnswer:
+        is_opened = is_opened_in(turn.prompt)
         choices = []
-        for choice in completion.choices:
+        for choice in turn.completion.choices:
             message = getattr(choice, "message", None)
-            content = choice.text if message is None else message.content
             calls = [] if message is None else getattr(message, "tool_calls", None) or []
             stop = getattr(choice, "stop_reason", None)
+            content = choice.text if message is None else message.content
+            thought = "" if message is None else getattr(message, "reasoning_content", None) or ""
+            if message is not None and content and (is_opened or self._has_thoughts):
+                thought, content = divide(content, is_opened=is_opened)
             choices.append(
                 Choice(
                     content=content,
+                    thought=thought,
                     tool_calls=[_plain_call(call) for call in calls],
                     finish_reason=_finish_reason(choice.finish_reason),
                     stop=stop if isinstance(stop, str) else None,
                 )
             )
-        usage = completion.usage
-        return AgentAnswer(
-            id=uuid.uuid4().hex,
-            created=int(time.time()),
-            model=self.model_name,
+        usage = turn.completion.usage
+        return replace(
+            head,
             choices=choices,
             prompt_tokens=usage.prompt_tokens if usage else 0,
             completion_tokens=usage.completion_tokens if usage else 0,
-            dropped=dropped,
         )
 
     def _with_logprobs(self, choices: list[Choice], answer: TokenCompletions) -> list[Choice]:
@@ -508,6 +573,11 @@ def _warn_dropped(name: str) -> None:
         "dropped %s from an agent's request: tokens would be drawn from another distribution than their logprobs",
         name,
     )
+
+
+@functools.cache
+def _warn_left_out(kind: str) -> None:
+    logger.warning("left out a tool of type %s: the model can call functions only", kind)
 
 
 def _plain_call(call: Any) -> dict[str, Any]:

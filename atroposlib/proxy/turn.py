@@ -41,6 +41,8 @@ class AgentRequest:
     max_context_tokens: int | None = None
     """Limit of the prompt and its answer together; None: the session's."""
     wants_logprobs: bool = False
+    left_out: tuple[str, ...] = ()
+    """What of the request cannot be offered and was left out, such as the tools that OpenAI itself would run."""
 
 
 class TokenLogprob(NamedTuple):
@@ -55,6 +57,9 @@ class Choice:
     """One sampled message."""
 
     content: str | None
+    """Without the thought."""
+    thought: str = ""
+    """What the model wrote between think tags."""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
     """`{"id", "type", "function": {"name", "arguments"}}`, arguments as a string."""
     finish_reason: str
@@ -66,6 +71,8 @@ class Choice:
     def message(self) -> dict[str, Any]:
         """Return the message in the form of chat completions."""
         message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.thought:
+            message["reasoning_content"] = self.thought
         if self.tool_calls:
             message["tool_calls"] = self.tool_calls
         return message
@@ -73,7 +80,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentAnswer:
-    """All choices of one request."""
+    """All choices of one request; none before they are sampled."""
 
     id: str
     """Hexadecimal, unique; dialects add a prefix."""
@@ -81,14 +88,12 @@ class AgentAnswer:
     """Unix seconds."""
     model: str
     choices: list[Choice]
-    prompt_tokens: int
-    completion_tokens: int
-    dropped: tuple[str, ...] = ()
-    """Sampling parameters of the client that were not used."""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
 
 
 def read_messages(raw: Sequence[Mapping[str, Any]], *, param: str = "messages") -> list[Any]:
-    """Return chat messages with text contents and only the fields that chat templates use.
+    """Return chat messages with contents of text and images, and only the fields that chat templates use.
 
     Fields that clients add to their history (refusal, annotations, nulls, names of assistants) are dropped, so that a
     turn that was sampled here is recognised in a later request.
@@ -111,7 +116,7 @@ def _read_message(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
         message["role"] = "system"
     if role == "assistant":
         message.pop("name", None)
-    message["content"] = text_content(raw.get("content"), where=f"{where}.content")
+    message["content"] = read_content(raw.get("content"), where=f"{where}.content")
     if "tool_calls" in message:
         message["tool_calls"] = _read_calls(message["tool_calls"], f"{where}.tool_calls")
         if not message["tool_calls"]:
@@ -119,27 +124,43 @@ def _read_message(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     return message
 
 
-def text_content(content: Any, *, where: str) -> str:
-    """Return the text of a content: a string, null, or a list of text parts of any dialect."""
+def read_content(content: Any, *, where: str) -> str | list[dict[str, Any]]:
+    """Return a content: its text, or with images a list of parts as in chat completions.
+
+    It is a string, null, or a list of parts of any dialect.
+    """
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise ProxyError(f"{where} must be a string, null or a list of parts", param=where)
-    texts = []
-    for i, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind in ("text", "input_text", "output_text") and isinstance(part.get("text"), str):
-            texts.append(part["text"])
-        elif kind == "refusal" and isinstance(part.get("refusal"), str):
-            texts.append(part["refusal"])
-        else:
-            raise ProxyError(
-                f"{where}[{i}] is a part of type {kind!r}; this endpoint takes text only",
-                param=f"{where}[{i}]",
-            )
-    return "".join(texts)
+    parts = [_read_part(part, f"{where}[{i}]") for i, part in enumerate(content)]
+    if all(part["type"] == "text" for part in parts):
+        return "".join(part["text"] for part in parts)
+    return parts
+
+
+def _read_part(part: Any, where: str) -> dict[str, Any]:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind in ("text", "input_text", "output_text") and isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    if kind == "refusal" and isinstance(part.get("refusal"), str):
+        return {"type": "text", "text": part["refusal"]}
+    url: Any = None
+    if kind in ("image_url", "input_image"):
+        url = part.get("image_url")
+        url = url.get("url") if isinstance(url, Mapping) else url
+    elif kind == "image" and isinstance(source := part.get("source"), Mapping):
+        url = source.get("url")
+        if source.get("type") == "base64":
+            url = f"data:{source.get('media_type')};base64,{source.get('data')}"
+    if isinstance(url, str):
+        return {"type": "image_url", "image_url": {"url": url}}
+    raise ProxyError(
+        f"{where} is a part of type {kind!r}; this endpoint takes text and images with a URL or data",
+        param=where,
+    )
 
 
 def text_field(values: Any, key: str, where: str) -> str:

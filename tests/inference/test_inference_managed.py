@@ -219,7 +219,7 @@ async def test_a_turn_in_flight_at_a_reset_is_dropped_and_later_turns_are_kept()
     managed = ManagedServer(harness)
     first = await managed.chat_completion(messages=[user("one")])
     messages = [user("one"), first.choices[0].message, user("two")]
-    async with managed.chat_turn(messages=messages) as (second, _):
+    async with managed.chat_turn(messages=messages) as (second, *_):
         managed.reset()
     assert managed.get_state() == {"nodes": []}
     messages += [second.choices[0].message, user("three")]

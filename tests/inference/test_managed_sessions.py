@@ -400,7 +400,7 @@ async def test_an_answer_that_its_reader_refuses_is_not_kept() -> None:
     with pytest.raises(ValueError, match="unreadable"):
         async with managed.chat_turn(messages=[user("a")]):
             raise ValueError("unreadable")
-    async with managed.chat_turn(messages=[user("a")]) as (completion, _):
+    async with managed.chat_turn(messages=[user("a")]) as (completion, *_):
         assert completion.choices[0].message.content == "seen"
     assert [trained_text(node) for node in managed.nodes] == ["seen<|im_end|>"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from helpers_proxy import (
 from atroposlib.errors import EngineUnavailable
 from atroposlib.proxy import chat, messages, responses
 from atroposlib.proxy.errors import ProxyError
+from atroposlib.proxy.stream import AnswerStream
 from atroposlib.proxy.turn import AgentAnswer, Choice, read_messages, tool_call
 from atroposlib.utils.local_server import serve_locally
 
@@ -120,7 +122,7 @@ def test_messages_keep_what_a_template_may_look_at(
     ],
 )
 def test_items_become_the_messages_they_were_split_from(given: Any, expected: Any) -> None:
-    ask, conversation = responses.read(responses.ResponsesBody(input=given), {})
+    ask, conversation, _ = responses.read(responses.ResponsesBody(input=given), {})
     assert ask.messages == conversation == expected
 
 
@@ -134,7 +136,7 @@ def test_responses_request_is_translated_whole() -> None:
         temperature=0.5,
         text={"format": {"type": "json_schema", "name": "n", "schema": {}}},
     )
-    ask, conversation = responses.read(body, {})
+    ask, conversation, _ = responses.read(body, {})
     assert ask.messages[0] == {"role": "system", "content": "be kind"}
     assert [m["role"] for m in conversation] == ["user"]
     assert ask.tools == [WEATHER]
@@ -151,8 +153,9 @@ def test_responses_request_is_translated_whole() -> None:
     [
         {"input": [{"type": "item_reference", "id": "x"}]},
         {"input": [{"type": "function_call", "name": "f"}]},
-        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-        {"input": "x", "tools": [{"type": "web_search"}]},
+        {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}]},
+        {"input": "x", "tools": [{"name": "f"}]},
+        {"input": "x", "tools": [{"type": "namespace", "name": "n", "tools": [{"name": "f"}]}]},
         {"input": "x", "background": True},
         {"input": "x", "previous_response_id": "resp_unknown"},
         {"input": []},
@@ -165,17 +168,17 @@ def test_responses_that_cannot_be_given_are_refused(body: dict[str, Any]) -> Non
 
 def test_response_has_an_item_for_the_text_and_one_per_call() -> None:
     body = responses.ResponsesBody(input="hi")
-    whole = responses.write(answer(CALLING), body)
+    whole = responses.write(answer(CALLING), body, {})
     text, call = whole["output"]
     assert (whole["id"], whole["status"], whole["object"]) == ("resp_abc", "completed", "response")
     assert text["content"][0]["text"] == "Let me see."
     assert (call["type"], call["call_id"], call["name"]) == ("function_call", "c1", "weather")
     assert json.loads(call["arguments"]) == {"city": "Oslo"}
     assert whole["usage"]["total_tokens"] == 10
-    assert [i["type"] for i in responses.write(answer(CALLING_ONLY), body)["output"]] == [
+    assert [i["type"] for i in responses.write(answer(CALLING_ONLY), body, {})["output"]] == [
         "function_call"
     ]
-    cut = responses.write(answer(CUT_OFF), body)
+    cut = responses.write(answer(CUT_OFF), body, {})
     assert (cut["status"], cut["incomplete_details"]) == (
         "incomplete",
         {"reason": "max_output_tokens"},
@@ -224,7 +227,7 @@ def test_blocks_become_messages_with_results_before_the_users_text() -> None:
     assert ask.messages == [
         {"role": "system", "content": "be kind"},
         {"role": "user", "content": "hi"},
-        SAID,
+        {**SAID, "reasoning_content": "hm"},
         TOLD,
         {"role": "user", "content": "well?"},
     ]
@@ -261,7 +264,10 @@ def test_arguments_that_are_no_object_reach_the_agent_as_text(arguments: str) ->
 
 
 def test_stream_of_a_message_rebuilds_it() -> None:
-    events = events_of(b"".join(messages.stream(answer(CALLING))).decode())
+    writer, whole = messages.Writer(), answer(CALLING)
+    stream = AnswerStream(writer, replace(whole, choices=[], completion_tokens=0))
+    stream.finish(whole)
+    events = events_of(stream.take().decode())
     assert [event["type"] for event in events] == [
         "message_start",
         *["content_block_start", "content_block_delta", "content_block_stop"] * 2,

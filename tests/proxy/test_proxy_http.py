@@ -336,13 +336,16 @@ async def test_stream_has_chunks_tool_call_deltas_usage_and_an_end() -> None:
         )
         assert answer.headers["content-type"].startswith("text/event-stream")
         assert answer.text.endswith("data: [DONE]\n\n")
-        first, last, counts = events_of(answer.text)
-        assert first["object"] == "chat.completion.chunk"
-        delta = first["choices"][0]["delta"]
-        assert delta["role"] == "assistant"
-        assert delta["content"].startswith("Let me look.")
-        assert delta["tool_calls"][0]["index"] == 0
-        assert delta["tool_calls"][0]["function"]["name"] == "weather"
+        *chunks, last, counts = events_of(answer.text)
+        assert all(chunk["object"] == "chat.completion.chunk" for chunk in chunks)
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+        assert deltas[0] == {"role": "assistant", "content": ""}
+        assert "".join(delta.get("content", "") for delta in deltas) == "Let me look."
+        calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+        assert {call["index"] for call in calls} == {0}
+        assert calls[0]["function"]["name"] == "weather"
+        arguments = "".join(call["function"]["arguments"] for call in calls)
+        assert json.loads(arguments) == {"city": "Oslo"}
         assert last["choices"][0]["finish_reason"] == "tool_calls"
         assert last["choices"][0]["delta"] == {}
         assert counts["choices"] == []
@@ -355,7 +358,7 @@ async def test_an_event_is_one_line_whatever_the_model_wrote() -> None:
     async with Proxy(lambda request: said) as proxy:
         uuid = await proxy.open()
         answer = await proxy.client.post(chat_url(uuid), json={**HELLO, "stream": True})
-        chunk, *_ = events_of(answer.text)  # str.splitlines, as some clients do
+        _, chunk, *_ = events_of(answer.text)  # str.splitlines, as some clients do
         assert chunk["choices"][0]["delta"]["content"] == said
 
 
@@ -396,8 +399,9 @@ async def test_text_completions_continue_their_sequence() -> None:
         for bad in ({"prompt": [1, 2]}, {"prompt": ["a", "b"]}, {"prompt": "a", "echo": True}):
             assert (await proxy.client.post(url, json=bad)).status_code == 400
         streamed = await proxy.client.post(url, json={"prompt": "z", "stream": True})
-        (event,) = events_of(streamed.text)
+        event, end = events_of(streamed.text)
         assert event["choices"][0]["text"] == "bc"
+        assert end["choices"][0]["finish_reason"] == "stop"
 
 
 async def test_key_selects_the_session_for_agents_that_cannot_change_the_path() -> None:

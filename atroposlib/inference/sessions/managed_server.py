@@ -81,6 +81,7 @@ _OWN_KEYWORDS = frozenset(
         "add_generation_prompt",
         "continue_final_message",
         "max_context_tokens",
+        "on_text",
     }
 )
 """Keywords of a chat call that are left out of the token request, which always asks for logprobs."""
@@ -100,6 +101,8 @@ class ManagedTurn(NamedTuple):
     """A `ChatCompletion` or `Completion`."""
     answer: TokenCompletions | None
     """The engine's answer; None from an API without token ids."""
+    prompt: str
+    """The text that it answers; empty if unknown."""
 
 
 class ManagedServer:
@@ -205,7 +208,7 @@ class ManagedServer:
             has_calls = any("tool_calls" in reply for reply in replies)
             build = completion_with_tool_calls if has_calls else chat_completion_from
             body = self._body(turn, completions, [{"message": reply} for reply in replies])
-            yield ManagedTurn(build(body), answer)
+            yield ManagedTurn(build(body), answer, turn.full_text)
             self._store.commit(turn, completions)
 
     async def completion(self, **kwargs: Any) -> Any:
@@ -222,7 +225,8 @@ class ManagedServer:
             completions = await read_turns(answer, self._template, stops=stops_to_cut(kwargs))
             _describe(answer, None, completions)
             texts = [{"text": sampled.visible_text} for sampled in completions]
-            yield ManagedTurn(completion_from(self._body(turn, completions, texts)), answer)
+            completion = completion_from(self._body(turn, completions, texts))
+            yield ManagedTurn(completion, answer, turn.full_text)
             self._store.commit(turn, completions)
 
     async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:

@@ -96,7 +96,11 @@ def _render_llama(calls: Sequence[Call]) -> str:
 
 
 LLAMA = Style(
-    name="llama3_json", split=by_places(_find_llama), render=_render_llama, markers=(_PYTHON_TAG,)
+    name="llama3_json",
+    split=by_places(_find_llama),
+    render=_render_llama,
+    markers=(_PYTHON_TAG,),
+    opens=(_PYTHON_TAG, "{"),
 )
 
 

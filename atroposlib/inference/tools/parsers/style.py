@@ -80,8 +80,15 @@ class Style:
     """Write calls as the model would."""
     markers: tuple[str, ...]
     """Texts that occur only in (attempted) calls. Some tokenizers have them as special tokens."""
+    opens: tuple[str, ...] | None = None
+    """Texts one of which begins every call; None if the markers do, or if any text may when there are no markers."""
     new_id: Callable[[], str] = _new_id
     """Return an id for a call that has none."""
+
+    @property
+    def starts(self) -> tuple[str, ...] | None:
+        """Texts before the first of which an answer has no call; None if a call may begin anywhere."""
+        return self.opens or self.markers or None
 
     def parse(self, text: str, tools: Tools = ()) -> Parsed:
         """Return the calls and the content of a model's answer.

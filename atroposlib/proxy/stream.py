@@ -1,0 +1,240 @@
+"""An answer as server-sent events, sent while it is sampled.
+
+`AnswerStream` cuts an answer into parts (a thought, a text, one per tool call), each with a beginning, pieces and an
+end; a dialect's `Writer` says how these look. Invariant: the pieces of a part, joined, are what the same answer holds
+when it is not streamed. The response begins with the first piece, at the latest after `OPEN_AFTER_S`; a failure before
+that has its HTTP status, a later one is an event. While nothing is sampled, comments keep the connection alive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from atroposlib.proxy.errors import ProxyError
+from atroposlib.proxy.spoken import Spoken
+from atroposlib.proxy.turn import AgentAnswer
+from atroposlib.utils.json_lines import on_one_line
+
+DONE = b"data: [DONE]\n\n"
+"""Ends a stream of OpenAI's chat and text completions."""
+KEEP_ALIVE = b": keep-alive\n\n"
+KEEP_ALIVE_S = 1.0
+"""Clients give up after seconds without a byte; LangChain after 120, some agents after 3."""
+OPEN_AFTER_S = 0.2
+"""Most refusals, such as a prompt that is too long, come within this time."""
+
+
+def event(data: Mapping[str, Any], *, name: str | None = None) -> bytes:
+    """Return one event with a JSON payload.
+
+    >>> event({"a": 1}, name="start")
+    b'event: start\\ndata: {"a":1}\\n\\n'
+    """
+    head = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return head + b"data: " + on_one_line(msgspec.json.encode(data)) + b"\n\n"
+
+
+@dataclass(slots=True, kw_only=True)
+class Part:
+    """A thought, the text, or a tool call of one choice."""
+
+    choice: int
+    index: int
+    """Among the parts of its choice."""
+    kind: Literal["thought", "text", "call"]
+    call: dict[str, Any] | None = None
+    """In the form of chat completions."""
+    num_call: int = 0
+    """Of a call, its place among the calls of its choice."""
+    text: str = ""
+    """What was sent; of a call, its arguments."""
+
+
+class Writer(Protocol):
+    """The events of one dialect; a stream has its own writer, which may count them."""
+
+    def begin(self, head: AgentAnswer) -> Iterable[bytes]:
+        """Return the events before the first token; `head` has no choices."""
+
+    def open(self, part: Part) -> Iterable[bytes]:
+        """Return the events that begin a part, which has no text yet."""
+
+    def piece(self, part: Part, text: str) -> Iterable[bytes]:
+        """Return the events for more text of a part."""
+
+    def close(self, part: Part) -> Iterable[bytes]:
+        """Return the events that end a part."""
+
+    def end(self, answer: AgentAnswer) -> Iterable[bytes]:
+        """Return the events after the last part."""
+
+    def fail(self, error: ProxyError) -> Iterable[bytes]:
+        """Return the events of a failure."""
+
+
+class AnswerStream:
+    """The events of one answer: filled while a session samples, sent by the response that `respond` returns."""
+
+    def __init__(self, writer: Writer, head: AgentAnswer) -> None:
+        self._writer = writer
+        self._head = head
+        self._part: Part | None = None
+        """The part that is open."""
+        self._num_parts = 0
+        self._unsent: list[bytes] = [*writer.begin(head)]
+        self._has_news = asyncio.Event()
+
+    def say(self, spoken: Spoken) -> None:
+        """Send what is certain of the first choice so far: the beginning of its thought and its text."""
+        self._extend("thought", spoken.thought)
+        self._extend("text", spoken.content)
+
+    def finish(self, answer: AgentAnswer) -> None:
+        """Send what is left of the whole answer."""
+        for number, choice in enumerate(answer.choices):
+            if number:
+                self._num_parts = 0
+            self._extend("thought", choice.thought or "", choice=number)
+            needs_text = not choice.tool_calls
+            self._extend("text", choice.content or "", choice=number, even_empty=needs_text)
+            for i, call in enumerate(choice.tool_calls):
+                self._open(Part(choice=number, index=0, kind="call", call=call, num_call=i))
+                self._extend("call", call["function"]["arguments"], choice=number)
+            self._close()
+        self._add(self._writer.end(answer))
+
+    def _extend(
+        self,
+        kind: Literal["thought", "text", "call"],
+        whole: str,
+        *,
+        choice: int = 0,
+        even_empty: bool = False,
+    ) -> None:
+        """Send what `whole` has more than was sent of it."""
+        part = self._part
+        if part is None or part.kind != kind:
+            if not whole and not even_empty:
+                return
+            if part is not None and (part.kind, kind) == ("text", "thought"):
+                return  # a thought ends before the text begins, and was sent whole
+            part = self._open(Part(choice=choice, index=0, kind=kind))
+        if not whole.startswith(part.text):
+            raise AssertionError(
+                f"{kind}: {part.text[-80:]!r} was sent and is not in {whole[:80]!r}"
+            )
+        if piece := whole[len(part.text) :]:
+            part.text = whole
+            self._add(self._writer.piece(part, piece))
+
+    def _open(self, part: Part) -> Part:
+        self._close()
+        part.index, self._num_parts = self._num_parts, self._num_parts + 1
+        self._part = part
+        self._add(self._writer.open(part))
+        return part
+
+    def _close(self) -> None:
+        if self._part is not None:
+            self._add(self._writer.close(self._part))
+            self._part = None
+
+    def _add(self, events: Iterable[bytes]) -> None:
+        self._unsent += events
+        self._has_news.set()
+
+    # The response.
+
+    async def respond(
+        self,
+        call: Coroutine[Any, Any, Any],
+        *,
+        error_for: Callable[[Exception], ProxyError],
+        headers: Mapping[str, str],
+    ) -> Response:
+        """Start `call`, which fills this stream, and return the response. Raises what it raises at once."""
+        task = asyncio.ensure_future(call)
+        task.add_done_callback(lambda _: self._has_news.set())
+        try:
+            await self._news(OPEN_AFTER_S)
+        except BaseException:
+            await _cancelled(task)
+            raise
+        if task.done() and (task.cancelled() or task.exception() is not None):
+            task.result()
+        return _EventStream(self, task, error_for, headers)
+
+    async def _news(self, timeout_s: float) -> None:
+        """Return when there is something to send, the call has ended, or the time is over."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._has_news.wait()
+
+    def take(self) -> bytes:
+        """Return the events that were not sent yet."""
+        self._has_news.clear()
+        taken, self._unsent = b"".join(self._unsent), []
+        return taken
+
+    async def send_all(
+        self,
+        task: asyncio.Future[Any],
+        send: Callable[[bytes], Coroutine[Any, Any, None]],
+        error_for: Callable[[Exception], ProxyError],
+    ) -> None:
+        """Send the events until the call has ended; its failure is the last event."""
+        while not task.done():
+            if events := self.take():
+                await send(events)
+            await self._news(KEEP_ALIVE_S)
+            if not self._unsent and not task.done():
+                await send(KEEP_ALIVE)
+        error: Exception | None
+        try:
+            error = task.exception()  # type: ignore[assignment]
+        except asyncio.CancelledError:
+            error = ProxyError("the proxy is shutting down", status=503)
+        if error is not None:
+            self._add(self._writer.fail(error_for(error)))
+        await send(self.take())
+
+
+class _EventStream(Response):
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        stream: AnswerStream,
+        task: asyncio.Future[Any],
+        error_for: Callable[[Exception], ProxyError],
+        headers: Mapping[str, str],
+    ) -> None:
+        self._stream, self._task, self._error_for = stream, task, error_for
+        self.status_code = 200
+        self.background = None
+        self.init_headers({**headers, "Cache-Control": "no-cache"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_body(body: bytes, *, more: bool = True) -> None:
+            await send({"type": "http.response.body", "body": body, "more_body": more})
+
+        head = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        try:
+            await send(head)
+            await self._stream.send_all(self._task, send_body, self._error_for)
+            await send_body(b"", more=False)
+        finally:
+            await _cancelled(self._task)
+
+
+async def _cancelled(task: asyncio.Future[Any]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

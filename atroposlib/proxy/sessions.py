@@ -379,9 +379,8 @@ class Session:
     def _listener(
         self, ask: AgentRequest, say: Callable[[Spoken], None]
     ) -> Callable[[str, str], None]:
-        markers: Sequence[str] | None = ()
-        if ask.tools and ask.tool_choice != "none" and self.options.tool_parser is not None:
-            markers = style_named(self.options.tool_parser, tokenizer=self.managed.tokenizer).starts
+        may_call = ask.tools and ask.tool_choice != "none"
+        markers = self._call_starts if may_call else ()
 
         def listen(prompt: str, text: str) -> None:
             is_opened = is_opened_in(prompt)
@@ -390,6 +389,12 @@ class Session:
             say(spoken)
 
         return listen
+
+    @functools.cached_property
+    def _call_starts(self) -> Sequence[str] | None:
+        """Texts with which a tool call may begin; None if any text may."""
+        name = self.options.tool_parser
+        return style_named(name, tokenizer=self.managed.tokenizer).starts if name else ()
 
     @functools.cached_property
     def _has_thoughts(self) -> bool:

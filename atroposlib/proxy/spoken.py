@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from atroposlib.inference.sessions.sampled_text import before_any
+
 THINK, END_OF_THINK = "<think>", "</think>"
 
 
@@ -63,29 +65,10 @@ def certain(
         begin = text.lstrip()
         if not is_opened and (not begin or (len(begin) < len(THINK) and THINK.startswith(begin))):
             return Spoken("", "")  # it may become the tag
-        spoken = divide(before_any(text, (END_OF_THINK,), whole=False), is_opened=is_opened)
+        spoken = divide(before_any(text, (END_OF_THINK,), cuts_whole=False), is_opened=is_opened)
         if is_opened and len(begin) < len(THINK) and THINK.startswith(begin):
             return Spoken("", "")
     if markers:
         is_kept = not spoken.content[:1].isspace()
         return Spoken(spoken.thought, spoken.content.rstrip() if is_kept else "")
     return spoken
-
-
-def before_any(text: str, ends: Sequence[str], *, whole: bool = True) -> str:
-    """Return a text up to the first of `ends`, or to what may be the beginning of one at its end.
-
-    With `whole` False, only the latter is cut off.
-
-    >>> before_any("so: <tool", ["<tool_call>"])
-    'so: '
-    """
-    at = len(text)
-    for end in ends:
-        if whole and (found := text.find(end, 0, at)) >= 0:
-            at = min(at, found)
-        for size in range(min(len(end) - 1, len(text)), 0, -1):
-            if text.endswith(end[:size]):
-                at = min(at, len(text) - size)
-                break
-    return text[:at]

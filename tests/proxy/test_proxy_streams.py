@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from hypothesis import given
 from hypothesis import strategies as st
 
 from atroposlib.errors import EngineUnavailable
+from atroposlib.inference.config import APIServerConfig
+from atroposlib.inference.harness import ByteTokenizer
+from atroposlib.inference.manager import ServerManager
 from atroposlib.inference.tools.parsers import STYLES
 from atroposlib.proxy import stream
 from atroposlib.proxy.spoken import Spoken, certain, divide
@@ -147,3 +155,128 @@ def test_what_is_certain_is_the_beginning_of_what_is_said(
     assert whole.content.startswith(told.content)
     if told.content:
         assert told.thought == whole.thought
+
+
+# An engine that streams.
+
+
+class StreamingEngine:
+    """vLLM's `/v1/completions` with `stream`: sends `text` token by token and waits for `go` at each `|`."""
+
+    def __init__(self, text: str, *, breaks_off: bool = False) -> None:
+        self.text = text
+        self.breaks_off = breaks_off
+        self.go = asyncio.Event()
+        self.aborted = asyncio.Event()
+        self.bodies: list[dict[str, Any]] = []
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.bodies.append(body)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        try:
+            for number, part in enumerate(self.text.split("|")):
+                if number:
+                    await self.go.wait()
+                for token in ByteTokenizer().encode(part, add_special_tokens=False):
+                    await self._send(response, [token], None, body["prompt"])
+            if self.breaks_off:
+                assert request.transport is not None
+                request.transport.abort()
+                return response
+            await self._send(response, [2], "stop", body["prompt"])
+            await response.write(b"data: [DONE]\n\n")
+        except (asyncio.CancelledError, ConnectionError):
+            self.aborted.set()
+            raise
+        return response
+
+    async def _send(
+        self, response: web.StreamResponse, tokens: list[int], reason: str | None, prompt: Any
+    ) -> None:
+        choice = {
+            "index": 0,
+            "token_ids": tokens,
+            "prompt_token_ids": prompt,
+            "logprobs": {"token_logprobs": [-0.5] * len(tokens)},
+            "finish_reason": reason,
+        }
+        await response.write(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
+
+
+@asynccontextmanager
+async def streaming_proxy(engine: StreamingEngine) -> AsyncIterator[tuple[str, Proxy]]:
+    """Serve a proxy over an engine; yield the URL of a session, and the proxy."""
+    app = web.Application()
+    app.router.add_post("/v1/completions", engine.answer)
+    async with TestServer(app, handler_cancellation=True) as server, Proxy() as proxy:
+        config = APIServerConfig(
+            model_name="tiny",
+            base_url=f"{server.make_url('/')}v1",
+            server_type="vllm",
+            health_check=False,
+        )
+        proxy.sessions.manager = manager = ServerManager([config])
+        try:
+            async with serve_locally(proxy.app) as url:
+                yield f"{url}/{await proxy.open()}/v1", proxy
+        finally:
+            await manager.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "tools", "before"),
+    [
+        ("Hello| there", [], "Hello"),
+        ("half a char: \u00e9| there", [], "half a char: \u00e9"),
+        (f"Let me look.\n| {call_text('Oslo')}", [WEATHER], "Let me look."),
+        (
+            f"Let me look.\n{call_text('Oslo')[:9]}|{call_text('Oslo')[9:]}",
+            [WEATHER],
+            "Let me look.",
+        ),
+    ],
+)
+async def test_text_arrives_while_the_engine_samples_and_is_trained_once(
+    text: str, tools: list[Any], before: str
+) -> None:
+    engine = StreamingEngine(text)
+    async with streaming_proxy(engine) as (url, proxy), httpx.AsyncClient() as client:
+        body = {**ASKED, "tools": tools, "stream": True}
+        told, lines = "", []
+        async with client.stream("POST", f"{url}/chat/completions", json=body) as answer:
+            async for line in answer.aiter_lines():
+                lines.append(line)
+                events = events_of(line)
+                told += "".join(e["choices"][0]["delta"].get("content") or "" for e in events)
+                if told == before:
+                    engine.go.set()
+        assert told == before + (" there" if not tools else "")
+        last = events_of("\n".join(lines))[-1]["choices"][0]
+        assert last["finish_reason"] == ("tool_calls" if tools else "stop")
+        assert [body["stream"] for body in engine.bodies] == [True]
+        (node,) = await proxy.nodes(url.split("/")[-2])
+        assert trained_text(node) == text.replace("|", "") + "<eos>"
+
+
+async def test_a_client_that_leaves_a_stream_ends_the_request_at_the_engine() -> None:
+    engine = StreamingEngine("Hello|")
+    async with streaming_proxy(engine) as (url, proxy), httpx.AsyncClient() as client:
+        body = {**ASKED, "stream": True}
+        async with client.stream("POST", f"{url}/chat/completions", json=body) as answer:
+            async for line in answer.aiter_lines():
+                if "Hell" in line or '"content":"H' in line:
+                    break
+        async with asyncio.timeout(5):
+            await engine.aborted.wait()
+        assert await proxy.nodes(url.split("/")[-2]) == []
+
+
+async def test_an_answer_that_broke_off_is_not_sampled_again_behind_what_was_told() -> None:
+    engine = StreamingEngine("Hello", breaks_off=True)
+    async with streaming_proxy(engine) as (url, proxy), httpx.AsyncClient() as client:
+        answer = await client.post(f"{url}/chat/completions", json={**ASKED, "stream": True})
+        assert "broke off" in events_of(answer.text)[-1]["error"]["message"]
+        assert len(engine.bodies) == 1
+        assert await proxy.nodes(url.split("/")[-2]) == []

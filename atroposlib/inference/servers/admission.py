@@ -31,6 +31,7 @@ import aiohttp
 from atroposlib.errors import EngineProtocolError, EngineRejected, EngineUnavailable
 from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.servers.choices import wait_for_first
+from atroposlib.inference.servers.streaming import StreamBroken
 from atroposlib.patience import MAX_RETRY_AFTER_S, Backoff
 from atroposlib.utils.wording import without_users
 
@@ -775,7 +776,7 @@ async def ask(
                 answer = await send(taken)
         except Exception as e:
             is_refusal = isinstance(e, EngineRejected | EngineProtocolError)
-            if not is_refusal and not is_transient(e):
+            if isinstance(e, StreamBroken) or not (is_refusal or is_transient(e)):
                 raise
             server, now = taken.server, time.monotonic()
             failed.append(server)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from atroposlib.errors import EngineRejected
+from atroposlib.errors import EngineError, EngineRejected
 from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.servers.admission import Answered, Door, Slot, ask
 from atroposlib.inference.servers.reasoning import ReasoningConfig
@@ -26,6 +26,7 @@ from atroposlib.inference.servers.sampling_notes import (
     recorded,
 )
 from atroposlib.inference.servers.stops import with_stop_ids
+from atroposlib.inference.servers.streaming import StreamBroken, hearing
 from atroposlib.utils.tracing import note_request
 
 
@@ -239,7 +240,12 @@ async def call(servers: Sequence[APIServer], method: str, kwargs: dict[str, Any]
 
     async def send(taken: Slot[APIServer]) -> Reply:
         attempt = getattr(taken.server, f"_{method}_wrapper")
-        answer = await attempt(**{**asked, "model": taken.server.config.model_name})
+        try:
+            answer = await attempt(**{**asked, "model": taken.server.config.model_name})
+        except EngineError as e:
+            if (listener := hearing()) is not None and listener.has_heard:
+                raise StreamBroken(f"the answer broke off: {e}") from e
+            raise
         if method == "tokens_and_logprobs_completion" and answer is not None:
             answer = TokenCompletions.of(answer)
         counts = token_counts(answer)

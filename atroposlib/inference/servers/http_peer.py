@@ -145,15 +145,25 @@ class HttpPeer:
         read: Callable[[bytes], T] = msgspec.json.decode,
         headers: Mapping[str, str] | None = None,
         query: Mapping[str, str] | None = None,
+        on_event: Callable[[bytes], None] | None = None,
     ) -> T:
         """POST a JSON body and return the answer as decoded by `read`, by default JSON.
+
+        With `on_event`, that is called with the data of each server-sent event if the answer is a stream of them, and
+        `read` then with nothing.
 
         `read` runs in a thread when the answer is large. A `msgspec.DecodeError` becomes `EngineProtocolError`.
         """
         payload = msgspec.json.encode(body, enc_hook=_encode_model)
         all_headers = {"Content-Type": "application/json", **(headers or {})}
         status, answer, retry_after = await self._request(
-            "POST", path, timeout_s=timeout_s, data=payload, headers=all_headers, params=query
+            "POST",
+            path,
+            timeout_s=timeout_s,
+            on_event=on_event,
+            data=payload,
+            headers=all_headers,
+            params=query,
         )
         where = f"POST {self.root}{path}"
         if status == 404 and body.get("model") in self._served and b"does not exist" in answer:
@@ -187,7 +197,13 @@ class HttpPeer:
         return status, body
 
     async def _request(
-        self, method: str, path: str, *, timeout_s: float, **options: Any
+        self,
+        method: str,
+        path: str,
+        *,
+        timeout_s: float,
+        on_event: Callable[[bytes], None] | None = None,
+        **options: Any,
     ) -> tuple[int, bytes, str | None]:
         url = self.root + path
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
@@ -196,6 +212,8 @@ class HttpPeer:
         try:
             async with lane.session.request(method, url, timeout=timeout, **options) as response:
                 retry_after = response.headers.get("Retry-After")
+                if on_event is not None and response.content_type == "text/event-stream":
+                    await _read_events(response.content, on_event)
                 return response.status, await response.read(), retry_after
         except TimeoutError as e:
             raise EngineUnavailable(f"{method} {url}: no answer within {timeout_s:g} s") from e
@@ -205,6 +223,15 @@ class HttpPeer:
             raise EngineUnavailable(f"{method} {url}: {type(e).__name__}: {e}") from e
         finally:
             lane.num_in_flight -= 1
+
+
+async def _read_events(content: aiohttp.StreamReader, on_event: Callable[[bytes], None]) -> None:
+    rest = b""
+    async for chunk in content.iter_any():  # lines may be longer than aiohttp's limit
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                on_event(line.removeprefix(b"data:").strip())
 
 
 def _reason(error: OSError) -> str:

@@ -190,6 +190,7 @@ class HttpServer(APIServer):
         body: dict[str, Any],
         request: CallKeywords,
         read: Callable[[bytes], T] = msgspec.json.decode,
+        on_event: Callable[[bytes], None] | None = None,
     ) -> T:
         estimated = 0 if self._rate is None else await self._rate.wait(body)
         answer = await self._peer.post(
@@ -199,6 +200,7 @@ class HttpServer(APIServer):
             timeout_s=request.timeout_s,
             headers=request.headers,
             query=request.query,
+            on_event=on_event,
         )
         if self._rate is not None:
             self._rate.correct(answer, body, estimated=estimated)

@@ -30,6 +30,7 @@ from atroposlib.inference.servers.openai_routes import (
     read_request,
 )
 from atroposlib.inference.servers.reasoning import ReasoningConfig
+from atroposlib.inference.servers.streaming import hearing
 from atroposlib.inference.servers.token_ids import (
     NEUTRAL_SAMPLING,
     TokenServer,
@@ -40,6 +41,7 @@ from atroposlib.inference.servers.vllm_bodies import (
     DEFAULT_MAX_TOKENS,
     NoTokenIds,
     PromptCompletions,
+    StreamedChoice,
     completions_per_request,
     fits_tokens_route,
     read_choices,
@@ -78,6 +80,8 @@ class VLLMServer(TokenServer, OpenAIRoutesServer):
         self._listing = asyncio.Lock()  # one listing for the first, concurrent requests
         self._uses_tokens_route = True
         """False once the route proved missing or refused a request."""
+        self._streams = True
+        """False once the server refused to stream."""
         self._uses_generate = False
         """Whether the server was found to have only the original's /generate route."""
 
@@ -95,8 +99,12 @@ class VLLMServer(TokenServer, OpenAIRoutesServer):
         )
         if await self._has_tokens_route() and fits_tokens_route(body):
             form = functools.partial(tokens_request, prompt_tokens)
+            sample = functools.partial(
+                self._sample, TOKENS_ROUTE, body, request, prompt_tokens, form=form
+            )
             try:
-                return await self._sample(TOKENS_ROUTE, body, request, prompt_tokens, form=form)
+                # A stream does not say which weights sampled which token.
+                return await (sample() if hearing() is None else self._with_version(sample))
             except EngineHttpRejected as e:
                 if e.status != FORBIDDEN and not e.lacks_route:
                     raise
@@ -142,10 +150,26 @@ class VLLMServer(TokenServer, OpenAIRoutesServer):
             read_choices, where=self._peer.root + path, prompt_tokens=prompt_tokens
         )
 
-        async def send(part: RequestPart) -> PromptCompletions:
-            return await self._send(path, form(part_of(body, part)), request, read)
-
         n = int(body.get("n", 1))
+
+        async def send(part: RequestPart) -> PromptCompletions:
+            asked = form(part_of(body, part))
+            listener = hearing()
+            if listener is None or prompt_tokens is None or n > 1 or not self._streams:
+                return await self._send(path, asked, request, read)
+            choice = StreamedChoice(
+                listener.hear, where=self._peer.root + path, prompt_tokens=prompt_tokens
+            )
+            try:
+                streamed = {**asked, "stream": True}
+                return await self._send(path, streamed, request, choice.read, choice.add)
+            except EngineHttpRejected as e:
+                if "stream" not in str(e):
+                    raise
+                logger.info("%s does not stream (%s)", self._label, e)
+                self._streams = False
+            return await self._send(path, asked, request, read)
+
         answers = await self._ask_for(
             n,
             send,

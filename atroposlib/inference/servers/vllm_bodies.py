@@ -10,11 +10,12 @@ a float, so every decoded logprob is finite.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import msgspec
 
-from atroposlib.errors import EngineProtocolError
+from atroposlib.errors import EngineProtocolError, EngineUnavailable
 from atroposlib.inference.servers.api_server import WeightSpan
 from atroposlib.inference.servers.openai_routes import OTHER_LIMIT_NAMES
 from atroposlib.inference.servers.token_ids import (
@@ -191,7 +192,58 @@ def read_choices(
     `prompt_tokens` were sent; None for a chat, whose answer must hold them: every image is as many placeholder ids as
     the model has positions for it. Raises `NoTokenIds` if the server does not support `return_token_ids`.
     """
-    body = _choices.decode(answer)
+    return _checked_choices(_choices.decode(answer), where=where, prompt_tokens=prompt_tokens)
+
+
+class StreamedChoice:
+    """One completion that arrives in events; `read` returns it as `read_choices` does."""
+
+    def __init__(
+        self, hear: Callable[[list[int]], None], *, where: str, prompt_tokens: list[int]
+    ) -> None:
+        self._hear = hear
+        self._where = where
+        self._prompt_tokens = prompt_tokens
+        self._found: _Choice | None = None
+        self._values: list[float] = []
+
+    def add(self, event: bytes) -> None:
+        """Take the data of one event, and tell its tokens."""
+        if event == b"[DONE]":
+            return
+        try:
+            choices = _choices.decode(event).choices
+        except (msgspec.DecodeError, UnicodeDecodeError) as e:
+            raise EngineProtocolError(f"{self._where}: event {event[:400]!r}: {e}") from e
+        for piece in choices:
+            found = self._found = self._found or _Choice(token_ids=[])
+            found.finish_reason = piece.finish_reason or found.finish_reason
+            found.weight_versions = piece.weight_versions or found.weight_versions
+            logprobs = piece.logprobs or _Logprobs()
+            values = logprobs.token_logprobs or [t.logprob for t in logprobs.content or ()]
+            if values and not piece.token_ids:
+                raise NoTokenIds(f"{self._where}: events have no token ids")
+            assert found.token_ids is not None
+            found.token_ids += piece.token_ids or ()
+            self._values += values
+            self._hear(piece.token_ids or [])
+
+    def read(self, answer: bytes) -> PromptCompletions:
+        """Return the whole completion; `answer` is that of a server that does not stream."""
+        if answer:
+            return read_choices(answer, where=self._where, prompt_tokens=self._prompt_tokens)
+        found = self._found
+        if found is None or found.finish_reason is None:
+            raise EngineUnavailable(f"{self._where}: the stream ended before the answer did")
+        found.logprobs = _Logprobs(token_logprobs=self._values)
+        return _checked_choices(
+            _Choices([found]), where=self._where, prompt_tokens=self._prompt_tokens
+        )
+
+
+def _checked_choices(
+    body: _Choices, *, where: str, prompt_tokens: list[int] | None
+) -> PromptCompletions:
     sampled = []
     for i, choice in enumerate(body.choices):
         here = f"{where}: choices[{i}]"

@@ -27,6 +27,7 @@ from atroposlib.inference.servers.openai_routes import (
     import_openai,
 )
 from atroposlib.inference.servers.sampling_notes import recorded
+from atroposlib.inference.servers.streaming import listening
 from atroposlib.inference.sessions.chat_template import ChatTemplate, TemplateOptions
 from atroposlib.inference.sessions.messages import (
     call_ids,
@@ -36,7 +37,7 @@ from atroposlib.inference.sessions.messages import (
     read_messages,
 )
 from atroposlib.inference.sessions.recognition import Difference, SaidTurn, called
-from atroposlib.inference.sessions.sampled_text import read_turns, stops_to_cut
+from atroposlib.inference.sessions.sampled_text import TextSoFar, read_turns, stops_to_cut
 from atroposlib.inference.sessions.sequences import (
     ChatPlace,
     NodeMatch,
@@ -179,7 +180,11 @@ class ManagedServer:
 
     @asynccontextmanager
     async def chat_turn(self, **kwargs: Any) -> AsyncIterator[ManagedTurn]:
-        """Yield what `chat_completion` samples; the turn is stored if the block ends without an exception."""
+        """Yield what `chat_completion` samples; the turn is stored if the block ends without an exception.
+
+        Where the engine streams, `on_text` is called with the prompt and the text so far, which begins the content of
+        the answer unless it has tool calls.
+        """
         messages = read_messages(kwargs["messages"])
         kwargs, options = _take_options(kwargs)
         turn = self._prepare_chat(messages, options)
@@ -432,7 +437,12 @@ class ManagedServer:
                     f" {len(turn.tokens)} tokens. Please reduce the length of the messages."
                 )
             limit_tokens(request, max(1, room))
-        raw = await self.server.tokens_and_logprobs_completion(**prompt, **request)
+        listener = None
+        if (tell := kwargs.get("on_text")) is not None:
+            on_text = functools.partial(tell, turn.full_text)
+            listener = TextSoFar(self._template, stops_to_cut(kwargs), on_text)
+        with listening(listener):
+            raw = await self.server.tokens_and_logprobs_completion(**prompt, **request)
         answer = TokenCompletions.of(raw)
         if turn.chat is not None:
             turn = self._with_tokens(turn, answer.prompt_tokens)

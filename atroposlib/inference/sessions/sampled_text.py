@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from atroposlib.inference.servers.api_server import TokenCompletions
@@ -61,6 +61,52 @@ def _read_turns(
             )
         )
     return turns
+
+
+class TextSoFar:
+    """Turns the tokens of an unfinished answer into the beginning of its text, and tells it.
+
+    What is told is the beginning of the finished turn's `visible_text`: the text stops before what may be a stop
+    string, half a character or a special token. To decode long answers not too often, it is told again when the
+    answer has grown by 1/32.
+    """
+
+    def __init__(self, template: ChatTemplate, stops: Stops, tell: Callable[[str], None]) -> None:
+        self._template = template
+        self._stops = stops
+        self._tell = tell
+        self._tokens: list[int] = []
+        self._num_decoded = 0
+        self._has_ended = False
+
+    def __call__(self, tokens: list[int]) -> None:
+        for token in tokens:
+            self._has_ended |= self._template.ends_turn([token]) or token in self._stops.token_ids
+            if not self._has_ended:
+                self._tokens.append(token)
+        if len(self._tokens) > self._num_decoded * 33 // 32:
+            self._num_decoded = len(self._tokens)
+            text = self._template.decode_both(self._tokens)[1].rstrip("\ufffd")
+            self._tell(before_any(text, self._stops.strings))
+
+
+def before_any(text: str, ends: Sequence[str], *, cuts_whole: bool = True) -> str:
+    """Return a text up to the first of `ends`, or to what may be the beginning of one at its end.
+
+    With `cuts_whole` False, only the latter is cut off.
+
+    >>> before_any("so: <tool", ["<tool_call>"])
+    'so: '
+    """
+    at = len(text)
+    for end in ends:
+        if cuts_whole and (found := text.find(end, 0, at)) >= 0:
+            at = found
+        for size in range(min(len(end) - 1, len(text)), 0, -1):
+            if text.endswith(end[:size]):
+                at = min(at, len(text) - size)
+                break
+    return text[:at]
 
 
 def stops_to_cut(kwargs: dict[str, Any]) -> Stops:

@@ -18,6 +18,7 @@ from helpers_proxy import (
 )
 
 from atroposlib.errors import EngineUnavailable
+from atroposlib.inference.harness import ByteTokenizer
 from atroposlib.proxy import chat, messages, responses
 from atroposlib.proxy.errors import ProxyError
 from atroposlib.proxy.stream import AnswerStream
@@ -479,3 +480,121 @@ def test_chat_answer_round_trips_as_a_message() -> None:
     whole = chat.write(answer(CALLING))
     (again,) = read_messages([whole["choices"][0]["message"]])
     assert again == SAID
+
+
+# What only some clients send.
+
+IMAGE = "data:image/png;base64,AAAA"
+SHOWN = {"type": "image_url", "image_url": {"url": IMAGE}}
+
+
+def test_images_reach_the_engine_from_every_dialect() -> None:
+    text = {"type": "text", "text": "See:"}
+    source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+    block = {"type": "image", "source": source}
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": [text, block]}
+    asked = messages.read(
+        messages.MessagesBody(
+            max_tokens=9, messages=[{"role": "user", "content": [result, text, block]}]
+        )
+    )
+    assert asked.messages == [
+        {**TOLD, "content": [text, SHOWN]},
+        {"role": "user", "content": [text, SHOWN]},
+    ]
+    parts = [{"type": "input_text", "text": "See:"}, {"type": "input_image", "image_url": IMAGE}]
+    told = {"type": "function_call_output", "call_id": "c1", "output": parts}
+    items = [{"role": "user", "content": parts}, told]
+    ask, *_ = responses.read(responses.ResponsesBody(input=items), {})
+    assert [message["content"] for message in ask.messages] == [[text, SHOWN]] * 2
+    body = chat.AgentChatBody(messages=[{"role": "user", "content": [text, SHOWN]}])
+    assert chat.read(body).messages[0]["content"] == [text, SHOWN]
+
+
+CODEX_TOOLS = [
+    FLAT_TOOL,
+    {"type": "namespace", "name": "mcp__files", "tools": [{**FLAT_TOOL, "name": "read"}]},
+    {"type": "custom", "name": "apply_patch", "description": "Patch.", "format": {"type": "text"}},
+    {"type": "web_search"},
+    {"type": "web_search"},
+]
+
+
+async def test_tools_of_codex_are_functions_of_the_model_and_come_back_as_they_were() -> None:
+    calls = [{"name": "mcp__files__read", "arguments": {"city": "x"}}]
+    calls.append({"name": "apply_patch", "arguments": {"input": "*** Begin"}})
+    written = "".join(f"<tool_call>{json.dumps(call)}</tool_call>" for call in calls)
+    answers = iter([written, "done", written])
+    async with Proxy(lambda request: next(answers)) as proxy:
+        uuid = await proxy.open()
+        items: list[Any] = [{"role": "user", "content": "Go."}]
+        body = {"input": items, "tools": CODEX_TOOLS}
+        first = await proxy.client.post(f"/{uuid}/v1/responses", json=body)
+        assert first.headers["x-atropos-dropped"] == "tools.web_search"
+        called, patched = first.json()["output"]
+        assert (called["type"], called["namespace"], called["name"]) == (
+            "function_call",
+            "mcp__files",
+            "read",
+        )
+        assert patched["type"] == "custom_tool_call"
+        assert (patched["name"], patched["input"]) == ("apply_patch", "*** Begin")
+        kinds = ("function_call_output", "custom_tool_call_output")
+        items += [called, patched]
+        items += [
+            {"type": kind, "call_id": call["call_id"], "output": "ok"}
+            for kind, call in zip(kinds, (called, patched), strict=True)
+        ]
+        await proxy.post(f"/{uuid}/v1/responses", body)
+        (node,) = await proxy.nodes(uuid)
+        assert trained_text(node) == f"{written}<eos>done<eos>"
+        streamed = await proxy.client.post(
+            f"/{uuid}/v1/responses", json={**body, "input": "Go.", "stream": True}
+        )
+        events = events_of(streamed.text)
+        inputs = [e for e in events if e["type"] == "response.custom_tool_call_input.done"]
+        assert [event["input"] for event in inputs] == ["*** Begin"]
+
+
+class Thinker(ByteTokenizer):
+    """Its template opens the thought if it `opens`, and else knows what a thought is."""
+
+    opens = False
+    chat_template = "<role>content<eos>{# </think> #}"
+
+    def apply_chat_template(self, *args: Any, **options: Any) -> Any:
+        text = super().apply_chat_template(*args, **{**options, "tokenize": False})
+        return f"{text}<think>\n" if self.opens and options.get("add_generation_prompt") else text
+
+
+THOUGHT, SAID_AFTER = "2 + 2 is 4", "It is 4.\n"
+
+
+@pytest.mark.parametrize("opens", [False, True])
+@pytest.mark.parametrize("streams", [False, True])
+async def test_thoughts_are_apart_from_the_answer_in_every_api(opens: bool, streams: bool) -> None:
+    written = f"{'' if opens else '<think>'}\n{THOUGHT}\n</think>\n\n{SAID_AFTER}"
+    async with Proxy(lambda request: written) as proxy:
+        proxy.sessions.tokenizer = tokenizer = Thinker()
+        tokenizer.opens = opens
+        uuid = await proxy.open()
+        asked = {"max_tokens": 99, "stream": streams}
+        asked |= {"messages": [{"role": "user", "content": "2 + 2?"}], "input": "2 + 2?"}
+        found = {}
+        for path in ("chat/completions", "responses", "messages"):
+            answered = await proxy.client.post(f"/{uuid}/v1/{path}", json=asked)
+            found[path] = events_of(answered.text) if streams else answered.json()
+    if streams:
+        deltas = [chunk["choices"][0]["delta"] for chunk in found["chat/completions"]]
+        assert "".join(d.get("reasoning_content", "") for d in deltas) == THOUGHT
+        assert "".join(d.get("content", "") for d in deltas) == SAID_AFTER
+        items = found["responses"][-1]["response"]["output"]
+        blocks = [e["delta"] for e in found["messages"] if e["type"] == "content_block_delta"]
+        assert [b["type"] for b in blocks] == ["thinking_delta", "signature_delta", "text_delta"]
+    else:
+        message = found["chat/completions"]["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == (THOUGHT, SAID_AFTER)
+        items, blocks = found["responses"]["output"], found["messages"]["content"]
+    assert [item["type"] for item in items] == ["reasoning", "message"]
+    assert [item["content"][0]["text"] for item in items] == [THOUGHT, SAID_AFTER]
+    assert (blocks[0]["thinking"], blocks[-1]["text"]) == (THOUGHT, SAID_AFTER)

@@ -12,6 +12,14 @@ import httpx
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from helpers_proxy import (
+    WEATHER,
+    Endless,
+    Proxy,
+    call_text,
+    events_of,
+    trained_text,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,14 +31,6 @@ from atroposlib.inference.tools.parsers import STYLES
 from atroposlib.proxy import stream
 from atroposlib.proxy.spoken import Spoken, certain, divide
 from atroposlib.utils.local_server import serve_locally
-from tests.proxy.helpers_proxy import (
-    WEATHER,
-    Endless,
-    Proxy,
-    call_text,
-    events_of,
-    trained_text,
-)
 
 ASKED: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Go."}]}
 

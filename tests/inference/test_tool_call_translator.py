@@ -258,13 +258,16 @@ class BorrowedParser:
         if tokenizer.get_vocab().get("refuse"):
             raise RuntimeError("no such token")
         self.tools = tools
+        self.reads_tokens = tokenizer.get_vocab().get("reads_tokens")
 
     def extract_tool_calls(self, text: str, request: Any) -> Any:
+        if self.reads_tokens:
+            raise NotImplementedError("requires token IDs")
         if text == "boom":
             raise KeyError("boom")
         content, _, name = text.partition("CALL ")
         function = types.SimpleNamespace(
-            name=name, arguments=json.dumps({"tools": len(self.tools)})
+            name=name, arguments=json.dumps({"tools": len(self.tools or ())})
         )
         calls = [types.SimpleNamespace(function=function)] if name else []
         return types.SimpleNamespace(tools_called=bool(name), tool_calls=calls, content=content)
@@ -301,3 +304,5 @@ def test_unknown_names_are_refused_with_the_names_of_both_sources() -> None:
         ToolCallTranslator(Tokenizer(), "oddd")
     with pytest.raises(ConfigError, match="'odd' refuses the tokenizer: no such token"):
         ToolCallTranslator(Tokenizer({"refuse": 1}), "odd")
+    with pytest.raises(ConfigError, match="'odd' cannot read the text of an answer: .*token IDs"):
+        ToolCallTranslator(Tokenizer({"reads_tokens": 1}), "odd")

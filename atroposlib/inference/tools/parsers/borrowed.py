@@ -24,6 +24,9 @@ from atroposlib.inference.tools.tool_messages import as_dict
 
 logger = logging.getLogger(__name__)
 
+_PROBE = "Hello."
+"""An answer that every parser can read."""
+
 
 def vllm_names() -> list[str]:
     """Return vLLM's parser names; none without vLLM."""
@@ -43,7 +46,8 @@ def _manager() -> Any:
 def vllm_style(name: str, tokenizer: Any) -> Style:
     """Return one of `vllm_names()` as a style. It renders calls as Hermes does: vLLM's parsers only parse.
 
-    Raises ConfigError if the parser refuses the tokenizer, for example because a delimiter is not one of its tokens.
+    Raises ConfigError if the parser refuses the tokenizer, for example because a delimiter is not one of its tokens, or
+    cannot read an answer's text, as that of gpt-oss, which reads tokens.
     """
     protocol = importlib.import_module("vllm.entrypoints.openai.chat_completion.protocol")
     parser_cls = _manager().get_tool_parser(name)
@@ -61,6 +65,12 @@ def vllm_style(name: str, tokenizer: Any) -> Style:
         calls = found.tool_calls if found.tools_called else []
         return found.content, [Call(call.function.name, call.function.arguments) for call in calls]
 
+    try:
+        read(_PROBE, ())
+    except Exception as error:
+        raise ConfigError(
+            f"vLLM's tool parser {name!r} cannot read the text of an answer: {type(error).__name__}: {error}"
+        ) from error
     return _style(f"vLLM's tool parser {name}", name, read)
 
 

@@ -6,8 +6,8 @@ one that is four times slower a quarter of that. Load counts at once, speed only
 spread as well.
 
 The manager also splits calls for many completions and opens managed sessions. A session stays on one server, so that
-its prefix stays cached and its turns come from one engine; if that engine stays down, the session fails with
-`EngineDown`. Any other failed call is retried on another server, within its retry limit, never on two at once.
+its prefix stays cached; if that one fails a health check, the session moves to another with the same model. Any other
+failed call is retried on another server, within its retry limit, never on two at once.
 """
 
 from __future__ import annotations

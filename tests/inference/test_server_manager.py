@@ -11,10 +11,11 @@ import pytest
 from helpers_inference import FastVLLM, StockVLLM
 from pydantic import ValidationError
 
-from atroposlib.errors import ConfigError, EngineUnavailable
+from atroposlib.errors import ConfigError
 from atroposlib.inference.config import APIServerConfig, ServerBaseline
 from atroposlib.inference.harness import ByteTokenizer, ServerHarness
 from atroposlib.inference.manager import ServerManager
+from atroposlib.inference.scripted_engine.script import Script
 from atroposlib.inference.servers import admission
 from atroposlib.inference.servers.admission import EngineDown
 from atroposlib.inference.servers.openai import OpenAIServer
@@ -240,10 +241,7 @@ async def test_a_session_stays_on_its_server_for_all_turns() -> None:
     assert num_requests(servers)[mine] == sum(num_requests(servers)) == 4
 
 
-async def test_a_session_whose_engine_does_not_come_back_fails_rather_than_moves(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(admission, "BOUND_WAIT_S", 0.05)
+async def test_a_session_whose_engine_is_down_moves_and_stays_where_it_is_answered() -> None:
     async with StockVLLM() as first, StockVLLM() as second:
         engines = [first, second]
         configs = [engine.config(health_wait_s=30.0) for engine in engines]
@@ -253,9 +251,14 @@ async def test_a_session_whose_engine_does_not_come_back_fails_rather_than_moves
             mine = manager.servers.index(managed.server)
             engines[mine].fail(500, times=10)
             engines[mine].fail(503, path="/health", times=10**4)
-            with pytest.raises(EngineUnavailable, match="is not ready after 0.05 s"):
-                await managed.chat_completion(messages=HELLO, max_tokens=2)
-        assert len(engines[1 - mine].served) == 0
+            first_answer = await managed.chat_completion(messages=HELLO, max_tokens=2)
+            assert managed.server is manager.servers[1 - mine]
+            said = [*HELLO, first_answer.choices[0].message, {"role": "user", "content": "on"}]
+            engines[mine].set_script(Script())
+            await managed.chat_completion(messages=said, max_tokens=2)
+            assert managed.server is manager.servers[1 - mine]
+            assert len(managed.get_state()["nodes"]) == 2
+        assert len(engines[1 - mine].served) == 2
         async with manager.managed_server(tokenizer=ByteTokenizer()) as managed:
             assert managed.server is manager.servers[1 - mine]
         await manager.close()

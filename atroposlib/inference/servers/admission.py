@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, Self, TypeVar
+from typing import Generic, NamedTuple, Self, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import aiohttp
@@ -46,8 +46,6 @@ LATER = frozenset({429, 503})
 HEALTH_TIMEOUT_S = 4.0
 HEALTH_REMINDER_S = 5.0
 """Pause between two probes of a server that is down and has no waiting requests."""
-BOUND_WAIT_S = 60.0
-"""How long a session waits for its server while others are healthy: long enough for a restart."""
 AVOID_S, MAX_AVOID_S = 1.0, 30.0
 """How long other servers are preferred after a failure; doubled by each consecutive failure."""
 NUM_ANSWERS = 32
@@ -448,6 +446,8 @@ class Door:
         self._healthy = asyncio.Event()
         self._healthy.set()
         self._asked = asyncio.Event()
+        self._checked = asyncio.Event()
+        """Set by the first failed check of a server that is not healthy."""
         self.health_reason = ""
         """Why the server is not ready; empty if it is, or has no probe result yet."""
         self._fault_logged_at = 0.0
@@ -551,6 +551,7 @@ class Door:
         """Probe until the server is healthy, then set `server_healthy`; stop early if no request waits for it."""
         while (fault := await self._find_fault()) is not None:
             self._asked.set()
+            self._checked.set()
             now = time.monotonic()
             if fault != self.health_reason or now - self._fault_logged_at >= self.reminder_s:
                 logger.warning("Inference server %s is not ready: %s", self._label, fault)
@@ -575,6 +576,17 @@ class Door:
             self._asked.set()
         elif self._healthy.is_set():
             self._healthy = asyncio.Event()  # a fresh one, not bound to an earlier event loop
+            self._checked = asyncio.Event()
+
+    @property
+    def has_failed_check(self) -> bool:
+        """Whether a server that is not healthy has failed a check since it was."""
+        return self._checked.is_set()
+
+    async def checked(self) -> None:
+        """Wait for a failed check."""
+        with self.waiting():
+            await self._checked.wait()
 
     def _watch(self) -> None:
         """Mark the server unhealthy, which holds requests back, and probe it until it is healthy."""
@@ -629,6 +641,7 @@ class Door:
             await asyncio.gather(task, return_exceptions=True)
         if not self.server_healthy:
             self._healthy = asyncio.Event()  # a later request may run in another event loop
+            self._checked = asyncio.Event()
 
 
 # One of several servers.
@@ -639,15 +652,16 @@ D = TypeVar("D", bound=Door)
 async def choose(servers: Sequence[D], split: str = "train", *, after: Collection[D] = ()) -> D:
     """Return the best healthy server; if none is healthy, wait for one.
 
-    Raises EngineDown when none becomes healthy within the longest `health_wait_s`, or within `BOUND_WAIT_S` if other
-    servers of the fleet are healthy.
+    If none of them is and each failed a health check, another server of the fleet with the same model stands in: a
+    session's prompts are token ids, so it loses only the engine's cache. Raises EngineDown when no server becomes
+    healthy within the longest `health_wait_s`.
     """
     if len(servers) == 1 and servers[0].is_ready:
         return servers[0]
     if unknown := [server for server in servers if not server.is_known]:
         await asyncio.gather(*(server.first_answer() for server in unknown))
     if not any(server.server_healthy for server in servers):
-        await _until_healthy(servers)
+        servers = await _until_healthy(servers)
     # No await from here on: another request must not choose before this one is counted.
     return best(servers, split, after=after, now=time.monotonic())
 
@@ -671,22 +685,24 @@ def best(servers: Sequence[D], split: str, *, after: Collection[D], now: float) 
     return servers[max(healthy, key=rank)]
 
 
-async def _until_healthy(servers: Sequence[Door]) -> None:
-    """Return when a server is healthy."""
-    others = [other for other in servers[0].fleet if other not in servers]
-    began = time.monotonic()
-    while True:
-        # There is no event for the recovery of `others`: they are looked at again between waits.
-        longest_s = max(server.config.health_wait_s for server in servers)
-        if any(other.server_healthy for other in others):
-            longest_s = min(longest_s, BOUND_WAIT_S)
-        left_s = began + longest_s - time.monotonic()
-        if left_s <= 0:
-            break
+async def _until_healthy(servers: Sequence[D]) -> Sequence[D]:
+    """Return the servers, or those that stand in for them, when one of them is healthy."""
+    first = servers[0]
+    # All servers of a fleet are of the manager's class.
+    others = [cast(D, other) for other in first.fleet if other not in servers]
+    others = [other for other in others if other.config.model_name == first.config.model_name]
+    longest_s = max(server.config.health_wait_s for server in servers)
+    ends = time.monotonic() + longest_s
+    while (left_s := ends - time.monotonic()) > 0:
+        unchecked = [server for server in servers if not server.has_failed_check]
+        if not unchecked and any(other.server_healthy for other in others):
+            return others
         waits = [server.healthy_again() for server in servers]
+        waits += [server.checked() for server in unchecked]
+        # There is no event for the recovery of `others`: they are looked at again between waits.
         await wait_for_first(waits, timeout_s=min(left_s, HEALTH_REMINDER_S))
         if any(server.server_healthy for server in servers):
-            return
+            return servers
     reasons = [f"{server._label}: {server.health_reason or 'no answer yet'}" for server in servers]
     if len(servers) > 1:
         raise EngineDown(f"no inference server is ready. {'; '.join(reasons)}")

@@ -53,6 +53,8 @@ class TokenCompletions(_FourValues):
 
     weight_versions: list[list[WeightSpan] | None]
     """Per completion, the spans of policy versions in sampling order; None if the server does not report them."""
+    stand_in: APIServer | None = None
+    """The server that answered in place of the one that was asked."""
 
     def __new__(
         cls,
@@ -259,6 +261,8 @@ async def call(servers: Sequence[APIServer], method: str, kwargs: dict[str, Any]
     if record is not None:
         _record(record, number, answered, {**asked, "model": server.config.model_name})
     if isinstance(answer, TokenCompletions):
+        if server not in servers:
+            answer.stand_in = server
         prompt, outputs = answer[:2]
         note_sampling(kwargs, answer.weight_versions, prompt=prompt, outputs=outputs)
     return answer

@@ -444,6 +444,7 @@ class ManagedServer:
         with listening(listener):
             raw = await self.server.tokens_and_logprobs_completion(**prompt, **request)
         answer = TokenCompletions.of(raw)
+        self.server = answer.stand_in or self.server  # later turns find their prefix in its cache
         if turn.chat is not None:
             turn = self._with_tokens(turn, answer.prompt_tokens)
         elif answer.prompt_tokens != turn.tokens:

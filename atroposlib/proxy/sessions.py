@@ -42,6 +42,7 @@ from atroposlib.inference.servers.admission import start_turn
 from atroposlib.inference.servers.api_server import TokenCompletions
 from atroposlib.inference.servers.sampling_notes import noting_sampling, position, recorded
 from atroposlib.inference.sessions.managed_server import ManagedServer, ManagedTurn, Prompt
+from atroposlib.inference.sessions.messages import has_images, is_opened
 from atroposlib.inference.sessions.sequences import SequenceNode
 from atroposlib.inference.tools.parsers import style_named
 from atroposlib.proxy.chat import DISTRIBUTION_KEPT, EngineSampling
@@ -217,6 +218,10 @@ class Session:
         The answer has the id and the time of `head`. If there is one choice, `say` is told what is certain of it.
         """
         kwargs: dict[str, Any] = {"messages": ask.messages, **ask.template}
+        if has_images(ask.messages) and is_opened(ask.messages):
+            raise ProxyError(
+                "the model cannot continue an answer in a chat with images", param="messages"
+            )
         if ask.tools:
             kwargs |= {"tools": ask.tools, "tool_choice": ask.tool_choice}
         with self._room_for(ask.n):
@@ -268,6 +273,10 @@ class Session:
         """Return the prompt that `ask` would send, without sending it."""
         if not isinstance(self.managed, ManagedServer):
             raise NotImplementedError("an API without token ids does not show its prompts")
+        if has_images(ask.messages):
+            raise ProxyError(
+                "only the engine knows the tokens of a prompt with images", param="messages"
+            )
         return self.managed.preview(messages=ask.messages, tools=ask.tools, **ask.template)
 
     async def run(

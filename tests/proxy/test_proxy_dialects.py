@@ -511,6 +511,20 @@ def test_images_reach_the_engine_from_every_dialect() -> None:
     assert chat.read(body).messages[0]["content"] == [text, SHOWN]
 
 
+async def test_chats_with_images_are_answered_and_what_needs_their_tokens_is_refused() -> None:
+    asked = {"role": "user", "content": [{"type": "text", "text": "See:"}, SHOWN]}
+    begun = {"role": "assistant", "content": "It"}
+    async with Proxy(lambda request: "a cat") as proxy:
+        url = f"/{await proxy.open()}/v1/chat/completions"
+        answered = await proxy.post(url, {"messages": [asked]})
+        assert answered["choices"][0]["message"]["content"] == "a cat"
+        refusals = [
+            await proxy.client.post(f"{url}/render", json={"messages": [asked]}),
+            await proxy.client.post(url, json={"messages": [asked, begun]}),
+        ]
+        assert [refusal.status_code for refusal in refusals] == [400, 400]
+
+
 CODEX_TOOLS = [
     FLAT_TOOL,
     {"type": "namespace", "name": "mcp__files", "tools": [{**FLAT_TOOL, "name": "read"}]},

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -20,13 +21,16 @@ from helpers_proxy import (
     events_of,
     trained_text,
 )
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from atroposlib.errors import EngineUnavailable
 from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.harness import ByteTokenizer
 from atroposlib.inference.manager import ServerManager
+from atroposlib.inference.servers.stops import Stops
+from atroposlib.inference.sessions.chat_template import ChatTemplate
+from atroposlib.inference.sessions.sampled_text import TextSoFar
 from atroposlib.inference.tools.parsers import STYLES
 from atroposlib.proxy import stream
 from atroposlib.proxy.spoken import Spoken, certain, divide
@@ -280,3 +284,32 @@ async def test_an_answer_that_broke_off_is_not_sampled_again_behind_what_was_tol
         assert "broke off" in events_of(answer.text)[-1]["error"]["message"]
         assert len(engine.bodies) == 1
         assert await proxy.nodes(url.split("/")[-2]) == []
+
+
+class Cleaning(ByteTokenizer):
+    """Removes spaces when it decodes, as some tokenizers of transformers do."""
+
+    clean_up_tokenization_spaces = True
+
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
+        text = super().decode(tokens, skip_special_tokens)
+        return text.replace(" .", ".").replace(" n't", "n't")
+
+
+@example(pieces=[" ", "."], tokenizer=Cleaning(), stops=Stops([], []))
+@given(
+    pieces=st.lists(st.sampled_from(["\u00e9", " ", ".", " n", "'t", "a", "STOP", "<eos>", "ST"])),
+    tokenizer=st.sampled_from([ByteTokenizer(), Cleaning()]),
+    stops=st.sampled_from([Stops([], []), Stops(["STOP"], []), Stops([], [ord("a") + 3])]),
+)
+def test_text_so_far_grows_and_begins_the_whole_text(
+    pieces: list[str], tokenizer: ByteTokenizer, stops: Stops
+) -> None:
+    tokens = tokenizer.encode("".join(pieces), add_special_tokens=False)
+    template = ChatTemplate(tokenizer)
+    told = [""]
+    listen = TextSoFar(template, stops, told.append)
+    for token in tokens:
+        listen([token])
+    whole = template.decode_both(tokens)[1]
+    assert all(later.startswith(sooner) for sooner, later in pairwise([*told, whole]))

@@ -25,6 +25,8 @@ from atroposlib.utils.tokenizers.backends import decode, encode
 logger = logging.getLogger(__name__)
 
 _THINK_TAGS = ("<think>", "</think>")
+_CLEANED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
+"""Of `clean_up_tokenization` of transformers."""
 _ASKS_FOR_DATE = re.compile(r"""strftime_now\(\s*(["'])([^"']*)\1\s*\)""")
 _OWN_THINK_BLOCK = re.compile(r"<think>\s*(</think>\s*)?\Z")
 
@@ -327,6 +329,12 @@ class ChatTemplate:
         if self._facts.special.isdisjoint(body):
             return text, text
         return text, decode(self._tokenizer, body, skip_special_tokens=True)
+
+    @property
+    def cleaned(self) -> tuple[str, ...]:
+        """Texts from which the tokenizer removes spaces when it decodes."""
+        is_cleaning = getattr(self._tokenizer, "clean_up_tokenization_spaces", False)
+        return _CLEANED if is_cleaning else ()
 
     def say_once(self, warning: str, *args: Any) -> None:
         """Log a warning once per tokenizer."""

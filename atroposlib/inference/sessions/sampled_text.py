@@ -87,6 +87,7 @@ class TextSoFar:
         if len(self._tokens) > self._num_decoded * 33 // 32:
             self._num_decoded = len(self._tokens)
             text = self._template.decode_both(self._tokens)[1].rstrip("\ufffd")
+            text = before_any(text, self._template.cleaned, cuts_whole=False)
             self._tell(before_any(text, self._stops.strings))
 
 

@@ -612,3 +612,32 @@ async def test_thoughts_are_apart_from_the_answer_in_every_api(opens: bool, stre
     assert [item["type"] for item in items] == ["reasoning", "message"]
     assert [item["content"][0]["text"] for item in items] == [THOUGHT, SAID_AFTER]
     assert (blocks[0]["thinking"], blocks[-1]["text"]) == (THOUGHT, SAID_AFTER)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize("opens", [False, True])
+async def test_thoughts_that_a_client_sends_back_or_drops_stay_one_sequence(
+    opens: bool, keeps: bool
+) -> None:
+    written = f"{'' if opens else '<think>'}\n{THOUGHT}\n</think>\n\n{SAID_AFTER}"
+    asked = {"role": "user", "content": "2 + 2?"}
+    async with Proxy(lambda request: written) as proxy:
+        proxy.sessions.tokenizer = tokenizer = Thinker()
+        tokenizer.opens = opens
+        for path in ("chat/completions", "responses", "messages"):
+            uuid = await proxy.open(max_tokens=99)
+            said: list[Any] = [asked]
+            for _ in range(3):
+                body = {"messages": said, "input": said}
+                answered = await proxy.post(f"/{uuid}/v1/{path}", body)
+                if path == "responses":
+                    said += answered["output"] if keeps else answered["output"][1:]
+                elif path == "messages":
+                    content = answered["content"] if keeps else answered["content"][1:]
+                    said.append({"role": "assistant", "content": content})
+                else:
+                    message = answered["choices"][0]["message"]
+                    said.append(message if keeps else {**message, "reasoning_content": None})
+                said.append(asked)
+            (node,) = await proxy.nodes(uuid)
+            assert trained_text(node) == f"{written}<eos>" * 3

@@ -80,8 +80,6 @@ class AgentSession:
     """Engine failures returned to the agent; empty if unknown (remote proxy)."""
     last_messages: Callable[[], list[dict[str, Any]]] = list
     """Returns the conversation that the agent continued last; [] if unknown (remote proxy)."""
-    broken_prefixes: Callable[[], Mapping[str, int]] = dict
-    """Returns how often a conversation could not continue its sequence, by reason; {} if unknown (remote proxy)."""
 
 
 class AgentEnv(DatasetEnv):
@@ -215,7 +213,6 @@ class AgentEnv(DatasetEnv):
                 fetch_nodes=session.nodes,
                 engine_errors=session.engine_errors,
                 last_messages=lambda: session.last_messages,
-                broken_prefixes=lambda: session.broken_prefixes,
             )
         finally:
             await sessions.close(session.uuid)
@@ -254,13 +251,11 @@ class AgentEnv(DatasetEnv):
             else:
                 outcome = await self.outcome_of(row, answer)
             nodes = await awaited(session.fetch_nodes())
-            messages, broken = session.last_messages(), session.broken_prefixes()
+            messages = session.last_messages()
         chosen = await off_loop(self.choose_sequences, row, nodes, answer)
         if split == "train":
             self.counts["agent_runs"] += 1
             self.counts["agent_sequences"] += len(nodes)
-            for reason, count in broken.items():
-                self.counts[f"agent_broken_by_{reason}"] += count
             self._keep_ledger(nodes, chosen)
         said = {"role": "assistant", "content": "" if answer is None else str(answer)}
         was_aborted = any((node.metadata or {}).get("finish_reason") == ABORTED for node in nodes)

@@ -20,7 +20,6 @@ from collections.abc import (
     Callable,
     Coroutine,
     Iterator,
-    Mapping,
     Sequence,
 )
 from contextlib import (
@@ -195,11 +194,6 @@ class Session:
         if isinstance(self.managed, ManagedServer):
             return self.managed.nodes
         return list(self.managed.get_state()["nodes"])
-
-    @property
-    def broken_prefixes(self) -> Mapping[str, int]:
-        """How often a conversation could not continue its sequence, by reason."""
-        return self.managed.broken_prefixes if isinstance(self.managed, ManagedServer) else {}
 
     @property
     def num_nodes(self) -> int:

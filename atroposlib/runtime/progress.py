@@ -12,7 +12,7 @@ import contextlib
 import logging
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -69,6 +69,8 @@ class RunStatus:
     """What keeps the run waiting; `sign_of_life` fills in the engine if none answers."""
     engines_down: Sequence[str] = ()
     """URLs of engines that do not answer; filled in by `sign_of_life`."""
+    broken_prefixes: Mapping[str, int] = field(default_factory=dict)
+    """Turns that began a new sequence although they continue a conversation, by reason; of `sign_of_life`."""
     num_tokens_in: int = 0
     """Prompt tokens of answered requests; filled in by `sign_of_life`."""
     num_tokens_out: int = 0
@@ -161,6 +163,7 @@ def _with_servers(status: RunStatus, servers: ServerManager) -> RunStatus:
         status,
         engines_down=down,
         waits_for=status.waits_for if is_any_up or not down else "the engine",
+        broken_prefixes=sum((server.broken_prefixes for server in servers.servers), Counter()),
         num_tokens_in=sum(server.num_tokens_in for server in servers.servers),
         num_tokens_out=sum(server.num_tokens_out for server in servers.servers),
     )
@@ -202,6 +205,7 @@ class Progress:
             ("mean score", None if status.mean_score is None else f"{status.mean_score:.3f}"),
             ("dropped", _listed(status.dropped)),
             ("lost", _listed(status.lost)),
+            ("turns not continued", _listed(status.broken_prefixes)),
             ("failed attempts", _listed(status.failed)),
             ("items without groups", _number(status.num_without_groups or None)),
             ("in flight", _of(status.num_in_flight, status.num_wanted_in_flight)),

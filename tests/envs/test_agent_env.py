@@ -180,7 +180,10 @@ async def test_turns_that_an_agent_changed_and_tokens_that_it_left_out_are_count
     env = make(Changes)
     group = await group_of(env, 21)
     assert len(group["scores"]) == 2
-    assert env.counts["agent_broken_by_changed"] == 2
+    [server] = env.server.servers
+    assert server.broken_prefixes == {"changed": 2}
+    shown = await env.server.wandb_metrics({})
+    assert [value for name, value in shown.items() if name.endswith("broken_by_changed")] == [2]
     assert env.counts["agent_sampled_tokens"] == 2 * len("42.42.")
     assert env.counts["agent_left_out_tokens"] == len("42.42.")
     assert env.counts["agent_open_ledgers"] == 0

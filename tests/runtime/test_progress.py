@@ -57,12 +57,14 @@ def test_losses_are_named_by_reason_with_what_the_run_waits_for() -> None:
         trainer_wait_share=0.125,
         staleness=1.5,
         waits_for="the hub",
+        broken_prefixes={"changed": 3},
         num_tokens_in=1500,
         num_tokens_out=20,
     )
     assert line(Progress(0.0), 10.0, status) == (
         "groups 2; sent 1; rate 12.0/min; waiting for the hub; mean score 0.250;"
-        " dropped equal_scores 3, too_long 1; lost too_short 5; failed attempts TimeoutError 2;"
+        " dropped equal_scores 3, too_long 1; lost too_short 5; turns not continued changed 3;"
+        " failed attempts TimeoutError 2;"
         " items without groups 7; in flight 0 of 4; ready 1; trainer waits 12%; staleness 1.5;"
         " tokens 1.5k in, 20 out"
     )

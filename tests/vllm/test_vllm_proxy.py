@@ -70,12 +70,14 @@ async def test_chat_agent_that_streams_is_one_exact_sequence(served_model: Serve
             async with client.chat.completions.stream(
                 model="any", messages=messages, tools=tools, temperature=1
             ) as stream:
+                deltas = [each.delta async for each in stream if each.type == "content.delta"]
                 message = (await stream.get_final_completion()).choices[0].message
             messages.append(message.model_dump(exclude_none=True, exclude={"parsed"}))
             for call in message.tool_calls or ():
                 assert json.loads(call.function.arguments) == {"a": 1, "b": 2}
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": RESULT})
-        assert message.content == ANSWER
+        assert message.content == ANSWER == "".join(deltas)
+        assert len(deltas) > 1  # told while it is sampled
         assert_conversation(served_model, session)
 
 

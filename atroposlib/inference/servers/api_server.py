@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -133,6 +133,8 @@ class APIServer(Door, ABC):
         self.eval_attempts_list: deque[int] = deque(maxlen=window)
         self.context_len: int | None = None
         """Tokens of a prompt and its answer together; None: unknown."""
+        self.broken_prefixes: Counter[str] = Counter()
+        """Turns of sessions that could not reuse the tokens of earlier turns, by reason."""
         self.num_tokens_in = 0
         """Prompt tokens of answered requests."""
         self.num_tokens_out = 0
@@ -170,6 +172,7 @@ class APIServer(Door, ABC):
             "healthy": self.server_healthy,
             "tokens_in": self.num_tokens_in,
             "tokens_out": self.num_tokens_out,
+            **{f"broken_by_{reason}": count for reason, count in self.broken_prefixes.items()},
             "requests_waiting": self.num_waiting + self.sem.num_waiting + self.eval_sem.num_waiting,
         }
         if self.concurrency is not None:

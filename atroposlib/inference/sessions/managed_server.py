@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from atroposlib.errors import ConfigError, EngineProtocolError, EngineRejected
-from atroposlib.inference.servers.api_server import TokenCompletions
+from atroposlib.inference.servers.api_server import APIServer, TokenCompletions
 from atroposlib.inference.servers.openai_routes import (
     OTHER_LIMIT_NAMES,
     chat_completion_from,
@@ -304,6 +304,8 @@ class ManagedServer:
 
     def _count_broken(self, difference: Difference, num_messages: int) -> None:
         self.broken_prefixes[difference.reason] += 1
+        if isinstance(self.server, APIServer):
+            self.server.broken_prefixes[difference.reason] += 1
         if difference.reason == "template":
             self._template.say_once(
                 "The chat template rewrites earlier turns, so a conversation of %d messages cannot reuse its"

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -237,10 +238,9 @@ def make_batch(groups: Sequence[ScoredGroup], options: DataOptions) -> Batch:
         all_rows = _normalise_over_batch(all_rows, centre=options.baseline == "batch")
     reasons = {row.origin: _reason_to_skip(row, options) for row in all_rows}
     trained = [row for row in all_rows if reasons[row.origin] in (None, "zero_advantage")]
-    weight_of = _weights(trained, options)
     kept = [
-        dataclasses.replace(row, weight=weight_of(row))
-        for row in trained
+        dataclasses.replace(row, weight=weight)
+        for row, weight in zip(trained, _weights(trained, options), strict=True)
         if reasons[row.origin] is None
     ]
     return Batch(
@@ -369,25 +369,21 @@ def _normalise_over_batch(rows: list[Row], *, centre: bool) -> list[Row]:
     ]
 
 
-def _weights(rows: Sequence[Row], options: DataOptions) -> Callable[[Row], float]:
-    """Return the weight of each trained position of a row, given the rows that are trained."""
+def _weights(rows: Sequence[Row], options: DataOptions) -> list[float]:
+    """Return the weight of each trained position of each row, given all rows that are trained."""
     num_parts = Counter((row.origin.group, row.rollout) for row in rows)
-
-    def share(row: Row) -> float:
-        is_shared = options.rollout_weight == "rollout"
-        return 1 / num_parts[row.origin.group, row.rollout] if is_shared else 1.0
-
-    num_tokens = math.fsum(share(row) * len(row.trained) for row in rows)
-    num_sequences = math.fsum(map(share, rows))
-
-    def weight(row: Row) -> float:
-        if options.loss_mean == "token":
-            return share(row) / num_tokens
-        if options.loss_mean == "sequence":
-            return share(row) / (num_sequences * len(row.trained))
-        return share(row) / (num_sequences * options.loss_constant)
-
-    return weight
+    is_shared = options.rollout_weight == "rollout"
+    shares = [1 / num_parts[row.origin.group, row.rollout] if is_shared else 1.0 for row in rows]
+    lengths = [len(row.trained) for row in rows]
+    if options.loss_mean == "token":
+        num_tokens = math.fsum(map(operator.mul, shares, lengths))
+        return [share / num_tokens for share in shares]
+    num_sequences = math.fsum(shares)
+    if options.loss_mean == "sequence":
+        divisors = [num_sequences * length for length in lengths]
+    else:
+        divisors = [num_sequences * options.loss_constant] * len(rows)
+    return list(map(operator.truediv, shares, divisors))
 
 
 # Rows -> micro-batches.

@@ -304,7 +304,7 @@ def test_spans_end_where_a_branch_leaves_its_node() -> None:
                 order=store.next_order(),
                 tokens=tokens,
                 full_text="",
-                visible_text=VisibleText.of(""),
+                visible_text=VisibleText(""),
                 **turn,
             ),
             [
@@ -544,7 +544,7 @@ async def test_finding_the_continued_turn_does_not_depend_on_other_conversations
                 order=store.next_order(),
                 tokens=[1],
                 full_text="q",
-                visible_text=VisibleText.of("q"),
+                visible_text=VisibleText("q"),
                 messages=("system", "question"),
                 place=ChatPlace(index=2, lead="q"),
             )

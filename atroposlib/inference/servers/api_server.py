@@ -248,7 +248,7 @@ async def call(servers: Sequence[APIServer], method: str, kwargs: dict[str, Any]
         try:
             answer = await attempt(**{**asked, "model": taken.server.config.model_name})
         except EngineError as e:
-            if (listener := hearing()) is not None and listener.has_heard:
+            if (listener := hearing.get()) is not None and listener.has_heard:
                 raise StreamBroken(f"the answer broke off: {e}") from e
             raise
         if method == "tokens_and_logprobs_completion" and answer is not None:

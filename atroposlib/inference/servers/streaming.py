@@ -33,19 +33,15 @@ class Hearing:
             self._listener(tokens)
 
 
-_hearing: ContextVar[Hearing | None] = ContextVar("hearing", default=None)
-
-
-def hearing() -> Hearing | None:
-    """Return who listens to the current call."""
-    return _hearing.get()
+hearing: ContextVar[Hearing | None] = ContextVar("hearing", default=None)
+"""Who listens to the current call."""
 
 
 @contextmanager
 def listening(listener: Listener | None) -> Iterator[None]:
     """Let `listener` hear the tokens of the calls in the block; None: nobody does."""
-    token = _hearing.set(None if listener is None else Hearing(listener))
+    token = hearing.set(None if listener is None else Hearing(listener))
     try:
         yield
     finally:
-        _hearing.reset(token)
+        hearing.reset(token)

@@ -104,7 +104,7 @@ class VLLMServer(TokenServer, OpenAIRoutesServer):
             )
             try:
                 # A stream does not say which weights sampled which token.
-                return await (sample() if hearing() is None else self._with_version(sample))
+                return await (sample() if hearing.get() is None else self._with_version(sample))
             except EngineHttpRejected as e:
                 if e.status != FORBIDDEN and not e.lacks_route:
                     raise
@@ -154,7 +154,7 @@ class VLLMServer(TokenServer, OpenAIRoutesServer):
 
         async def send(part: RequestPart) -> PromptCompletions:
             asked = form(part_of(body, part))
-            listener = hearing()
+            listener = hearing.get()
             if listener is None or prompt_tokens is None or n > 1 or not self._streams:
                 return await self._send(path, asked, request, read)
             choice = StreamedChoice(

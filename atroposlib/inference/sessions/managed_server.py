@@ -338,7 +338,7 @@ class ManagedServer:
             order=order,
             tokens=joined(tokens),
             full_text=text,
-            visible_text=VisibleText.of(text),
+            visible_text=VisibleText(text),
             **rest,
         )
 
@@ -375,7 +375,9 @@ class ManagedServer:
         """Prepare to continue a turn or text that had ended: the token that ended it is dropped."""
         kept = match.tokens(match.stage.num_tokens - bool(match.stage.end))
         turn = self._after(match, kept, added.removeprefix(match.stage.cut), **rest)
-        return dataclasses.replace(turn, visible_text=match.stage.visible_text + added)
+        return dataclasses.replace(
+            turn, visible_text=VisibleText(added, after=match.stage.visible_text)
+        )
 
     def _after(self, match: NodeMatch, kept: list[int], added: str, **rest: Any) -> PendingTurn:
         full_text = match.full_text
@@ -386,7 +388,7 @@ class ManagedServer:
             order=self._store.next_order(),
             tokens=joined(kept, added_tokens),
             full_text=full_text + added_text,
-            visible_text=match.stage.visible_text + added,
+            visible_text=VisibleText(added, after=match.stage.visible_text),
             parent=match,
             num_kept=len(kept),
             **rest,
@@ -405,9 +407,9 @@ class ManagedServer:
         turn = self._after(match, kept, added.removeprefix(match.stage.cut))
         visible_text = match.stage.visible_text
         if not visible_text.begins(prompt):
-            return dataclasses.replace(turn, visible_text=VisibleText.of(prompt))
+            return dataclasses.replace(turn, visible_text=VisibleText(prompt))
         rest = prompt[visible_text.num_chars :]
-        return dataclasses.replace(turn, visible_text=visible_text + rest)
+        return dataclasses.replace(turn, visible_text=VisibleText(rest, after=visible_text))
 
     def _chat_tokens(self, messages: list[dict[str, Any]], options: TemplateOptions) -> list[int]:
         """Return the tokens of a conversation: the sampled ones if it was sampled here."""
@@ -478,7 +480,7 @@ class ManagedServer:
             turn,
             tokens=list(tokens),
             full_text=text,
-            visible_text=VisibleText.of(text),
+            visible_text=VisibleText(text),
             difference=difference,
         )
 

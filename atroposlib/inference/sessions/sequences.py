@@ -46,24 +46,16 @@ class SequenceNode(BaseModel):
 class VisibleText:
     """A text without special tokens, as what it adds to an earlier one: branches share their beginnings.
 
-    >>> question = VisibleText.of("Why?")
-    >>> answer = question + " Because."
+    >>> answer = VisibleText(" Because.", after=VisibleText("Why?"))
     >>> answer.begins("Why? Because. So?"), answer.begins("Why? Since"), answer.num_chars
     (True, False, 13)
     """
 
     __slots__ = ("added", "before", "num_chars")
 
-    def __init__(self, before: VisibleText | None, added: str) -> None:
-        self.before, self.added = before, added
-        self.num_chars: int = len(added) + (0 if before is None else before.num_chars)
-
-    @classmethod
-    def of(cls, text: str) -> VisibleText:
-        return cls(None, text)
-
-    def __add__(self, added: str) -> VisibleText:
-        return VisibleText(self, added)
+    def __init__(self, added: str, *, after: VisibleText | None = None) -> None:
+        self.before, self.added = after, added
+        self.num_chars: int = len(added) + (0 if after is None else after.num_chars)
 
     def begins(self, text: str) -> bool:
         """Whether a text begins with this one. The end is compared first: a session's texts have the same beginning."""
@@ -424,7 +416,7 @@ class SequenceStore:
             num_tokens=len(tokens),
             num_chars=len(full_text),
             end=sampled.end,
-            visible_text=turn.visible_text + sampled.visible_text,
+            visible_text=VisibleText(sampled.visible_text, after=turn.visible_text),
             place=turn.place,
             message=sampled.message,
             cut=sampled.cut,

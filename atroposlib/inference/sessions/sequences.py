@@ -268,8 +268,10 @@ class SequenceStore:
         difference: Difference | None = None
         for i, identity in enumerate(identities):
             following = point.next.get(identity)
-            if following is None and messages and _is_answer(messages[i]):
-                following, difference = _recognised(point, messages[i])
+            message = messages[i] if messages else {"role": ""}
+            is_answer = message["role"] == "assistant" and isinstance(message["content"], str)
+            if following is None and is_answer:
+                following, difference = _recognised(point, message)
                 if following is not None:
                     point.next[identity] = following
             if following is None:
@@ -422,10 +424,6 @@ class SequenceStore:
             cut=sampled.cut,
         )
         return _Tracked(order=turn.order, choice=choice, node=node, last=stage)
-
-
-def _is_answer(message: Message) -> bool:
-    return message["role"] == "assistant" and isinstance(message["content"], str)
 
 
 def _recognised(point: _Point, message: Message) -> tuple[_Point | None, Difference | None]:

@@ -8,7 +8,7 @@ TORCH ?= torch==2.13.0
 # Parts of `make gpu`: all, or some of tests, trainer, memory, bridges, head.
 PART ?= all
 
-.PHONY: demo test drills lint bench gpu clean
+.PHONY: demo test drills lint bench gpu agents clean
 
 # Tests wait for processes and timers: three workers keep two cores busy (219 s, where two took 280 s). Drills load the
 # machine themselves.
@@ -42,6 +42,10 @@ bench: $(VENV)/.installed
 
 gpu: $(VENV)/.installed
 	PYTHONPATH=. $(BIN)/python benchmarks/trainer.py --device cuda --part $(PART) --out runs/gpu.json
+
+agents: $(VENV)/.installed
+	VENV=$(VENV) bash .ci/agents_env.sh
+	ATROPOS_AGENTS_PYTHON=$(or $(ATROPOS_AGENTS_VENV),.venv-agents)/bin/python $(BIN)/python -m pytest -m agents tests/proxy -p no:cacheprovider
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache

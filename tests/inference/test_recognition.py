@@ -244,3 +244,14 @@ def test_calls_are_equal_by_name_and_parsed_arguments(
         found = given_after(said, other)
         assert isinstance(found, Difference)
         assert found.reason == "calls"
+
+
+@pytest.mark.parametrize("answer", ["Let me look.", "I ask weather.", ""])
+def test_calls_that_the_client_writes_as_text_are_appended_text(answer: str) -> None:
+    said = SaidTurn(f"<think>So.</think>{answer}", calls=(("weather", {"city": "Oslo"}),))
+    written = "Calling tools: [{'name': 'weather', 'arguments': {'city': 'Oslo'}}]"
+    assert given_after(said, {"content": f"{answer}{written}"}) == written
+    for content in (answer, f"{answer}Calling tools: [{{'name': 'time'}}]"):
+        found = given_after(said, {"content": content})
+        assert isinstance(found, Difference)
+        assert found.reason == "calls"

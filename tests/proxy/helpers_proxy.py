@@ -53,6 +53,17 @@ class Clock:
         return self.now
 
 
+class Thinker(ByteTokenizer):
+    """Its template opens the thought if it `opens`, and else knows what a thought is."""
+
+    opens = False
+    chat_template = "<role>content<eos>{# </think> #}"
+
+    def apply_chat_template(self, *args: Any, **options: Any) -> Any:
+        text = super().apply_chat_template(*args, **{**options, "tokenize": False})
+        return f"{text}<think>\n" if self.opens and options.get("add_generation_prompt") else text
+
+
 class Proxy:
     """The application, its engine, and a client."""
 

@@ -11,6 +11,7 @@ from helpers_proxy import (
     WEATHER,
     WEATHER_TALK,
     Proxy,
+    Thinker,
     call_text,
     events_of,
     trained_text,
@@ -18,7 +19,6 @@ from helpers_proxy import (
 )
 
 from atroposlib.errors import EngineUnavailable
-from atroposlib.inference.harness import ByteTokenizer
 from atroposlib.proxy import chat, messages, responses
 from atroposlib.proxy.errors import ProxyError
 from atroposlib.proxy.stream import AnswerStream
@@ -568,17 +568,6 @@ async def test_tools_of_codex_are_functions_of_the_model_and_come_back_as_they_w
         events = events_of(streamed.text)
         inputs = [e for e in events if e["type"] == "response.custom_tool_call_input.done"]
         assert [event["input"] for event in inputs] == ["*** Begin"]
-
-
-class Thinker(ByteTokenizer):
-    """Its template opens the thought if it `opens`, and else knows what a thought is."""
-
-    opens = False
-    chat_template = "<role>content<eos>{# </think> #}"
-
-    def apply_chat_template(self, *args: Any, **options: Any) -> Any:
-        text = super().apply_chat_template(*args, **{**options, "tokenize": False})
-        return f"{text}<think>\n" if self.opens and options.get("add_generation_prompt") else text
 
 
 THOUGHT, SAID_AFTER = "2 + 2 is 4", "It is 4.\n"

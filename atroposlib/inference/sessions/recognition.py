@@ -66,24 +66,29 @@ def given_after(said: SaidTurn, message: Message) -> str | Difference:
     6
     """
     calls = called(message)
-    if calls != said.calls:
-        return Difference("calls", sampled=repr(said.calls), given=repr(calls))
+    other_calls = Difference("calls", sampled=repr(said.calls), given=repr(calls))
+    may_be_text = bool(said.calls) and not calls  # some agents write calls out behind the answer
+    if calls != said.calls and not may_be_text:
+        return other_calls
     sampled, given = _split(said.content), _split(message["content"])
     if isinstance(moved := message.get("reasoning_content") or message.get("reasoning"), str):
         given = _Split(moved.strip(), given.answer)
-    if not given.answer and given.thoughts == sampled.answer and not sampled.thoughts:
+    if sampled.answer == given.thoughts and not (given.answer or sampled.thoughts or may_be_text):
         return ""  # cut off in thoughts that the template had opened
     if given.thoughts not in ("", sampled.thoughts):
         return _difference("thoughts", sampled.thoughts, given.thoughts)
     if given.answer == sampled.answer:
-        return ""
-    if calls or not sampled.answer or not given.answer.startswith(sampled.answer):
+        return other_calls if may_be_text else ""
+    begins = given.answer.startswith(sampled.answer)
+    if calls or not begins or not (sampled.answer or may_be_text):
         is_cut = sampled.answer.startswith(given.answer)
         return _difference("cut" if is_cut else "changed", sampled.answer, given.answer)
     space = said.content[len(said.content.rstrip()) :]
     rest = message["content"].lstrip()
     rest = rest if rest.startswith(sampled.answer) else given.answer
     appended = _without_beginning(rest[len(sampled.answer) :], space + said.cut)
+    if may_be_text:
+        return appended if all(name in appended for name, _ in said.calls) else other_calls
     if appended[:1].isalnum() and (sampled.answer + said.cut)[-1].isalnum():
         return _difference("changed", sampled.answer, given.answer)  # another last word
     return appended if appended.strip() else ""

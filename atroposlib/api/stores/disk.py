@@ -40,7 +40,7 @@ from atroposlib.api.stores.run_file import (
     is_damage,
 )
 from atroposlib.api.stores.space import BALLAST, DiskSpace, free_bytes, warn_of_network_file_system
-from atroposlib.api.stores.writing import IDLE_S, Job, JobStore
+from atroposlib.api.stores.writing import Job, JobStore
 from atroposlib.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ _MAX_COMMIT_BYTES: Final = 32 << 20
 _SHRINK_BYTES: Final = 1 << 20
 """Given back to the disk in one step, which needs as much room in the WAL."""
 _SHRINK_S: Final = 0.05
-"""Time for such steps per `IDLE_S` while calls wait."""
+"""Time for such steps between two looks at the jobs."""
 
 
 class DiskStore(JobStore):
@@ -273,13 +273,11 @@ class DiskStore(JobStore):
             logger.warning("%s: its files cannot be tidied up now: %s", self._directory, e)
 
     def _look_after(self, now_s: float) -> None:
-        """Give free pages back to the disk, all the time while no call waits."""
+        """Give free pages back to the disk."""
         self._space.measure()
-        began_s = time.perf_counter()
+        until_s = time.perf_counter() + _SHRINK_S
         is_more = True
-        while is_more and time.perf_counter() - began_s < (
-            IDLE_S if self._is_open and not self._jobs else _SHRINK_S
-        ):
+        while is_more and time.perf_counter() < until_s:
             is_more = False
             with self._if_there_is_room():
                 is_more = self._file.shrink(_SHRINK_BYTES, is_tight=self._is_tight)

@@ -435,27 +435,3 @@ async def test_a_network_file_system_is_warned_of(
     store, _ = await opened()
     await store.close()
     assert "is on nfs4" in caplog.text
-
-
-async def test_no_answer_waits_for_a_checkpoint(
-    opened: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    may_go_on = threading.Event()
-    began = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    checkpoint = RunFile.checkpoint
-
-    def wait_and_checkpoint(file: RunFile) -> None:
-        loop.call_soon_threadsafe(began.set)
-        assert may_go_on.wait(20)
-        checkpoint(file)
-
-    monkeypatch.setattr(run_file, "_CHECKPOINT_BYTES", PAGE_BYTES)
-    store, _ = await opened()
-    monkeypatch.setattr(RunFile, "checkpoint", wait_and_checkpoint)
-    try:
-        async with asyncio.timeout(10):
-            assert await store.append(make_groups(20)) == [Appended.STORED] * 20
-            await began.wait()
-    finally:
-        may_go_on.set()

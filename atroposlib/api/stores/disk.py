@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import functools
 import logging
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -186,16 +187,7 @@ class DiskStore(JobStore):
                     self._transact(jobs, refusal)
             else:
                 raise
-        self._note_usage()
-
-    def _is_behind(self, *, is_idle: bool) -> bool:
-        return self._file.is_checkpoint_due(is_idle=is_idle, is_tight=self._is_tight)
-
-    def _catch_up(self) -> None:
-        """Move what the WAL holds into the file, unless that would take the space that later changes need."""
-        if self._file.growth_bytes <= free_bytes(self._directory):
-            with self._if_there_is_room():
-                self._file.checkpoint()
+        self._checkpoint_if_due()
         self._note_usage()
 
     def _is_full(self, error: BaseException) -> bool:
@@ -262,15 +254,22 @@ class DiskStore(JobStore):
     def _is_tight(self) -> bool:
         return self._space.room_bytes < TIGHT_BYTES
 
-    @contextlib.contextmanager
-    def _if_there_is_room(self) -> Iterator[None]:
-        """Leave the block, which can as well be done later, if the disk is full."""
+    def _checkpoint_if_due(self) -> None:
+        """Move what the WAL holds into the file, unless that would take the space that later changes need."""
+        if not self._file.is_checkpoint_due(is_tight=self._is_tight):
+            return
+        if self._file.growth_bytes <= free_bytes(self._directory):
+            self._if_there_is_room(self._file.checkpoint)
+
+    def _if_there_is_room(self, work: Callable[[], bool]) -> bool:
+        """Do what can as well be done later; False if the disk is full."""
         try:
-            yield
+            return work()
         except sqlite3.Error as e:
             if not self._is_full(e):
                 raise
             logger.warning("%s: its files cannot be tidied up now: %s", self._directory, e)
+            return False
 
     def _look_after(self, now_s: float) -> None:
         """Give free pages back to the disk."""
@@ -278,11 +277,9 @@ class DiskStore(JobStore):
         until_s = time.perf_counter() + _SHRINK_S
         is_more = True
         while is_more and time.perf_counter() < until_s:
-            is_more = False
-            with self._if_there_is_room():
-                is_more = self._file.shrink(_SHRINK_BYTES, is_tight=self._is_tight)
-            if self._is_behind(is_idle=True):
-                self._catch_up()
+            shrink = functools.partial(self._file.shrink, _SHRINK_BYTES, is_tight=self._is_tight)
+            is_more = self._if_there_is_room(shrink)
+            self._checkpoint_if_due()
         self._note_usage()
 
     def _finish(self) -> None:

@@ -40,9 +40,7 @@ FORMAT: Final = 3
 """Formats 1 and 2 kept payloads in files of their own (`migration`)."""
 PAGE_BYTES: Final = 16384
 _CHECKPOINT_BYTES: Final = 8 << 20
-"""Written to the WAL between two checkpoints of an idle store."""
-_MAX_WAL_BYTES: Final = 40 << 20
-"""Written to the WAL between two checkpoints of a busy store, whose callers wait for them."""
+"""Written to the WAL between two checkpoints."""
 _JOB_BYTES: Final = 8 * PAGE_BYTES
 """About what a change writes to the WAL."""
 _KEPT_FREE_BYTES: Final = 64 << 20
@@ -152,7 +150,7 @@ class RunFile:
                     raise sqlite3.DatabaseError(verdict)
         self._db.execute("pragma journal_mode = wal").fetchall()
         self._db.execute("pragma wal_autocheckpoint = 0")
-        self._db.execute(f"pragma journal_size_limit = {2 * _MAX_WAL_BYTES}")
+        self._db.execute(f"pragma journal_size_limit = {4 * _CHECKPOINT_BYTES}")
         self._wal_bytes = self._wal_size()
 
     def load(self) -> SavedRun:
@@ -339,14 +337,14 @@ class RunFile:
         in_file = self.growth_bytes + max(0, num_bytes - self.free_bytes)
         return in_file + max(0, num_bytes - unused)
 
-    def is_checkpoint_due(self, *, is_idle: bool, is_tight: bool) -> bool:
-        limit = _CHECKPOINT_BYTES if is_idle else _MAX_WAL_BYTES
-        return self._wal_bytes >= (1 if is_tight else limit)
+    def is_checkpoint_due(self, *, is_tight: bool) -> bool:
+        return self._wal_bytes >= (1 if is_tight else _CHECKPOINT_BYTES)
 
-    def checkpoint(self) -> None:
+    def checkpoint(self) -> bool:
         """Copy the WAL into the file, and force it to the disk, as far as no reader needs the earlier content."""
         self._db.execute("pragma wal_checkpoint(passive)").fetchone()
         self._wal_bytes = 0
+        return True
 
     def shrink(self, num_bytes: int, *, is_tight: bool) -> bool:
         """Return up to `num_bytes` of free pages to the disk; whether more are left than should be kept."""

@@ -128,7 +128,6 @@ class JobStore(abc.ABC):
                 for job in jobs:
                     job.answer = job.answer if self._failure is None else self._broken()
                     _answer(job)
-                await self._attempt(self._tidy_up)
             await self._attempt(self._call, self._finish)
         finally:
             self._release()
@@ -169,15 +168,10 @@ class JobStore(abc.ABC):
             await self._call(alone)
         elif jobs:
             await self._call(self._commit, jobs)
-
-    async def _tidy_up(self) -> None:
-        """Do what no answer waits for."""
         now_s = self._clock()
         if now_s >= self._next_look_s:
             self._next_look_s = now_s + IDLE_S
             await self._call(self._look_after, now_s)
-        if self._is_behind(is_idle=not self._jobs):
-            await self._call(self._catch_up)
 
     @abc.abstractmethod
     async def _call(self, work: Callable[..., Any], *args: Any) -> Any:
@@ -190,14 +184,6 @@ class JobStore(abc.ABC):
     @abc.abstractmethod
     def _commit(self, jobs: Sequence[Job]) -> Any:
         """Do appends and changes in one transaction, and set their answers."""
-
-    def _is_behind(self, *, is_idle: bool) -> bool:
-        """Whether `_catch_up` is to be called; `is_idle`: nobody would wait for it."""
-        return False
-
-    def _catch_up(self) -> Any:
-        """Do what commits left undone."""
-        raise NotImplementedError
 
     @abc.abstractmethod
     def _look_after(self, now_s: float) -> Any:

@@ -198,11 +198,11 @@ class Execution:
             self.report.fail("aligned", str(error), item=run.item)
             return
         run.groups.append(checked)
-        num_sequences = checked.num_sequences
+        num_sequences, num_rollouts = checked.num_sequences, checked.num_rollouts
         stated = (checked.group_overrides or {}).get("group_size", self.group_size)
         self.report.look("group_size")
-        if num_sequences != stated:
-            what = f"{num_sequences} sequences, expected {stated}"
+        if num_rollouts != stated:
+            what = f"{num_rollouts} rollouts, expected {stated}"
             self.report.fail("group_size", what, item=run.item)
         has_tokens = any(sample.tokens for sample in run.samples)
         for sequence in range(num_sequences if run.samples else 0):

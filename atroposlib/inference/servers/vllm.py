@@ -97,7 +97,9 @@ class VLLMServer(TokenServer, OpenAIRoutesServer):
         self._limit_tokens(
             body, "max_tokens", num_prompt=len(prompt_tokens), default=DEFAULT_MAX_TOKENS
         )
-        if await self._has_tokens_route() and fits_tokens_route(body):
+        if self._uses_tokens_route:
+            self._uses_tokens_route = await self._offers(TOKENS_ROUTE, unless_known=False)
+        if self._uses_tokens_route and fits_tokens_route(body):
             form = functools.partial(tokens_request, prompt_tokens)
             sample = functools.partial(
                 self._sample, TOKENS_ROUTE, body, request, prompt_tokens, form=form
@@ -218,11 +220,6 @@ class VLLMServer(TokenServer, OpenAIRoutesServer):
         body = {"model": self.config.model_name, "prompt": text, "max_tokens": 1}
         asked = {**body, "return_token_ids": True}
         return await self._ask("/v1/completions", asked, read_prompt_ids)
-
-    async def _has_tokens_route(self) -> bool:
-        if self._uses_tokens_route:
-            self._uses_tokens_route = await self._offers(TOKENS_ROUTE, unless_known=False)
-        return self._uses_tokens_route
 
     async def _offers(self, path: str, *, unless_known: bool) -> bool:
         """Whether the server lists a route; `unless_known` if it has no list."""

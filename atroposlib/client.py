@@ -21,7 +21,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import aiohttp
 import httpx
@@ -345,7 +345,14 @@ class HubClient:
         reply = _json_object(answer, f"POST {path}")
         if reply.get("status") not in ("received", "buffered", "duplicate"):
             raise HubError(f"POST {path}: unexpected answer {answer[:200]!r}")
-        return _receipt(reply)
+        status, env_status = reply["status"], reply.get("env_status")
+        return SendReceipt(
+            status=status,
+            buffered=1 if status == "buffered" else reply.get("buffered", 0),
+            buffer_size=reply.get("buffer_size", 0) or reply.get("last_buffer_size", 0),
+            duplicates=1 if status == "duplicate" else reply.get("duplicates", 0),
+            env_status=None if env_status is None else _parse(EnvStatus, env_status),
+        )
 
     async def _call(self, method: str, path: str, **request: Any) -> bytes:
         if self._session is None:
@@ -470,10 +477,10 @@ class TrainerClient:
         The batch counts as trained once it has been sent; use `lease_batch` if that is too early. One attempt: raises
         `HubUnavailable`, `TrainerNotRegistered`, or `GroupError` for a group that fails the trainer's gate.
         """
-        delivery = self._take({}, wait_s)
-        for fault in delivery.faults.values():
+        batch, faults = self._take({}, wait_s)
+        for fault in faults.values():
             raise fault
-        return delivery.groups
+        return None if batch is None else batch.groups
 
     def lease_batch(
         self,
@@ -491,9 +498,17 @@ class TrainerClient:
         deadline = time.monotonic() + wait_s
         left_s = wait_s
         while True:
-            delivery = self._ask_for_lease(left_s, ttl_s, check)
-            batch, faults = self._leased(delivery), delivery.faults
+            self._open_request = self._open_request or uuid.uuid4().hex
+            asked = {"ttl": ttl_s, "epoch": self._epoch}
+            params: dict[str, str | float] = {"lease": 1, "request_id": self._open_request}
+            params |= {name: value for name, value in asked.items() if value is not None}
+            batch, faults = self._take(params, left_s, check)
+            if batch is not None and batch.lease_id is None:
+                self._log_missing("GET /batch?lease=1")
+            elif batch is not None:
+                self._epoch = batch.epoch
             if batch is None or not faults:
+                self._open_request = None
                 return batch
             position, fault = next(iter(faults.items()))
             logger.error(
@@ -512,31 +527,6 @@ class TrainerClient:
             # Only now: until it is rejected, a retry must get the same batch.
             self._open_request = None
             left_s = max(0.0, deadline - time.monotonic())
-
-    def _ask_for_lease(
-        self, wait_s: float, ttl_s: float | None, check: Callable[[ScoredGroup], None] | None
-    ) -> _Delivery:
-        if self._open_request is None:
-            self._open_request = uuid.uuid4().hex
-        params: dict[str, str | float] = {"lease": 1, "request_id": self._open_request}
-        if ttl_s is not None:
-            params["ttl"] = ttl_s
-        if self._epoch is not None:
-            params["epoch"] = self._epoch
-        delivery = self._take(params, wait_s, check)
-        if not delivery.faults:
-            self._open_request = None
-        return delivery
-
-    def _leased(self, delivery: _Delivery) -> LeasedBatch | None:
-        if delivery.groups is None:
-            return None
-        if delivery.meta.get("lease_id") is None:
-            self._log_missing("GET /batch?lease=1")
-            return LeasedBatch(groups=delivery.groups)
-        lease = _parse(_Lease, delivery.meta)
-        self._epoch = lease.epoch
-        return LeasedBatch(groups=delivery.groups, **lease.model_dump())
 
     def heartbeat(self, batch: LeasedBatch) -> float | None:
         """Renew the lease; return how long it lasts now, in seconds. Raises `LeaseExpired`."""
@@ -609,8 +599,8 @@ class TrainerClient:
         params: dict[str, str | float],
         wait_s: float,
         check: Callable[[ScoredGroup], None] | None = None,
-    ) -> _Delivery:
-        """Request a batch once."""
+    ) -> tuple[LeasedBatch | None, dict[int, GroupError]]:
+        """Request a batch once; return it with the groups that pass the gate, and the others' faults by position."""
         began = time.monotonic()
         if wait_s > 0:
             params = params | {"wait": wait_s}
@@ -626,12 +616,19 @@ class TrainerClient:
         )
         if CONTENT_TYPE_PACKED in response.headers.get("content-type", ""):
             envelope = split_packed(response.content)
-            return _through_the_gate(envelope.blobs, _unpack, envelope.meta, check)
-        delivery = _read_json_batch(response.content, check)
-        if delivery.groups is None and (left := wait_s - (time.monotonic() - began)) > 0:
-            # An original server ignores `wait` and answers at once.
-            time.sleep(min(left, 1.0))
-        return delivery
+            meta = envelope.meta
+            groups, faults = _through_the_gate(envelope.blobs, _unpack, check)
+        else:
+            received, meta = _read_json_batch(response.content)
+            if received is None:
+                if (left := wait_s - (time.monotonic() - began)) > 0:
+                    # An original server ignores `wait` and answers at once.
+                    time.sleep(min(left, 1.0))
+                return None, {}
+            groups, faults = _through_the_gate(received, _check, check)
+        has_lease = meta.get("lease_id") is not None
+        lease = _parse(_Lease, meta).model_dump() if has_lease else {}
+        return LeasedBatch(groups=groups, **lease), faults
 
     def _control_lease(self, what: str, batch: LeasedBatch, **more: Any) -> bytes | None:
         """Call a route of the batch, with retries; None if the batch has no lease."""
@@ -689,22 +686,12 @@ class TrainerClient:
         return response
 
 
-class _Delivery(NamedTuple):
-    """An answer of `GET /batch`; `groups` is None when there was no batch."""
-
-    groups: list[ScoredGroup] | None
-    """Those that pass the trainer's gate."""
-    meta: dict[str, Any]
-    faults: dict[int, GroupError]
-    """Errors of the others, by position."""
-
-
 def _through_the_gate(
     received: Sequence[T],
     read: Callable[[T], ScoredGroup],
-    meta: dict[str, Any],
     check: Callable[[ScoredGroup], None] | None,
-) -> _Delivery:
+) -> tuple[list[ScoredGroup], dict[int, GroupError]]:
+    """Read a batch; return the groups that pass the trainer's gate, and the faults of others by position."""
     groups: list[ScoredGroup] = []
     faults: dict[int, GroupError] = {}
     for position, each in enumerate(received):
@@ -716,7 +703,7 @@ def _through_the_gate(
             faults[position] = e
         else:
             groups.append(group)
-    return _Delivery(groups, meta, faults)
+    return groups, faults
 
 
 class _Lease(BaseModel):
@@ -734,29 +721,15 @@ def _until_renewal(expires_in_s: float | None) -> float:
     return max(0.05, (expires_in_s or 0.0) / 3)
 
 
-def _receipt(reply: dict[str, Any]) -> SendReceipt:
-    status = reply["status"]
-    env_status = reply.get("env_status")
-    return SendReceipt(
-        status=status,
-        buffered=1 if status == "buffered" else reply.get("buffered", 0),
-        buffer_size=reply.get("buffer_size", 0) or reply.get("last_buffer_size", 0),
-        duplicates=1 if status == "duplicate" else reply.get("duplicates", 0),
-        env_status=None if env_status is None else _parse(EnvStatus, env_status),
-    )
-
-
-def _read_json_batch(body: bytes, check: Callable[[ScoredGroup], None] | None) -> _Delivery:
+def _read_json_batch(body: bytes) -> tuple[list[Any] | None, dict[str, Any]]:
+    """Return the groups of a batch, None if there is none, and the other fields of the reply."""
     reply = _json_object(body, "GET /batch")
     if "batch" not in reply:
         raise HubError(f"GET /batch: unexpected answer {body[:200]!r}")
     if reply.get("status") == "error":
         message = str(reply.get("message"))
         raise TrainerNotRegistered(f"GET /batch: {message}", status=200, detail=message)
-    groups = reply.pop("batch")
-    if groups is None:
-        return _Delivery(None, reply, {})
-    return _through_the_gate(groups, _check, reply, check)
+    return reply.pop("batch"), reply
 
 
 def _json_object(body: bytes, where: str) -> dict[str, Any]:

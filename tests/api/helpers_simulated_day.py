@@ -16,14 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from atroposlib.api.run.batching import Plan, sequence_floors
-from atroposlib.api.run.coordinator import Coordinator
+from atroposlib.api.run.coordinator import Coordinator, Delivery
 from atroposlib.api.run.environments import NUM_BATCHES
 from atroposlib.api.run.leases import LeaseRequest
-from atroposlib.api.run.types import (
-    Delivery,
-    Overloaded,
-    RunPolicy,
-)
+from atroposlib.api.run.types import Overloaded, RunPolicy
 from atroposlib.api.schemas import EnvStatus, RegisterEnv, RegisterTrainer
 from atroposlib.api.stores.base import NewGroup
 from atroposlib.api.stores.memory import MemoryStore
@@ -194,15 +190,15 @@ class SimulatedRun:
 
     async def heartbeat(self, training: Training) -> None:
         life, delivery = training
-        if life == self._life and delivery.batch_id in self.coordinator.state.leases.leased:
-            await self.coordinator.heartbeat(delivery.batch_id, delivery.lease_id)
+        if life == self._life and delivery.row.number in self.coordinator.state.leases.leased:
+            await self.coordinator.heartbeat(delivery.row.number, delivery.row.lease_id)
             self.world.at(self.world.now + 300.0, self.heartbeat, training)
 
     async def finish_step(self, training: Training) -> None:
         life, delivery = training
         if life != self._life:
             return
-        step = await self.coordinator.ack(delivery.batch_id, delivery.lease_id)
+        step = await self.coordinator.ack(delivery.row.number, delivery.row.lease_id)
         for payload in delivery.payloads:
             assert payload not in self._trained, f"{payload!r} trained twice"
             self._trained[payload] = step
@@ -369,10 +365,12 @@ class SimulatedRun:
     ) -> None:
         """The batch is exact, honours or waives each floor, is not too old, and is the same when repeated."""
         state = self.coordinator.state
-        headers = state.leases.held(delivery.batch_id, delivery.lease_id).headers
+        headers = state.leases.held(delivery.row.number, delivery.row.lease_id).headers
         assert sum(header.num_sequences for header in headers) == self.batch_size
-        earlier = self._delivered.setdefault(delivery.step, delivery.payloads)
-        assert earlier == delivery.payloads, f"step {delivery.step} was replayed with other groups"
+        earlier = self._delivered.setdefault(delivery.row.step, delivery.payloads)
+        assert earlier == delivery.payloads, (
+            f"step {delivery.row.step} was replayed with other groups"
+        )
         if is_replay:
             return
         assert max(delivery.staleness) <= MAX_STALENESS

@@ -15,16 +15,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from atroposlib.api.run.coordinator import Coordinator
+from atroposlib.api.run.coordinator import Coordinator, Delivery
 from atroposlib.api.run.environments import EnvironmentNotFound, TooManyEnvironments
 from atroposlib.api.run.leases import LeaseLost, LeaseRequest, Superseded, UnknownBatch
-from atroposlib.api.run.types import (
-    Delivery,
-    Overloaded,
-    Receipt,
-    RunPolicy,
-    RunReset,
-)
+from atroposlib.api.run.types import Overloaded, Receipt, RunPolicy, RunReset
 from atroposlib.api.schemas import (
     EnvRegistration,
     Ledger,
@@ -109,7 +103,7 @@ async def joined(coordinator: Coordinator, **changes: Any) -> EnvRegistration:
 async def trained(coordinator: Coordinator) -> Delivery:
     """Take a batch and acknowledge it."""
     batch = await leased(coordinator)
-    await coordinator.ack(batch.batch_id, batch.lease_id)
+    await coordinator.ack(batch.row.number, batch.row.lease_id)
     return batch
 
 
@@ -142,7 +136,7 @@ async def test_group_that_fits_badly_is_not_passed_over_for_ever() -> None:
         for _ in range(2):
             batch = await trained(coordinator)
             if 5 in tags(batch):
-                assert 8 <= batch.step <= 12
+                assert 8 <= batch.row.step <= 12
                 return
     raise AssertionError("the group of 5 was never delivered")
 
@@ -172,7 +166,7 @@ async def test_repeated_acknowledgement_is_known_after_a_restart() -> None:
     await coordinator.accept([incoming(2)])
     batch = await trained(coordinator)
     coordinator = await restarted(coordinator, store)
-    assert await coordinator.ack(batch.batch_id, batch.lease_id) == 1
+    assert await coordinator.ack(batch.row.number, batch.row.lease_id) == 1
 
 
 @pytest.mark.parametrize("version", [2, 50])
@@ -211,26 +205,26 @@ async def test_expired_lease_returns_its_groups_first_and_a_late_ack_is_refused(
     await coordinator.accept([incoming(2, tag=tag) for tag in (1, 2)])
     late = await leased(coordinator, ttl_s=10.0)
     clock.now += 9
-    assert await coordinator.heartbeat(late.batch_id, late.lease_id) == 10.0
+    assert await coordinator.heartbeat(late.row.number, late.row.lease_id) == 10.0
     clock.now += 9
     assert tags(await leased(coordinator)) == [2]
     clock.now += 2
     second = await leased(coordinator)
     assert tags(second) == tags(late) == [1]
     with pytest.raises(LeaseLost, match="expired"):
-        await coordinator.ack(late.batch_id, late.lease_id)
+        await coordinator.ack(late.row.number, late.row.lease_id)
     assert coordinator.ledger().trained == 0
-    assert await coordinator.ack(second.batch_id, second.lease_id) == second.step
+    assert await coordinator.ack(second.row.number, second.row.lease_id) == second.row.step
 
 
 async def test_step_of_a_batch_that_came_back_is_given_out_again() -> None:
     coordinator = await started(batch_size=2)
     await coordinator.accept([incoming(2, tag=tag) for tag in (1, 2, 3)])
     first, second = await leased(coordinator), await leased(coordinator)
-    await coordinator.release(first.batch_id, first.lease_id)
+    await coordinator.release(first.row.number, first.row.lease_id)
     assert coordinator.status().current_step == 1
     again = await leased(coordinator)
-    assert (first.step, second.step, again.step) == (1, 2, 1)
+    assert (first.row.step, second.row.step, again.row.step) == (1, 2, 1)
     assert coordinator.status().current_step == 2
     await leased(coordinator)
     for held in ("3 batches are", "2 batches are", "1 batch is"):
@@ -244,8 +238,12 @@ async def test_same_request_id_returns_the_same_open_batch() -> None:
     await coordinator.accept([incoming(2, tag=tag) for tag in (1, 2)])
     first = await leased(coordinator, request_id="r")
     again = await leased(coordinator, request_id="r")
-    assert (again.batch_id, again.lease_id, tags(again)) == (first.batch_id, first.lease_id, [1])
-    await coordinator.ack(first.batch_id, first.lease_id)
+    assert (again.row.number, again.row.lease_id, tags(again)) == (
+        first.row.number,
+        first.row.lease_id,
+        [1],
+    )
+    await coordinator.ack(first.row.number, first.row.lease_id)
     assert tags(await leased(coordinator, request_id="r")) == [2]
 
 
@@ -269,17 +267,17 @@ async def test_batch_whose_answer_was_lost_counts_once() -> None:
     now = coordinator.status_env(0)
     assert (now.staleness, now.wanted_share, coordinator.tokens_out) == (0.0, 1.0, 40)
     # The repeated request is answered: after the batch, the trainer works until it asks again.
-    await coordinator.ack(again.batch_id, again.lease_id)
+    await coordinator.ack(again.row.number, again.row.lease_id)
     assert coordinator.explain().trainer_waits_s is None
 
 
 @pytest.mark.parametrize(
     "come_back",
     [
-        lambda run, batch: run.release(batch.batch_id, batch.lease_id),
-        lambda run, batch: run.reject_groups(batch.batch_id, batch.lease_id, [1], reason="x"),
-        lambda run, batch: resumed(run, batch.step - 1),
-        lambda run, batch: resumed(run, batch.step - 1, resume="requeue"),
+        lambda run, batch: run.release(batch.row.number, batch.row.lease_id),
+        lambda run, batch: run.reject_groups(batch.row.number, batch.row.lease_id, [1], reason="x"),
+        lambda run, batch: resumed(run, batch.row.step - 1),
+        lambda run, batch: resumed(run, batch.row.step - 1, resume="requeue"),
     ],
     ids=["released", "rejected", "replayed", "requeued"],
 )
@@ -296,7 +294,7 @@ async def test_batch_that_was_leased_twice_counts_once_in_the_shares(
             await run.accept([*groups, *(incoming(2, env_id=1) for _ in range(4))])
             batch = await leased(run)
             if num_first == 4:
-                await run.ack(batch.batch_id, batch.lease_id)
+                await run.ack(batch.row.number, batch.row.lease_id)
     await come_back(run, batch)
     await run.requeue_dead([dead.number for dead in run.dead()])
     assert tags(await leased(run)) == tags(batch)
@@ -309,7 +307,7 @@ async def test_group_that_no_trainer_survives_is_set_aside_and_can_come_back() -
     await coordinator.accept([incoming(2, tag=7)])
     for _ in range(3):
         batch = await leased(coordinator)
-        await coordinator.release(batch.batch_id, batch.lease_id)
+        await coordinator.release(batch.row.number, batch.row.lease_id)
     assert await coordinator.deliver() is None
     [dead] = coordinator.dead()
     assert dead.reason == "leased 3 times without an acknowledgement"
@@ -324,7 +322,7 @@ async def test_a_dead_group_that_is_too_old_to_train_on_is_not_requeued_to_expir
     for version in (0, 4):
         await coordinator.accept([incoming(2, version=version)])
         batch = await leased(coordinator)
-        await coordinator.release(batch.batch_id, batch.lease_id)
+        await coordinator.release(batch.row.number, batch.row.lease_id)
     await coordinator.set_policy(5)
     assert await coordinator.requeue_dead([0, 1]) == 1
     await coordinator.tick()
@@ -360,10 +358,10 @@ async def test_resumed_trainer_gets_what_came_after_its_checkpoint(mode: str) ->
     assert counts == {"replay": (3, 0, 0), "requeue": (0, 3, 0), "discard": (0, 0, 3)}[mode]
     check_balance(coordinator.ledger())
     with pytest.raises(LeaseLost):
-        await coordinator.ack(held.batch_id, held.lease_id)
+        await coordinator.ack(held.row.number, held.row.lease_id)
     seen = []
     while (delivery := await coordinator.deliver(LeaseRequest())) is not None:
-        seen.append((delivery.step, *tags(delivery)))
+        seen.append((delivery.row.step, *tags(delivery)))
     expected = [4] if mode == "discard" else [1, 2, 3, 4]
     assert seen == list(enumerate(expected, start=2))
 
@@ -404,13 +402,13 @@ async def test_request_that_was_repeated_takes_no_batch_of_its_own(is_freed: boo
     given_up = asyncio.create_task(coordinator.deliver(LeaseRequest(request_id="r")))
     await asyncio.sleep(0.01)
     batch = await leased(coordinator, request_id="r")
-    await coordinator.ack(batch.batch_id, batch.lease_id)
+    await coordinator.ack(batch.row.number, batch.row.lease_id)
     if is_freed:
-        await coordinator.checkpoint(batch.step)
+        await coordinator.checkpoint(batch.row.step)
     store.go_on.set()
     assert await given_up is None
     following = await leased(coordinator, request_id="s")
-    assert (tags(following), following.step) == ([1], 2)
+    assert (tags(following), following.row.step) == ([1], 2)
 
 
 async def test_request_that_waits_is_over_when_it_is_repeated() -> None:
@@ -427,7 +425,7 @@ async def test_superseded_trainer_takes_and_lets_go_of_nothing() -> None:
     coordinator = await started(batch_size=2)
     await coordinator.accept([incoming(2, tag=tag) for tag in range(3)])
     old = await leased(coordinator, epoch=0)
-    await coordinator.ack(old.batch_id, old.lease_id)
+    await coordinator.ack(old.row.number, old.row.lease_id)
     assert (await resumed(coordinator, 1)).epoch == 1
     assert coordinator.may_deliver(LeaseRequest(epoch=0))  # a waiting request is refused at once
     with pytest.raises(Superseded, match="it has epoch 1, this one 0"):
@@ -568,7 +566,7 @@ async def test_restart_brings_back_trainer_environments_step_and_leases() -> Non
     await coordinator.accept([incoming(1, env_id=0, tag=4)])
     coordinator.reject("invalid")
     trained, open_lease = await leased(coordinator), await leased(coordinator)
-    await coordinator.ack(trained.batch_id, trained.lease_id)
+    await coordinator.ack(trained.row.number, trained.row.lease_id)
     before = (coordinator.ledger(), coordinator.status(), coordinator.info())
 
     coordinator = Coordinator(store, clock=clock)
@@ -577,8 +575,8 @@ async def test_restart_brings_back_trainer_environments_step_and_leases() -> Non
     assert "1 groups queued, 1 buffered, 1 leased, 1 trained" in found
     assert (coordinator.ledger(), coordinator.status(), coordinator.info()) == before
     assert coordinator.status_env(0).policy_version == 3
-    assert await coordinator.ack(open_lease.batch_id, open_lease.lease_id) == 2
-    assert await coordinator.ack(trained.batch_id, trained.lease_id) == 1
+    assert await coordinator.ack(open_lease.row.number, open_lease.row.lease_id) == 2
+    assert await coordinator.ack(trained.row.number, trained.row.lease_id) == 1
     await coordinator.accept([incoming(1, env_id=0, tag=5)])
     assert [tags(await leased(coordinator)) for _ in range(2)] == [[3], [4, 5]]
 
@@ -632,7 +630,7 @@ async def test_a_group_in_a_batch_that_is_not_stored_makes_the_run_unreadable() 
     coordinator = await started(2, store=store)
     await coordinator.accept([incoming(2)])
     batch = await leased(coordinator)
-    del store._batches[batch.batch_id]
+    del store._batches[batch.row.number]
     with pytest.raises(UnreadableRun, match="'default' cannot be read"):
         await restarted(coordinator, store)
 
@@ -656,7 +654,7 @@ async def test_plain_delivery_that_was_under_way_at_a_crash_comes_again() -> Non
     first = await coordinator.deliver()
     assert tags(first) == [1]
     assert first is not None
-    assert await coordinator.confirm(first)
+    assert await coordinator.confirm(first.row)
     assert tags(await coordinator.deliver()) == [2]
 
 
@@ -665,11 +663,14 @@ async def test_rejected_groups_are_dead_with_their_reason_and_the_others_come_ag
     await coordinator.accept([incoming(2, tag=tag) for tag in (1, 2, 3, 4)])
     first = await leased(coordinator)
     with pytest.raises(GroupError, match="groups: 3 is not in a batch of 3 groups"):
-        await coordinator.reject_groups(first.batch_id, first.lease_id, [3], reason="x")
+        await coordinator.reject_groups(first.row.number, first.row.lease_id, [3], reason="x")
     with pytest.raises(LeaseLost):
-        await coordinator.reject_groups(first.batch_id, "other", [0], reason="x")
+        await coordinator.reject_groups(first.row.number, "other", [0], reason="x")
     reply = await coordinator.reject_groups(
-        first.batch_id, first.lease_id, [1], reason="sequences[0].masks: 3 values for 2 tokens"
+        first.row.number,
+        first.row.lease_id,
+        [1],
+        reason="sequences[0].masks: 3 values for 2 tokens",
     )
     assert (reply.dead, reply.requeued) == (1, 2)
     assert tags(await coordinator.deliver(LeaseRequest())) == [1, 3, 4]
@@ -679,7 +680,7 @@ async def test_rejected_groups_are_dead_with_their_reason_and_the_others_come_ag
     assert coordinator.ledger().dead_reasons == {"rejected by the trainer": 1}
     check_balance(coordinator.ledger())
     with pytest.raises(LeaseLost):
-        await coordinator.ack(first.batch_id, first.lease_id)
+        await coordinator.ack(first.row.number, first.row.lease_id)
 
 
 async def test_no_group_larger_than_the_batch_is_queued_wherever_it_comes_from() -> None:
@@ -808,10 +809,10 @@ class RunMachine(RuleBasedStateMachine):
         if delivery is None:
             return
         if is_whole:
-            assert self.run(self.coordinator.confirm(delivery))
+            assert self.run(self.coordinator.confirm(delivery.row))
             self.acked.append(tags(delivery))
         else:
-            self.run(self.coordinator.give_back(delivery))
+            self.run(self.coordinator.give_back(delivery.row))
             assert self.coordinator.status().current_step <= before
 
     @precondition(lambda self: self.leases)
@@ -819,16 +820,16 @@ class RunMachine(RuleBasedStateMachine):
     def ack(self, data: st.DataObject) -> None:
         batch = data.draw(st.sampled_from(self.leases))
         self.leases.remove(batch)
-        self.run(self.coordinator.ack(batch.batch_id, batch.lease_id))
+        self.run(self.coordinator.ack(batch.row.number, batch.row.lease_id))
         self.acked.append(tags(batch))
-        self.run(self.coordinator.ack(batch.batch_id, batch.lease_id))
+        self.run(self.coordinator.ack(batch.row.number, batch.row.lease_id))
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         batch = data.draw(st.sampled_from(self.leases))
         self.leases.remove(batch)
-        self.run(self.coordinator.release(batch.batch_id, batch.lease_id))
+        self.run(self.coordinator.release(batch.row.number, batch.row.lease_id))
         self.dead_leases.append(batch)
 
     @precondition(lambda self: self.dead_leases)
@@ -836,12 +837,12 @@ class RunMachine(RuleBasedStateMachine):
     def ack_too_late(self, data: st.DataObject) -> None:
         batch = data.draw(st.sampled_from(self.dead_leases))
         with pytest.raises(LeaseLost):
-            self.run(self.coordinator.ack(batch.batch_id, batch.lease_id))
+            self.run(self.coordinator.ack(batch.row.number, batch.row.lease_id))
 
     @rule(seconds=st.sampled_from([1.0, 60.0, 101.0]))
     def wait(self, seconds: float) -> None:
         for batch in self.leases:
-            self.run(self.coordinator.heartbeat(batch.batch_id, batch.lease_id))
+            self.run(self.coordinator.heartbeat(batch.row.number, batch.row.lease_id))
         self.clock.now += seconds
         self.run(self.coordinator.tick())
         self.forget_expired(seconds > 100)
@@ -958,7 +959,7 @@ async def test_plain_delivery_that_fails_before_it_begins_is_not_held_for_ever(
     store.failure = None
     delivery = await coordinator.deliver()
     assert delivery is not None
-    assert (tags(delivery), delivery.step) == ([5], 1)
+    assert (tags(delivery), delivery.row.step) == ([5], 1)
 
 
 @pytest.mark.parametrize("is_silent", [True, False], ids=["silent", "lowered"])
@@ -989,7 +990,7 @@ async def test_end_of_a_delivery_from_before_a_reset_does_not_touch_the_next_run
     await check_end_of_earlier(old, coordinator)
     assert old is not None
     with pytest.raises(UnknownBatch):
-        await coordinator.ack(old.batch_id, old.lease_id)
+        await coordinator.ack(old.row.number, old.row.lease_id)
 
 
 async def test_end_of_a_delivery_from_before_a_resume_does_not_touch_the_replayed_batch() -> None:
@@ -1005,10 +1006,10 @@ async def check_end_of_earlier(old: Delivery | None, coordinator: Coordinator) -
     new = await coordinator.deliver()
     assert old is not None
     assert new is not None
-    assert not await coordinator.confirm(old)
-    await coordinator.give_back(old)
+    assert not await coordinator.confirm(old.row)
+    await coordinator.give_back(old.row)
     assert coordinator.ledger().leased == 1
-    assert await coordinator.confirm(new)
+    assert await coordinator.confirm(new.row)
 
 
 async def test_items_of_a_process_that_ended_are_not_those_of_its_successor() -> None:
@@ -1096,7 +1097,7 @@ async def test_calls_of_a_run_that_was_closed_meanwhile_are_refused(tmp_path: Pa
     await coordinator.close()
     for call in (
         coordinator.accept([incoming(2)]),
-        coordinator.ack(batch.batch_id, batch.lease_id),
+        coordinator.ack(batch.row.number, batch.row.lease_id),
         coordinator.reset(),
     ):
         with pytest.raises(RunReset):
@@ -1110,13 +1111,13 @@ async def test_oldest_dead_groups_make_room_for_newer_ones() -> None:
     for tag in (11, 12):
         await coordinator.accept([incoming(2, tag=tag)])
         batch = await leased(coordinator)
-        await coordinator.release(batch.batch_id, batch.lease_id)
+        await coordinator.release(batch.row.number, batch.row.lease_id)
     coordinator = await restarted(coordinator, store)
     assert await coordinator.requeue_dead([1]) == 1
     await coordinator.accept([incoming(2, tag=13), incoming(2, tag=14)])
     for _ in range(3):
         batch = await leased(coordinator)
-        await coordinator.release(batch.batch_id, batch.lease_id)
+        await coordinator.release(batch.row.number, batch.row.lease_id)
     await coordinator.tick()
     assert [group.number for group in coordinator.dead()] == [2, 3]
     assert coordinator.ledger().dead == 4

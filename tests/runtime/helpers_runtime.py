@@ -162,7 +162,7 @@ class LoopbackHub:
         await self._hub.register(DEFAULT_RUN, registration)
         delivery = await self.coordinator.deliver()
         if delivery is not None:
-            await self.coordinator.give_back(delivery)
+            await self.coordinator.give_back(delivery.row)
 
     async def start_stranger(self) -> int:
         """Register another environment; return its id."""
@@ -176,7 +176,7 @@ class LoopbackHub:
         delivery = await self.coordinator.deliver()
         if delivery is None:
             return 0
-        await self.coordinator.confirm(delivery)
+        await self.coordinator.confirm(delivery.row)
         return len(delivery.payloads)
 
     def serve(

@@ -27,12 +27,12 @@ from atroposlib.api.http.metrics import HubMetrics
 from atroposlib.api.http.payloads import GroupCodec, choose_encoding, is_packed
 from atroposlib.api.http.routes import Route, RouteTable, Scope
 from atroposlib.api.http.sending import BatchResponse, JsonPieces, PlainBatchResponse
-from atroposlib.api.run.coordinator import Coordinator
+from atroposlib.api.run.coordinator import Coordinator, Delivery
 from atroposlib.api.run.environments import EnvironmentNotFound
 from atroposlib.api.run.hub import DEFAULT_RUN, Hub
 from atroposlib.api.run.leases import LeaseRequest
 from atroposlib.api.run.replica import Replica
-from atroposlib.api.run.types import Delivery, NotRegistered, Overloaded, Receipt
+from atroposlib.api.run.types import NotRegistered, Overloaded, Receipt
 from atroposlib.api.stores.base import Durability, NewGroup, StoreFull
 from atroposlib.api.stores.memory import MemoryStore
 from atroposlib.errors import GroupError
@@ -276,18 +276,18 @@ async def _batch_response(
     held: HeldBytes,
 ) -> Response:
     began_at = time.time()
-    services = _services(request)
+    services, row = _services(request), delivery.row
     if not delivery.is_repeated:
         staleness = services.metrics.staleness.labels(run.name)
         for steps in delivery.staleness:
             staleness.observe(steps)
-    meta: dict[str, Any] = {"step": delivery.step}
+    meta: dict[str, Any] = {"step": row.step}
     if wanted is not None:
         meta |= {
-            "batch_id": delivery.batch_id,
-            "lease_id": delivery.lease_id,
-            "epoch": delivery.epoch,
-            "expires_in_s": delivery.expires_in_s,
+            "batch_id": row.number,
+            "lease_id": row.lease_id,
+            "epoch": row.epoch,
+            "expires_in_s": row.ttl_s,
         }
     try:
         body = await services.codec.encode_batch(
@@ -298,7 +298,7 @@ async def _batch_response(
         )
     except BaseException:
         if wanted is None:
-            await run.give_back(delivery)
+            await run.give_back(row)
         raise
     held.hold(body.num_bytes)
     if tracing.is_on():
@@ -309,14 +309,14 @@ async def _batch_response(
                 began_at=began_at,
                 attributes={
                     "atropos.run": run.name,
-                    "atropos.batch_id": delivery.batch_id,
-                    "atropos.step": delivery.step,
+                    "atropos.batch_id": row.number,
+                    "atropos.step": row.step,
                     "atropos.staleness": steps,
                 },
             )
     if wanted is not None:
-        return BatchResponse(body, held, timeout_s=delivery.expires_in_s)
-    return PlainBatchResponse(body, held, run, delivery)
+        return BatchResponse(body, held, timeout_s=row.ttl_s)
+    return PlainBatchResponse(body, held, run, row)
 
 
 async def _next_batch(
@@ -324,28 +324,23 @@ async def _next_batch(
 ) -> Delivery | None:
     """Return the next batch; None after `wait_s`, at shutdown, or if the client disconnects."""
     deadline = time.monotonic() + wait_s
-    delivery = await _deliver(run, lease, held)
-    while delivery is None and not run.arrivals.is_closed:
-        remaining_s = deadline - time.monotonic()
-        if remaining_s <= 0:
-            return None
-        await run.arrivals.wait(remaining_s)
-        if not run.may_deliver(lease):
-            continue
+    while True:
+        # Its true size is known only afterwards.
+        await held.grow(_BATCH_BYTES)
+        delivery = await run.deliver(lease)
+        if delivery is not None:
+            held.hold(sum(map(len, delivery.payloads)))
+            return delivery
+        held.hold(0)
+        is_possible = False
+        while not is_possible:
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0 or run.arrivals.is_closed:
+                return None
+            await run.arrivals.wait(remaining_s)
+            is_possible = run.may_deliver(lease)
         if await request.is_disconnected():
             return None
-        delivery = await _deliver(run, lease, held)
-    return delivery
-
-
-async def _deliver(
-    run: Coordinator, lease: LeaseRequest | None, held: HeldBytes
-) -> Delivery | None:
-    """Take a batch once memory for it is reserved; its true size is known only afterwards."""
-    await held.grow(_BATCH_BYTES)
-    delivery = await run.deliver(lease)
-    held.hold(0 if delivery is None else sum(map(len, delivery.payloads)))
-    return delivery
 
 
 async def heartbeat(run: Run, batch_id: int, lease: schemas.LeaseRef) -> schemas.HeartbeatReply:

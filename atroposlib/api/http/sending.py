@@ -16,7 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 from atroposlib.api.http.limits import ABORT_EXTENSION, ByteBudget, HeldBytes
 from atroposlib.api.http.payloads import EncodedBody, even_pieces
 from atroposlib.api.run.coordinator import Coordinator
-from atroposlib.api.run.types import Delivery
+from atroposlib.api.stores.base import StoredBatch
 from atroposlib.errors import AtroposError
 from atroposlib.wire import CONTENT_TYPE_JSON
 
@@ -122,11 +122,11 @@ class PlainBatchResponse(BatchResponse):
     """
 
     def __init__(
-        self, body: EncodedBody, held: HeldBytes, run: Coordinator, delivery: Delivery
+        self, body: EncodedBody, held: HeldBytes, run: Coordinator, row: StoredBatch
     ) -> None:
-        super().__init__(body, held, timeout_s=delivery.expires_in_s)
+        super().__init__(body, held, timeout_s=row.ttl_s)
         self._run = run
-        self._delivery = delivery
+        self._row = row
 
     async def _send_all(self, receive: Receive, send: Send) -> None:
         watcher = asyncio.create_task(_disconnect(receive))
@@ -139,14 +139,14 @@ class PlainBatchResponse(BatchResponse):
                 for _ in range(_TURNS_TO_NOTICE):
                     await asyncio.sleep(0)
                 if not watcher.done():
-                    is_trained = await self._run.confirm(self._delivery)
+                    is_trained = await self._run.confirm(self._row)
                 if is_trained:
                     await send({"type": "http.response.body", "body": last})
         finally:
             watcher.cancel()
             await asyncio.gather(watcher, return_exceptions=True)
             if not is_trained:
-                await self._run.give_back(self._delivery)
+                await self._run.give_back(self._row)
 
     def _drain_while(self, watcher: asyncio.Task[None]) -> Iterator[bytes]:
         """Yield pieces while the client is connected, then an empty one: sending it waits for the earlier writes."""

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from atroposlib.api.run import admission, experiments
 from atroposlib.api.run.accounts import Accounts, env_status
@@ -20,7 +21,6 @@ from atroposlib.api.run.leases import HeldBatch, LeaseRequest
 from atroposlib.api.run.saved import restore
 from atroposlib.api.run.state import RunState
 from atroposlib.api.run.types import (
-    Delivery,
     ExperimentReplaced,
     NotRegistered,
     Receipt,
@@ -42,6 +42,7 @@ from atroposlib.api.stores.base import (
     GroupStore,
     NewGroup,
     StoreBroken,
+    StoredBatch,
 )
 from atroposlib.errors import GroupError
 
@@ -71,6 +72,19 @@ class Signal:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._event.wait()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivery:
+    """One batch on its way to a trainer, with payloads; `Leases` keeps the batch."""
+
+    row: StoredBatch
+    """As it was leased: its step is `current_step` after this delivery."""
+    payloads: list[bytes]
+    staleness: list[int]
+    """Per group: policy versions between its sampling and now."""
+    is_repeated: bool = False
+    """Whether an earlier answer to the same request was counted already."""
 
 
 class Coordinator(Accounts):
@@ -246,8 +260,18 @@ class Coordinator(Accounts):
             if batch is None:
                 return None
             payloads = await self._read(batch, is_new=is_new)
-            if payloads is not None and self.state.leases.holds(batch):
-                return self._delivery(batch, payloads)
+            if payloads is None or not self.state.leases.holds(batch.row):
+                continue
+            version = self.state.current_version
+            is_first = self.state.note_delivery(batch, now=self._clock())
+            if is_first:
+                self.tokens_out += sum(header.num_tokens for header in batch.headers)
+            return Delivery(
+                row=batch.row,
+                payloads=payloads,
+                staleness=[max(0, version - header.version) for header in batch.headers],
+                is_repeated=not is_first,
+            )
 
     async def _read(self, batch: HeldBatch, *, is_new: bool) -> list[bytes] | None:
         """Read a batch once its lease is stored; None if the lease ended meanwhile, or payloads are damaged."""
@@ -258,35 +282,19 @@ class Coordinator(Accounts):
                 self.progress.notify()
             return await self.store.read([header.number for header in batch.headers])
         except CorruptGroups as e:
-            if self.state.leases.holds(batch):
+            if self.state.leases.holds(batch.row):
                 self.state.log.error("%s", e)
                 self.state.bury_members(batch, e.numbers, "damaged in the store")
                 await self._save()
             return None
         except BaseException as e:
-            is_held = self.state.leases.holds(batch)
+            is_held = self.state.leases.holds(batch.row)
             if isinstance(e, KeyError) and not is_held:
                 return None  # its groups ended while it was read
             # Neither a disconnect nor expiry ends a plain delivery that never started.
             if batch.row.is_plain and is_held:
                 await self._return(batch, is_failure=False)
             raise
-
-    def _delivery(self, batch: HeldBatch, payloads: list[bytes]) -> Delivery:
-        now_version = self.state.current_version
-        is_first = self.state.note_delivery(batch, now=self._clock())
-        if is_first:
-            self.tokens_out += sum(header.num_tokens for header in batch.headers)
-        return Delivery(
-            batch_id=batch.row.number,
-            lease_id=batch.row.lease_id,
-            epoch=batch.row.epoch,
-            step=batch.row.step,
-            expires_in_s=batch.row.ttl_s,
-            payloads=payloads,
-            staleness=[max(0, now_version - header.version) for header in batch.headers],
-            is_repeated=not is_first,
-        )
 
     def may_deliver(self, lease: LeaseRequest | None) -> bool:
         """Whether to call `deliver`: a cheap check while groups arrive one by one."""
@@ -347,20 +355,18 @@ class Coordinator(Accounts):
         await self._save_and_wake()
         return RejectReply(dead=len(numbers), requeued=requeued)
 
-    async def confirm(self, delivery: Delivery) -> bool:
+    async def confirm(self, row: StoredBatch) -> bool:
         """Count the groups of a plain delivery as trained; False if it was no longer held."""
-        batch = self.state.leases.held_plainly(delivery.batch_id, delivery.lease_id)
-        if batch is None:
+        if not self.state.leases.holds(row):
             return False
-        self.state.free([batch])
+        self.state.free([self.state.leases.leased[row.number]])
         await self._save()
         return True
 
-    async def give_back(self, delivery: Delivery) -> None:
+    async def give_back(self, row: StoredBatch) -> None:
         """Return the groups of an interrupted plain delivery to the head of the queue."""
-        batch = self.state.leases.held_plainly(delivery.batch_id, delivery.lease_id)
-        if batch is not None:
-            await self._return(batch, is_failure=False)
+        if self.state.leases.holds(row):
+            await self._return(self.state.leases.leased[row.number], is_failure=False)
 
     async def _return(self, batch: HeldBatch, *, is_failure: bool) -> None:
         self.state.take_back(batch, is_failure=is_failure)

@@ -222,9 +222,10 @@ class Leases:
                 return batch
         return None
 
-    def holds(self, batch: HeldBatch) -> bool:
-        """Whether the lease of `batch` has not ended."""
-        return self.leased.get(batch.row.number) is batch
+    def holds(self, row: StoredBatch) -> bool:
+        """Whether this lease has not ended, or this plain delivery is in progress."""
+        batch = self.leased.get(row.number)
+        return batch is not None and batch.row is row
 
     def held(self, number: int, lease_id: str) -> HeldBatch:
         """Return the batch if `lease_id` is its current lease. Raises `LeaseLost`, `UnknownBatch`."""
@@ -237,12 +238,6 @@ class Leases:
                 " incarnation of the trainer; its groups are delivered again"
             )
         return batch
-
-    def held_plainly(self, number: int, lease_id: str) -> HeldBatch | None:
-        """Return the batch if this plain delivery of it is in progress, else None."""
-        batch = self.leased.get(number)
-        is_held = batch is not None and batch.row.is_plain and batch.row.lease_id == lease_id
-        return batch if is_held else None
 
     def expired(self, *, now: float) -> list[HeldBatch]:
         leased = self.leased.values()

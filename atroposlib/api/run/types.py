@@ -63,20 +63,3 @@ class Receipt(NamedTuple):
     """Sequences buffered for the environment after this group; None: it was not buffered."""
     is_duplicate: bool = False
     """Whether the group was stored before under its id; nothing was stored now."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Delivery:
-    """One batch on its way to a trainer."""
-
-    batch_id: int
-    lease_id: str
-    epoch: int
-    step: int
-    """`current_step` after this delivery."""
-    expires_in_s: float
-    payloads: list[bytes]
-    staleness: list[int]
-    """Per group: policy versions between its sampling and now."""
-    is_repeated: bool = False
-    """Whether an earlier answer to the same request was counted already."""

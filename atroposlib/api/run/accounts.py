@@ -1,13 +1,20 @@
-"""Reports on a run: where every group is, and why there is no batch. Read only."""
+"""Questions about a run, answered without changing it: where every group is, why there is no batch, whether more groups
+are accepted.
+
+With a trainer, a run over its bound refuses everything only while a batch can be cut: otherwise the group that would
+make the next batch possible could never arrive.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final, NamedTuple
 
-from atroposlib.api.run.batching import NoBatch, sequence_floors
+from atroposlib.api.run.batching import Blocker, NoBatch, Plan, sequence_floors
 from atroposlib.api.run.environments import Environment
 from atroposlib.api.run.leases import HeldBatch
 from atroposlib.api.run.state import RunState
+from atroposlib.api.run.types import Overloaded
 from atroposlib.api.schemas import (
     DeadGroup,
     EnvironmentView,
@@ -18,7 +25,16 @@ from atroposlib.api.schemas import (
     Ledger,
     WandbInfo,
 )
-from atroposlib.api.stores.base import Fate, GroupStore
+from atroposlib.api.stores.base import Fate, GroupStore, NewGroup
+
+_FAR_BEYOND: Final = 2
+"""Multiple of the bound from which on only groups that the next batch needs are accepted."""
+
+
+class _Excess(NamedTuple):
+    reason: str
+    factor: float
+    """Usage in multiples of the bound."""
 
 
 class Accounts:
@@ -81,6 +97,7 @@ class Accounts:
         """Explain why there is no batch, or that there is one."""
         run, now = self.state, self._clock()
         plan = None if run.trainer is None else run.look()
+        waits_s = run.trainer_times.waits_s(now, num_held=run.leases.num_held)
         num_leased = len(run.leases.leased)
         blocker, reason = None, "a batch is ready"
         env_id = have = need = None
@@ -96,7 +113,6 @@ class Accounts:
             if num_leased:
                 are = "batch is" if num_leased == 1 else "batches are"
                 reason += f"; {num_leased} {are} leased to the trainer"
-            waits_s = run.trainer_waits_s(now)
             if waits_s is not None:
                 reason += f"; the trainer has waited for {waits_s:.0f} s"
             reason += _oldest_item(run, env_id, now=now)
@@ -115,7 +131,7 @@ class Accounts:
             queued_sequences=run.queue.total_sequences,
             leased_batches=num_leased,
             replay_batches=len(run.leases.to_replay),
-            trainer_waits_s=run.trainer_waits_s(now),
+            trainer_waits_s=waits_s,
             oldest_version=min(run.queue.versions(), default=None),
             policy_version=run.current_version,
             max_staleness=run.max_staleness,
@@ -136,6 +152,36 @@ class Accounts:
                 for each in run.environments
             ],
         )
+
+    def overload(self) -> str | None:
+        """Return why the run accepts no group now; None if it may accept some: `_check_room` decides per group."""
+        excess = _excess(self.state)
+        if excess is None:
+            return None
+        plan = None if self.state.trainer is None else self.state.look()
+        if self.state.leases.to_replay or isinstance(plan, Plan):
+            return excess.reason
+        return excess.reason if plan is None and excess.factor >= _FAR_BEYOND else None
+
+    def _check_room(self, groups: Sequence[NewGroup]) -> None:
+        """Raise `Overloaded` if the run is full, or if it waits for other groups and these would fill it."""
+        run = self.state
+        excess = _excess(run)
+        if excess is None:
+            return
+        if self.overload() is not None:
+            raise Overloaded(f"{excess.reason}; wait until the trainer has taken batches")
+        if any(_is_wanted(group, run) for group in groups):
+            return
+        if excess.factor >= _FAR_BEYOND:
+            raise Overloaded(f"{excess.reason}; the next batch waits for other groups than these")
+        fair = run.queue.total_sequences / max(1, run.environments.num_active)
+        for group in groups:
+            if run.queue.num_sequences(group.header.env_id) > fair:
+                raise Overloaded(
+                    f"{excess.reason}, more than its share by environment {group.header.env_id};"
+                    " wait until the trainer has taken batches"
+                )
 
     def lease_ages_s(self) -> list[float]:
         now = self._clock()
@@ -166,6 +212,7 @@ def env_status(run: RunState, environment: Environment, *, now: float) -> EnvSta
     own = run.queue.num_sequences(env_id)
     others = run.backlog.of_others(env_id, batch_size=run.batch_size, max_group_size=max_group_size)
     wanted = run.shares.wanted(env_id, own=run.environments.own_share(environment))
+    times, num_held = run.trainer_times, run.leases.num_held
     return EnvStatus(
         current_step=run.current_step,
         queue_size=(own + others) // group_size,
@@ -174,12 +221,12 @@ def env_status(run: RunState, environment: Environment, *, now: float) -> EnvSta
         max_group_size=max_group_size,
         env_weight=run.environments.weight(environment),
         policy_version=run.policy_version,
-        trainer_step_s=run.trainer_times.step_s,
-        trainer_waits_s=run.trainer_waits_s(now),
+        trainer_step_s=times.step_s,
+        trainer_waits_s=times.waits_s(now, num_held=num_held),
         # Even if it is ahead of its share: no batch is cut without the minimum.
         wanted_share=max(wanted, min(1.0, environment.share)),
-        trainer_wait_share=run.trainer_wait_share(now),
-        staleness=run.trainer_times.staleness,
+        trainer_wait_share=times.wait_share(now, num_held=num_held),
+        staleness=times.staleness,
     )
 
 
@@ -215,3 +262,35 @@ def _state(environment: Environment) -> str:
     if not environment.is_connected:
         return "disconnected"
     return "silent" if environment.is_silent else "active"
+
+
+def _excess(run: RunState) -> _Excess | None:
+    """Return the first bound that is reached. Groups beyond the staleness bound would be too old when delivered."""
+    policy, staleness = run.policy, run.max_staleness
+    bounds = [policy.max_queued_sequences]
+    if staleness is not None and run.trainer is not None:
+        bounds.append((staleness + 1) * run.batch_size)
+    max_sequences = min((bound for bound in bounds if bound is not None), default=None)
+    for unit, used, bound in [
+        ("sequences", run.queue.total_sequences, max_sequences),
+        ("bytes", run.queue.total_bytes, policy.max_queued_bytes),
+        ("groups", len(run.queue), policy.max_queued_groups),
+    ]:
+        if bound is not None and used >= bound:
+            reason = f"{used} {unit} are queued, the bound is {bound}"
+            return _Excess(reason, used / max(1, bound))
+    return None
+
+
+def _is_wanted(group: NewGroup, run: RunState) -> bool:
+    """Whether the next batch may be impossible without this group, or one like it."""
+    plan = None if run.trainer is None else run.look()
+    if not isinstance(plan, NoBatch):
+        return False
+    if plan.blocker is Blocker.MINIMUM:
+        return group.header.env_id == plan.env_id
+    if plan.blocker is Blocker.SIZES:
+        # No batch holds more groups of one size.
+        size = group.header.num_sequences
+        return run.queue.num_of_size(size) < run.batch_size // size
+    return True

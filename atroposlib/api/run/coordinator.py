@@ -13,13 +13,12 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from atroposlib.api.run import admission, experiments
+from atroposlib.api.run import experiments
 from atroposlib.api.run.accounts import Accounts, env_status
 from atroposlib.api.run.batching import Plan
 from atroposlib.api.run.environments import EnvironmentNotFound
 from atroposlib.api.run.leases import HeldBatch, LeaseRequest
-from atroposlib.api.run.saved import restore
-from atroposlib.api.run.state import RunState
+from atroposlib.api.run.state import RunState, restore
 from atroposlib.api.run.types import (
     ExperimentReplaced,
     NotRegistered,
@@ -462,7 +461,7 @@ class Coordinator(Accounts):
             self._check_experiment(experiment, num_groups=len(groups))
         for index, group in enumerate(groups):
             self._check_size(group.header.num_sequences, _at(index, groups), num_groups=len(groups))
-        admission.check(self.state, groups)
+        self._check_room(groups)
         # A cancelled caller must not leave groups in the store that memory does not know.
         return await asyncio.shield(asyncio.create_task(self._take_in(groups)))
 
@@ -506,7 +505,7 @@ class Coordinator(Accounts):
             receipts.append(run.take_in(group, outcome, now=now))
             if outcome is Appended.STORED:
                 self.tokens_in += group.header.num_tokens
-        if run.has_moves:
+        if run.moves:
             await self._save(is_durable=False)
         self.arrivals.notify()
         if Appended.CONFLICT in outcomes:
@@ -532,9 +531,6 @@ class Coordinator(Accounts):
         except (KeyError, CorruptGroups):
             return None
         return payload
-
-    def overload(self) -> str | None:
-        return admission.overload(self.state)
 
 
 def _at(index: int, groups: Sequence[object]) -> str:

@@ -341,12 +341,11 @@ class Shares:
     def _update_means(self) -> None:
         batches = list(self._batches.values())
         for_last = batches[-1] if batches else {}
-        self._means = {env_id: _mean(env_id, batches) for env_id in for_last}
-
-
-def _mean(env_id: int, batches: Iterable[Mapping[int, tuple[float, float]]]) -> tuple[float, float]:
-    fairs, takens = zip(*(batch[env_id] for batch in batches if env_id in batch), strict=True)
-    return fmean(fairs), fmean(takens)
+        self._means = {}
+        for env_id in for_last:
+            both = (batch[env_id] for batch in batches if env_id in batch)
+            fairs, takens = zip(*both, strict=True)
+            self._means[env_id] = fmean(fairs), fmean(takens)
 
 
 def fair_shares(own: Mapping[int, float], able: Mapping[int, float]) -> dict[int, float]:

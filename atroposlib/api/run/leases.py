@@ -239,6 +239,11 @@ class Leases:
             )
         return batch
 
+    @property
+    def num_held(self) -> int:
+        """Leased batches; plain deliveries do not count."""
+        return sum(not batch.row.is_plain for batch in self.leased.values())
+
     def expired(self, *, now: float) -> list[HeldBatch]:
         leased = self.leased.values()
         return [each for each in leased if not each.row.is_plain and now >= each.expires_at]

@@ -12,8 +12,9 @@ No store, no clock, no await: a method changes memory and records the change for
 from __future__ import annotations
 
 import logging
+import secrets
 from collections import Counter
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,8 +25,18 @@ from atroposlib.api.run.environments import Backlog, Environment, Environments, 
 from atroposlib.api.run.leases import HeldBatch, LeaseRequest, Leases, TrainerTimes
 from atroposlib.api.run.queue import DeadLetters, GroupQueue
 from atroposlib.api.run.types import Receipt, RunPolicy
-from atroposlib.api.schemas import Registration
-from atroposlib.api.stores.base import Appended, Change, End, Fate, Move, NewGroup, Place
+from atroposlib.api.schemas import MAX_ENV_NAME_CHARS, Registration
+from atroposlib.api.stores.base import (
+    Appended,
+    Change,
+    End,
+    Fate,
+    Move,
+    NewGroup,
+    Place,
+    SavedRun,
+    UnreadableRun,
+)
 from atroposlib.scored_data import GroupHeader
 
 _MAX_BUFFERED_SIZES = 8
@@ -100,12 +111,6 @@ class RunState:
         """The policy version of groups sampled now; the step if no trainer publishes versions."""
         return self.current_step if self.policy_version is None else self.policy_version
 
-    def trainer_waits_s(self, now: float) -> float | None:
-        return self.trainer_times.waits_s(now, num_held=self._num_leased())
-
-    def trainer_wait_share(self, now: float) -> float | None:
-        return self.trainer_times.wait_share(now, num_held=self._num_leased())
-
     def note_delivery(self, batch: HeldBatch, *, now: float) -> bool:
         """Note that a batch is about to be sent to the trainer; return False, and count nothing, if it was before."""
         if batch.is_delivered:
@@ -113,13 +118,12 @@ class RunState:
             return False
         batch.is_delivered = True
         is_plain = batch.row.is_plain
-        num_others = self._num_leased() - (not is_plain)
         self.trainer_times.deliver(
             now,
             batch.headers,
             version=self.current_version,
             is_plain=is_plain,
-            num_held=num_others,
+            num_held=self.leases.num_held - (not is_plain),
         )
         taken: Counter[int | None] = Counter()
         for header in batch.headers:
@@ -134,9 +138,6 @@ class RunState:
         )
         return True
 
-    def _num_leased(self) -> int:
-        return sum(not batch.row.is_plain for batch in self.leases.leased.values())
-
     @property
     def max_staleness(self) -> int | None:
         asked = None if self.trainer is None else self.trainer.max_staleness
@@ -150,7 +151,7 @@ class RunState:
     # Pending changes for the store
 
     def _note_nothing(self) -> None:
-        self._moves: list[Move] = []
+        self.moves: list[Move] = []
         self._ends: list[End] = []
         self._batches: list[HeldBatch] = []
         self._closed_batches: list[int] = []
@@ -175,13 +176,9 @@ class RunState:
         if not is_trained:
             self.shares.forget(batch.row.number)
 
-    @property
-    def has_moves(self) -> bool:
-        return bool(self._moves)
-
     def take_change(self, *, is_durable: bool) -> Change:
         change = Change(
-            moves=self._moves,
+            moves=self.moves,
             ends=self._ends,
             batches=[batch.row for batch in self._batches],
             closed_batches=self._closed_batches,
@@ -213,7 +210,7 @@ class RunState:
         batch: int | None = None,
         reason: str | None = None,
     ) -> None:
-        self._moves += [
+        self.moves += [
             Move(
                 number=header.number,
                 place=place,
@@ -279,30 +276,24 @@ class RunState:
         """Lease the next batch, from those to replay or else from the queue; None if there is none."""
         headers = None
         if not self.leases.to_replay:
-            headers = self._cut()
-            if headers is None:
+            plan = self.look()
+            was_stuck = self._is_stuck
+            self._is_stuck = isinstance(plan, NoBatch) and plan.blocker is Blocker.SIZES
+            if isinstance(plan, NoBatch):
+                if self._is_stuck and not was_stuck:
+                    self.log.warning("there is no batch although enough is queued: %s", plan.reason)
                 return None
+            if plan.waived:
+                self.log.warning(
+                    "no batch of whole groups honours every min_batch_allocation; waived for %s",
+                    list(plan.waived),
+                )
+            headers = plan.groups
+            self.queue.remove(headers)
         ttl_s = self.policy.lease_ttl_s
         batch = self.leases.lease(headers, request, default_ttl_s=ttl_s, now=now)
         self.note_batch(batch, Place.LEASED)
         return batch
-
-    def _cut(self) -> Sequence[GroupHeader] | None:
-        """Remove the groups of the next batch from the queue and return them; None if there is no batch."""
-        plan = self.look()
-        was_stuck = self._is_stuck
-        self._is_stuck = isinstance(plan, NoBatch) and plan.blocker is Blocker.SIZES
-        if isinstance(plan, NoBatch):
-            if self._is_stuck and not was_stuck:
-                self.log.warning("there is no batch although enough is queued: %s", plan.reason)
-            return None
-        if plan.waived:
-            self.log.warning(
-                "no batch of whole groups honours every min_batch_allocation; waived for %s",
-                list(plan.waived),
-            )
-        self.queue.remove(plan.groups)
-        return plan.groups
 
     def take_back(self, batch: HeldBatch, *, is_failure: bool) -> None:
         """End a lease without an acknowledgement; a failure counts against the groups."""
@@ -471,3 +462,74 @@ class RunState:
                 dict(Counter(header.env_id for header in stale)),
             )
         return stale
+
+
+# What `RunState.take_change` wrote, read again
+
+
+def restore(run: RunState, saved: SavedRun, *, now: float) -> None:
+    """Restore the state; changes made on the way stay pending for the store. Raises `UnreadableRun`."""
+    try:
+        if saved.document is not None:
+            facts = {name: msgspec.json.decode(fact) for name, fact in saved.facts.items()}
+            _restore_document(run, msgspec.json.decode(saved.document), facts, now=now)
+        _restore_groups(run, saved, now=now)
+    except (KeyError, TypeError, ValueError, msgspec.DecodeError) as e:
+        raise UnreadableRun(f"the stored state of run {run.name!r} cannot be read: {e!r}") from e
+
+
+def _restore_document(
+    run: RunState, document: Mapping[str, Any], facts: Mapping[str, Any], *, now: float
+) -> None:
+    trainer = facts.get(TRAINER_FACT)
+    environments = [fact for name, fact in facts.items() if name.startswith(ENVIRONMENT_FACT)]
+    is_without_facts = "environments" in document
+    if is_without_facts:  # written by an older version, which accepted names of any length
+        trainer, environments = document["trainer"], document["environments"]
+        for each in environments:
+            registration = each["registration"]
+            registration["desired_name"] = registration["desired_name"][:MAX_ENV_NAME_CHARS]
+    run.experiment = document.get("experiment")
+    run.environments.restore(environments, now=now)
+    if trainer is not None:
+        run.trainer = Registration.model_validate(trainer)
+        # None: written by an older version, without experiment ids.
+        run.experiment = run.experiment or secrets.token_hex(16)
+    if is_without_facts:
+        run.note_trainer()
+        for environment in run.environments:
+            run.note_environment(environment)
+    run.has_started = document["has_started"]
+    run.policy_version = document["policy_version"]
+    run.leases.restore(document)
+    run.rejected = Counter(document["rejected"])
+    run.num_duplicates = document["duplicates"]
+
+
+def _restore_groups(run: RunState, saved: SavedRun, *, now: float) -> None:
+    run.next_number = saved.next_number
+    run.num_accepted = len(saved.groups) + saved.ended.total()
+    run.ended = Counter(saved.ended)
+    members: dict[int, list[GroupHeader]] = {row.number: [] for row in saved.batches}
+    buffered: list[GroupHeader] = []
+    for group in saved.groups:
+        number = group.header.number
+        if group.deliveries:
+            run.deliveries[number] = group.deliveries
+        if group.batch is not None:
+            members[group.batch].append(group.header)
+        elif group.place is Place.DEAD:
+            run.dead.add(group.header, group.reason or "")
+        elif group.place is Place.BUFFERED:
+            buffered.append(group.header)
+        else:
+            run.queue.add(group.header)
+            run.latest = number
+    batches = [HeldBatch(row=row, headers=members[row.number]) for row in saved.batches]
+    run.leases.restore_batches(batches, now=now)
+    for batch in list(run.leases.leased.values()):
+        # A plain delivery's connection died with the process, before the body was confirmed.
+        if batch.row.is_plain:
+            run.take_back(batch, is_failure=False)
+    for header in buffered:
+        run.buffer(header)

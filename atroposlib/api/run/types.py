@@ -51,7 +51,7 @@ class RunPolicy:
     max_queued_bytes: int | None = None
     max_queued_sequences: int | None = None
     max_queued_groups: int | None = 250_000
-    """Beyond any of them, groups are refused until batches leave; see `admission`. A queued group takes 0.8 KiB of
+    """Beyond any of them, groups are refused until batches leave; see `accounts`. A queued group takes 0.8 KiB of
     memory beside its payload."""
 
 

@@ -105,6 +105,8 @@ class Engine:
         self._generator = torch.Generator().manual_seed(seed)
         accepted = inspect.signature(model.forward).parameters
         self._takes_positions = "position_ids" in accepted
+        # transformers 5.24 renamed it.
+        self._cache_argument = "cache" if "cache" in accepted else "past_key_values"
         self._last_logits_only = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._waiting: deque[RunningSequence] = deque()
@@ -311,8 +313,8 @@ class Engine:
         output = self.model(
             input_ids=ids_BT,
             attention_mask=mask_BT,
-            past_key_values=cache,
             use_cache=True,
+            **{self._cache_argument: cache},
             **positions,
             **self._last_logits_only,
         )

@@ -13,7 +13,7 @@ from atroposlib.inference.tools.tool_messages import as_dict, parsed_json
 
 Message = Mapping[str, Any]
 
-_COMPARED_KEYS = ("role", "name", "tool_call_id")
+_COMPARED_KEYS = ("name", "tool_call_id")
 
 
 def read_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
@@ -66,12 +66,15 @@ def identity(message: Message) -> str:
 
     Arguments of tool calls are compared as parsed JSON, because clients serialise them again.
     """
-    rest = {key: message[key] for key in _COMPARED_KEYS if message.get(key)}
+    head: str = message["role"]
     content = message.get("content") or ""
-    calls = message.get("tool_calls")
-    if calls:
-        content = content.strip()
-    head = repr((rest, [_call_identity(call) for call in calls or ()]))
+    if len(message) > 2:  # a history has hundreds of plain messages
+        rest = [message.get(key) or "" for key in _COMPARED_KEYS]
+        calls = message.get("tool_calls") or ()
+        if calls:
+            content = content.strip()
+        if any(rest) or calls:
+            head = repr((head, rest, [_call_identity(call) for call in calls]))
     # The content without repr(), which takes 4 ms per million characters.
     return f"{len(head)} {head}{content}"
 

@@ -11,10 +11,11 @@ import asyncio
 import contextlib
 import heapq
 import itertools
+import math
 import random
 import selectors
 import time
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
@@ -316,6 +317,92 @@ def sample(answers: Sequence[Answer], began: float, end: float) -> Sample:
     return Sample(tokens / (end - began), waits[len(waits) // 2], waits[len(waits) * 99 // 100])
 
 
+# Groups: sessions whose prompts have a long beginning in common.
+
+
+class CachingEngine(Engine):
+    """A server that reads a prompt's beginning once while it keeps it; meanwhile nothing else advances.
+
+    A chunk of a prompt fills vLLM's steps, so the answers beside it get a token per chunk instead of per step.
+    """
+
+    PREFILL_S = 1 / 20_000
+    """Per token: about an 8B model on an H100."""
+    CACHE_TOKENS = 400_000
+
+    def __init__(self, behaviour: Behaviour, *, seed: str, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(behaviour, seed=seed, loop=loop)
+        self._cached: OrderedDict[object, int] = OrderedDict()
+        self._reader = asyncio.Lock()
+
+    async def read(self, beginning: object, num_tokens: int) -> None:
+        """Return when the cache holds a beginning; the one that was used longest ago leaves it."""
+        async with self._reader:
+            if beginning not in self._cached:
+                token_time = self.behaviour.token_time
+                self.change(token_time=lambda running, slots: 1e6)
+                await asyncio.sleep(num_tokens * self.PREFILL_S)
+                self.change(token_time=token_time)
+                self._cached[beginning] = num_tokens
+            self._cached.move_to_end(beginning)
+            while sum(self._cached.values()) > self.CACHE_TOKENS:
+                self._cached.popitem(last=False)
+
+
+def groups_per_minute(
+    behaviours: Sequence[Behaviour],
+    num_groups: int,
+    *,
+    num_tokens: int,
+    group_size: int = 8,
+    minutes: int = 10,
+    seed: int = 0,
+) -> float:
+    """Return the rate of finished groups after two minutes; `num_groups` are in flight.
+
+    Each member is a session of five turns at one server, with a tool's second between them; `num_tokens` begin the
+    prompts of a group.
+    """
+    rng = random.Random(seed)
+    ended: list[float] = []
+
+    async def turns(group: object, near: list[Door], engine_of: dict[Door, CachingEngine]) -> None:
+        doors = list(engine_of)
+        door = admission.best(doors, "train", after=(), near=near, now=time.monotonic())
+        near.append(door)
+        with door.assigned("train"):
+            for _ in range(5):
+                await engine_of[door].read(group, num_tokens)
+                length, began = round(5 + rng.lognormvariate(math.log(150), 0.7)), time.monotonic()
+                await engine_of[door].generate(Client(), length)
+                door.answered(length, began=began, now=time.monotonic())
+                await asyncio.sleep(rng.uniform(0, 2))
+
+    async def groups(number: int, engine_of: dict[Door, CachingEngine]) -> None:
+        for i in itertools.count():
+            near: list[Door] = []
+            members = (turns((number, i), near, engine_of) for _ in range(group_size))
+            await asyncio.gather(*members)
+            ended.append(time.monotonic())
+
+    async def main(loop: asyncio.AbstractEventLoop) -> None:
+        config = APIServerConfig(base_url="http://h", health_check=False)
+        doors = [Door(config) for _ in behaviours]
+        engine_of = {}
+        for i, (door, behaviour) in enumerate(zip(doors, behaviours, strict=True)):
+            door.fleet = doors
+            engine_of[door] = CachingEngine(behaviour, seed=f"{seed} {i}", loop=loop)
+        tasks = [asyncio.create_task(groups(number, engine_of)) for number in range(num_groups)]
+        await asyncio.sleep(60 * (minutes + 2))
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    with virtual_time() as runner:
+        runner.run(main(runner.get_loop()))
+    return sum(at > 120 for at in ended) / minutes
+
+
 # Fleets: servers of unequal speed.
 
 
@@ -339,7 +426,12 @@ def batching(slowness: float = 1.0) -> Behaviour:
 
 
 def most_free_slots(
-    servers: Sequence[Door], split: str, *, after: Collection[Door], now: float
+    servers: Sequence[Door],
+    split: str,
+    *,
+    after: Collection[Door],
+    now: float,
+    near: Collection[Door] = (),
 ) -> Door:
     """Choose by free slots alone, whatever the speed; in place of `admission.best`."""
 

@@ -2,7 +2,7 @@
 
 `PYTHONPATH=. OMP_NUM_THREADS=1 python benchmarks/fleet.py` simulates servers behind the real door in virtual time
 (`_simulated_servers.py`, a minute of CPU), with both choices in turn. `--sensitivity` changes the number of
-recent answers that count.
+recent answers that count, `--groups` how near sessions are placed to those of their group.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from benchmarks._simulated_servers import (
     Choice,
     Sample,
     batching,
+    groups_per_minute,
     most_free_slots,
     simulate,
     with_slots,
@@ -28,6 +29,7 @@ from benchmarks._table import Table
 KINDS: dict[str, Callable[[float], Behaviour]] = {"16 slots": with_slots, "batching": batching}
 CHOICES: dict[str, Choice] = {"by slots": most_free_slots, "by load and speed": admission.best}
 BEFORE_S, MEASURED_S = 20.0, 60.0
+NEARNESSES = (0.125, 0.25, 1.0)
 CHANGE_S = 60.0
 """Virtual seconds before and during a change."""
 
@@ -107,6 +109,42 @@ def describe_changes(seeds: int) -> None:
                 table.row(name, num, label, *rates)
 
 
+def describe_groups(seeds: int) -> None:
+    """Print what it gains to put the sessions of a group together, as a share of choosing for each alone."""
+    table = Table(
+        "Groups a minute: sessions near their group",
+        "servers",
+        "groups in flight",
+        "of",
+        "tokens in common",
+        "each alone",
+        *(f"{share:g} of the slots more" for share in NEARNESSES),
+    )
+    fleets = {
+        "2": [batching(), batching()],
+        "4": [batching()] * 4,
+        "2, one 4 times slower": [batching(), batching(4)],
+    }
+    cases = [(name, n, 8) for name in fleets for n in (1, 4, 16)]
+    for name, num_groups, group_size in [*cases, ("4", 1, 64), ("4", 4, 64)]:
+        for num_tokens in (500, 5_000, 53_000):
+            rates = []
+            for admission.NEARNESS in (0.0, *NEARNESSES):
+                runs = [
+                    groups_per_minute(
+                        fleets[name],
+                        num_groups,
+                        num_tokens=num_tokens,
+                        group_size=group_size,
+                        seed=seed,
+                    )
+                    for seed in range(seeds)
+                ]
+                rates.append(statistics.fmean(runs))
+            shares = [f"{rate / max(rates[0], 0.1):.2f}" for rate in rates[1:]]
+            table.row(name, num_groups, group_size, num_tokens, f"{rates[0]:.1f}", *shares)
+
+
 def describe_constant(seeds: int) -> None:
     table = Table(
         "Recent answers that count: tokens per second",
@@ -138,9 +176,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--sensitivity", action="store_true", help="numbers of recent answers")
+    parser.add_argument("--groups", action="store_true", help="sessions near their group")
     args = parser.parse_args()
     if args.sensitivity:
         describe_constant(args.seeds)
+    elif args.groups:
+        describe_groups(args.seeds)
     else:
         describe_pairs(args.seeds)
         describe_changes(args.seeds)

@@ -5,9 +5,10 @@ one whose load, times its recent seconds per token, is least. Equally fast serve
 one that is four times slower a quarter of that. Load counts at once, speed only when answers show it, so a burst is
 spread as well.
 
-The manager also splits calls for many completions and opens managed sessions. A session stays on one server, so that
-its prefix stays cached; if that one fails a health check, the session moves to another with the same model. Any other
-failed call is retried on another server, within its retry limit, never on two at once.
+The manager also splits calls for many completions and opens managed sessions. A session stays on one server, and the
+sessions of an item on the same one while it has room (`admission.NEARNESS`), so that their prefix stays cached; if it
+fails a health check, a session moves to another with the same model. Any other failed call is retried on another
+server, within its retry limit, never on two at once.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from atroposlib.inference.servers.api_server import APIServer, TokenCompletions,
 from atroposlib.inference.servers.choices import part_of, run_together, split_n, wait_for_first
 from atroposlib.inference.servers.openai import OpenAIServer
 from atroposlib.inference.servers.reasoning import ReasoningConfig
-from atroposlib.inference.servers.sampling_notes import recorded
+from atroposlib.inference.servers.sampling_notes import noted, recorded
 from atroposlib.inference.servers.vllm import VLLMServer
 from atroposlib.inference.sessions.managed_server import ManagedServer
 from atroposlib.inference.sessions.text_sessions import DummyManagedServer, TextSession
@@ -185,8 +186,18 @@ class ServerManager:
     # Choosing.
 
     async def _choose(self) -> APIServer:
-        """Return the server of a session; the only one even if it is down, because its requests wait for it."""
-        return self.servers[0] if len(self.servers) == 1 else await choose(self.servers)
+        """Return the server of a session; the only one even if it is down, because its requests wait for it.
+
+        The sessions of an item have the beginning of their prompts in common, so they are put together.
+        """
+        if len(self.servers) == 1:
+            return self.servers[0]
+        notes = noted()
+        together: list[APIServer] = [] if notes is None else notes.servers
+        server = await choose(self.servers, near=together)
+        if server not in together:
+            together.append(server)
+        return server
 
     def down(self) -> list[str]:
         """Return the URLs of the servers that were asked and do not answer, without passwords."""

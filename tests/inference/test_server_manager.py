@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from atroposlib.inference.scripted_engine.script import Script
 from atroposlib.inference.servers import admission
 from atroposlib.inference.servers.admission import EngineDown
 from atroposlib.inference.servers.openai import OpenAIServer
+from atroposlib.inference.servers.sampling_notes import noting_sampling
 from atroposlib.inference.servers.vllm import VLLMServer
 from atroposlib.inference.sessions import proxy_client
 from tests.fake_packages import register
@@ -322,6 +325,31 @@ async def test_a_session_counts_as_load_while_it_is_open() -> None:
         async with manager.dedicated_server() as third:
             assert third is second.server
     assert all(server.num_assigned["train"] == 0 for server in manager.servers)
+
+
+async def test_sessions_of_an_item_share_a_server_up_to_an_eighth_of_its_slots() -> None:
+    manager, _ = harnesses(4, num_max_requests_at_once=32)
+
+    async def sessions(stack: AsyncExitStack, num: int) -> list[Any]:
+        return [
+            (
+                await stack.enter_async_context(manager.managed_server(tokenizer=ByteTokenizer()))
+            ).server
+            for _ in range(num)
+        ]
+
+    async with AsyncExitStack() as stack:
+        with noting_sampling():
+            first = await sessions(stack, 3)
+        with noting_sampling():
+            second = await sessions(stack, 3)
+        alone = await sessions(stack, 2)
+    assert {*first, *second, *alone} == set(manager.servers)
+    assert [len(set(group)) for group in (first, second, alone)] == [1, 1, 2]
+    async with AsyncExitStack() as stack:
+        with noting_sampling():
+            many = await sessions(stack, 40)
+    assert max(Counter(map(id, many)).values()) <= 10 + 4
 
 
 async def test_a_session_can_be_bound_to_a_server_by_url() -> None:

@@ -50,6 +50,8 @@ AVOID_S, MAX_AVOID_S = 1.0, 30.0
 """How long other servers are preferred after a failure; doubled by each consecutive failure."""
 NUM_ANSWERS = 32
 """After this many more answers per server, an answer weighs 1/e. `benchmarks/README.md` has the figures of 8 to 128."""
+NEARNESS = 0.125
+"""How much more of a server's slots may be used for a session to join its group. `benchmarks/README.md`: 0 to 1."""
 STARTS_PER_ROUND = 6
 """Connecting and sending takes 0.2 to 0.8 ms per request: about 4 ms a round."""
 
@@ -649,7 +651,13 @@ class Door:
 D = TypeVar("D", bound=Door)
 
 
-async def choose(servers: Sequence[D], split: str = "train", *, after: Collection[D] = ()) -> D:
+async def choose(
+    servers: Sequence[D],
+    split: str = "train",
+    *,
+    after: Collection[D] = (),
+    near: Collection[D] = (),
+) -> D:
     """Return the best healthy server; if none is healthy, wait for one.
 
     If none of them is and each failed a health check, another server of the fleet with the same model stands in: a
@@ -663,20 +671,24 @@ async def choose(servers: Sequence[D], split: str = "train", *, after: Collectio
     if not any(server.server_healthy for server in servers):
         servers = await _until_healthy(servers)
     # No await from here on: another request must not choose before this one is counted.
-    return best(servers, split, after=after, now=time.monotonic())
+    return best(servers, split, after=after, near=near, now=time.monotonic())
 
 
-def best(servers: Sequence[D], split: str, *, after: Collection[D], now: float) -> D:
+def best(
+    servers: Sequence[D], split: str, *, after: Collection[D], now: float, near: Collection[D] = ()
+) -> D:
     """Return the healthy server with the least load times seconds per token.
 
-    Servers without a free slot come after the others, then those with recent failures, those in `after` last.
+    Servers without a free slot come after the others, then those with recent failures, those in `after` last. A server
+    in `near` has the prompt's beginning in its cache: it wins although its load is up to `NEARNESS` higher.
     """
     speeds = seconds_per_token([server.recent for server in servers])
 
     def rank(i: int) -> tuple[bool, bool, bool, float, float]:
         server, load = servers[i], servers[i].load(split)
         is_usual = not server.is_avoided(now)
-        return server not in after, is_usual, load <= 1, -load * speeds[i], -load
+        cost = load * speeds[i] - (NEARNESS * min(speeds) if server in near else 0)
+        return server not in after, is_usual, load <= 1, -cost, -load
 
     for server in servers:
         if not server.server_healthy and now - server._health_asked_at >= HEALTH_REMINDER_S:

@@ -39,6 +39,8 @@ class SamplingNotes:
     def __init__(self) -> None:
         self.temperatures: set[float] = set()
         """Of the completions so far; 1 if a request gave none."""
+        self.servers: list[Any] = []
+        """Of the item's sessions so far."""
         self.turns: list[Turn] = []
         """Completions of known versions."""
         self._versions: set[str] = set()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import heapq
 import io
 import logging
 import os
@@ -33,6 +34,8 @@ from pydantic import BaseModel, ValidationError
 from atroposlib import __version__
 from atroposlib.api.schemas import (
     EXPERIMENT_HEADER,
+    MAX_LOSSES,
+    MAX_REASON_CHARS,
     AckReply,
     CheckpointReply,
     EnvRegistration,
@@ -248,13 +251,14 @@ class HubClient:
         experiment: str | None = None,
         items_in_flight: int | None = None,
         oldest_item_s: float | None = None,
+        losses: Mapping[str, int] | None = None,
     ) -> EnvStatus:
         """Return the work ahead of the environment.
 
         With `wait_s` the hub answers when its step is no longer `seen_step` (or its policy version no longer
         `seen_policy`), or after `wait_s` seconds; an original server answers at once. Raises `UnknownEnvironment` if
         the id is unknown or belongs to another `env_uid`, or if the hub holds another experiment than `experiment`.
-        `GET /explain` names the items in flight and how long ago the oldest began.
+        `GET /explain` names the items in flight, how long ago the oldest began, and the greatest of `losses`.
         """
         asked: dict[str, str | int | float | None] = {
             "env_id": env_id,
@@ -265,6 +269,7 @@ class HubClient:
             "experiment": experiment,
             "items_in_flight": items_in_flight,
             "oldest_item_s": oldest_item_s,
+            "losses": _greatest(losses) if losses else None,
         }
         try:
             reply = await self._call(
@@ -730,6 +735,13 @@ def _read_json_batch(body: bytes) -> tuple[list[Any] | None, dict[str, Any]]:
         message = str(reply.get("message"))
         raise TrainerNotRegistered(f"GET /batch: {message}", status=200, detail=message)
     return reply.pop("batch"), reply
+
+
+def _greatest(losses: Mapping[str, int]) -> str:
+    """Return the greatest counts that a status request may carry, as JSON."""
+    short = [(reason[:MAX_REASON_CHARS], count) for reason, count in losses.items()]
+    greatest = heapq.nlargest(MAX_LOSSES, short, key=lambda pair: pair[1])
+    return msgspec.json.encode(dict(greatest)).decode()
 
 
 def _json_object(body: bytes, where: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, Json, field_validator
 
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
@@ -16,6 +16,12 @@ Text = Annotated[str, Field(max_length=4096)]
 """Stored with the run. The bound also refuses lone surrogates, which cannot be encoded."""
 Epoch = Annotated[int, Field(ge=0, lt=2**63)] | None
 """The trainer's incarnation, if it knows it; a call with an epoch other than the current one is refused."""
+MAX_LOSSES, MAX_REASON_CHARS = 32, 64
+Losses = Annotated[
+    dict[Annotated[str, Field(max_length=MAX_REASON_CHARS)], Annotated[Int64, Field(ge=0)]],
+    Field(max_length=MAX_LOSSES),
+]
+"""What came to nothing at an environment since its start, by reason."""
 EXPERIMENT_HEADER = "Atropos-Experiment"
 """Sent with groups: the experiment that they were sampled for."""
 MAX_ENV_NAME_CHARS = 128
@@ -150,6 +156,7 @@ class StatusQuery(EnvIdentifier):
     items_in_flight: Annotated[Int64, Field(ge=0)] | None = None
     oldest_item_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """Seconds since the oldest item in flight began."""
+    losses: Json[Losses] | None = None
 
 
 class BatchQuery(BaseModel):
@@ -399,6 +406,8 @@ class EnvironmentView(BaseModel):
     """At its last status request; None from an original client."""
     oldest_item_s: float | None = None
     """Seconds since the oldest of these items began."""
+    losses: Losses | None = None
+    """Dropped groups, failed attempts, turns not continued and the like, as of then; None from an original client."""
 
 
 class Explanation(BaseModel):

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -41,12 +41,15 @@ class HubLink:
         timings: Timings,
         *,
         on_news: Callable[[], None],
+        losses: Callable[[], Mapping[str, int]],
     ) -> None:
         self._env = env
         self._hub = hub
         self._outbox = outbox
         self._timings = timings
         self._on_news = on_news
+        self._losses = losses
+        """What came to nothing so far, by reason."""
         self._pace = Pace(burst=timings.control_burst, refill_s=timings.control_refill_s)
         self._backoff = timings.backoff()
         self._uid = uuid.uuid4().hex
@@ -205,6 +208,7 @@ class HubLink:
                 oldest_item_s=max(
                     (max(0.0, now - item["start_time"]) for item in items), default=None
                 ),
+                losses=self._losses(),
             )
         except UnknownEnvironment:
             logger.warning("the hub does not know this environment any more; registering again")

@@ -92,6 +92,24 @@ class RunStatus:
         """Items that ended without a group, and dropped groups."""
         return self.num_without_groups + sum(self.dropped.values())
 
+    def losses(self) -> dict[str, int]:
+        """Return what came to nothing, by reason."""
+        groups = {
+            "dropped": self.dropped,
+            "lost": self.lost,
+            "failed": self.failed,
+            "not_continued": self.broken_prefixes,
+        }
+        found = {
+            f"{name}_{reason}": count
+            for name, counts in groups.items()
+            for reason, count in counts.items()
+            if count
+        }
+        if self.num_without_groups:
+            found["items_without_groups"] = self.num_without_groups
+        return found
+
     def causes(self) -> str:
         """Return what `explain` says."""
         return explain(
@@ -112,7 +130,7 @@ async def sign_of_life(
     """
     progress = Progress(time.monotonic())
     reporter = asyncio.create_task(
-        _report(progress, lambda: _with_servers(make_status(), servers), timings or Timings())
+        _report(progress, lambda: with_servers(make_status(), servers), timings or Timings())
     )
     try:
         yield
@@ -122,7 +140,7 @@ async def sign_of_life(
         try:
             if isinstance(ended, Exception):
                 raise ended
-            status = _with_servers(make_status(), servers)
+            status = with_servers(make_status(), servers)
             logger.info("the run in numbers\n%s", progress.table(time.monotonic(), status))
             if status.num_wasted > status.num_made:
                 _warn_of_losses("most items gave nothing", status)
@@ -156,7 +174,8 @@ def _warn_of_losses(what: str, status: RunStatus) -> None:
     logger.warning("%s; %d %s so far:\n%s", what, status.num_made, status.unit, status.causes())
 
 
-def _with_servers(status: RunStatus, servers: ServerManager) -> RunStatus:
+def with_servers(status: RunStatus, servers: ServerManager) -> RunStatus:
+    """Return a status with what the servers know."""
     down = servers.down()
     is_any_up = len(down) < len(servers.servers)
     return replace(

@@ -24,7 +24,7 @@ from atroposlib.runtime.hub_link import HubLink
 from atroposlib.runtime.items import Items
 from atroposlib.runtime.metrics import require_wandb
 from atroposlib.runtime.outbox import Outbox
-from atroposlib.runtime.progress import RunStatus, sign_of_life
+from atroposlib.runtime.progress import RunStatus, sign_of_life, with_servers
 from atroposlib.runtime.signals import on_signals
 from atroposlib.runtime.spool import Spool
 from atroposlib.runtime.timings import Timings
@@ -75,7 +75,14 @@ class _HubRun:
         if is_overridden(env._send_scored_data_to_api, EnvHooks._send_scored_data_to_api):
             self._outbox.author_sends = env._send_scored_data_to_api
         self._spool = Spool(env, self._outbox)
-        self._link = HubLink(env, hub, self._outbox, timings, on_news=self._wake.set)
+        self._link = HubLink(
+            env,
+            hub,
+            self._outbox,
+            timings,
+            on_news=self._wake.set,
+            losses=lambda: with_servers(self._status(), env.server).losses(),
+        )
         self._items = Items(
             env,
             self._link,

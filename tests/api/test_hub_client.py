@@ -284,16 +284,23 @@ STATUS = {
 }
 
 
+MANY = {"x" * 99: 1000, **{f"dropped_{i}": i for i in range(100)}}
+"""More, and longer ones, than a request may carry."""
+
+
 async def test_long_poll_says_what_was_seen() -> None:
     with recording_hub(lambda _: STATUS) as (url, log):
         async with HubClient(url) as hub:
             status = await hub.status_env(
-                4, wait_s=2.5, seen_step=0, seen_policy=0, env_uid="this-process"
+                4, wait_s=2.5, seen_step=0, seen_policy=0, env_uid="this-process", losses=MANY
             )
             await hub.status_env(4)
     assert (status.current_step, status.policy_version) == (7, 6)
     (poll, body), (plain, _) = log
-    assert dict(poll.query_params) == {
+    asked = dict(poll.query_params)
+    carried = json.loads(asked.pop("losses"))
+    assert carried == {"x" * 64: 1000} | {f"dropped_{i}": i for i in range(69, 100)}
+    assert asked == {
         "env_id": "4", "wait": "2.5", "seen_step": "0", "seen_policy": "0", "env_uid": "this-process",
     }  # fmt: skip
     assert json.loads(body) == {"env_id": 4}  # for an original server

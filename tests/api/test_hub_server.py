@@ -545,6 +545,22 @@ async def test_explain_names_the_long_item_that_the_trainer_waits_for() -> None:
         assert (await hub.get("/explain"))["reason"].endswith("the trainer has waited for 10 s")
 
 
+async def test_explain_shows_what_came_to_nothing_at_an_environment() -> None:
+    async with running_hub() as hub:
+        await hub.start(environment())
+        asked = "/status-env?env_id=0&items_in_flight=1"
+        await hub.get(f'{asked}&losses={{"not_continued_thoughts":7}}')
+        assert (await hub.get("/explain"))["environments"][0]["losses"] == {
+            "not_continued_thoughts": 7
+        }
+        many = json.dumps({str(i): i for i in range(33)})
+        for refused in (many, '{"a":-1}', "[]", "nonsense", json.dumps({"x" * 65: 1})):
+            answer = await hub.http.get("/status-env", params=f"{asked[12:]}&losses={refused}")
+            assert answer.status_code == 422
+        await hub.get(asked)
+        assert (await hub.get("/explain"))["environments"][0]["losses"] is None
+
+
 async def test_long_poll_of_an_environment_that_died_is_no_sign_of_life() -> None:
     now = 1000.0
     runs = Runs(policy=RunPolicy(env_timeout_s=60), clock=lambda: now)

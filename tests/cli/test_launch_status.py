@@ -5,6 +5,7 @@ import io
 import os
 from pathlib import Path
 
+import httpx
 import pytest
 from fastapi import FastAPI
 from fastapi.responses import PlainTextResponse
@@ -32,9 +33,14 @@ def test_the_status_says_why_there_is_no_batch(
     assert "step 0  policy version 0  queue 1 group, 2 sequences (batch: 4 sequences)" in said
     assert "no batch: 2 of 4 sequences are queued" in said
     assert "ledger: 1 group = 1 queued" in said
+    assert "lost:" not in said
+    about = {"desired_name": "sums", "max_token_length": 99, "weight": 1.0, "group_size": 2}
+    httpx.post(f"{hub.url}/register-env", json=about).raise_for_status()
+    hub.get('/status-env?env_id=0&items_in_flight=0&losses={"dropped_equal_scores":3}')
     hub.send(text_group("Q", ["a", "b"], [0.0, 1.0]))
     assert main(["status", hub.url]) == 0
-    assert "a batch is ready" in capsys.readouterr().out
+    assert "sums_0 lost: dropped_equal_scores 3" in (said := capsys.readouterr().out)
+    assert "a batch is ready" in said
 
 
 def test_a_hub_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -371,6 +371,20 @@ async def test_hub_can_explain_that_the_trainer_waits_for_one_long_item() -> Non
             explained.set()
 
 
+async def test_the_hub_knows_what_came_to_nothing_at_an_environment() -> None:
+    async def answer(item: int) -> Any:
+        return make_group(scores=[float(item < 3), 1.0])
+
+    timings = replace(FAST, poll_wait_s=0.05)
+    async with LoopbackHub(batch_size=4) as hub, hub.serve(answer=answer, timings=timings):
+        await until(
+            lambda: (
+                [each.losses for each in hub.coordinator.explain().environments]
+                == [{"dropped_equal_scores": 3}]
+            )
+        )
+
+
 async def test_original_hub_is_polled_at_the_pace_and_its_bound_holds() -> None:
     timings = replace(FAST, control_refill_s=0.1, poll_wait_s=10.0)
     async with LoopbackHub(batch_size=4, is_original=True) as hub:

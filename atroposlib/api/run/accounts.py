@@ -148,6 +148,7 @@ class Accounts:
                     floor=floors.get(each.env_id, 0),
                     items_in_flight=each.items_in_flight,
                     oldest_item_s=_age_s(each, now=now),
+                    losses=each.losses,
                 )
                 for each in run.environments
             ],

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from atroposlib.api.run import experiments
@@ -441,11 +441,19 @@ class Coordinator(Accounts):
         self.state.note_call(environment, now=self._clock())
         return env_status(self.state, environment, now=self._clock())
 
-    def note_items(self, env_id: int, num_in_flight: int, *, oldest_s: float | None) -> None:
-        """Record how many items an environment has in flight and how long ago the oldest began."""
+    def note_items(
+        self,
+        env_id: int,
+        num_in_flight: int,
+        *,
+        oldest_s: float | None = None,
+        losses: Mapping[str, int] | None = None,
+    ) -> None:
+        """Record an environment's items in flight, how long ago the oldest began, and what came to nothing."""
         environment = self.state.environments.get(env_id)
         environment.items_in_flight = num_in_flight
         environment.oldest_item_since = None if oldest_s is None else self._clock() - oldest_s
+        environment.losses = losses
 
     # Groups
 

@@ -62,6 +62,8 @@ class Environment:
     """At its last status request; None from an original client."""
     oldest_item_since: float | None = None
     """When the oldest of these items began, injected clock; None if there is none."""
+    losses: Mapping[str, int] | None = None
+    """What came to nothing since its start, as of that request, by reason."""
 
     @property
     def is_active(self) -> bool:
@@ -155,7 +157,7 @@ class Environments:
         environment.is_connected = True
         environment.is_silent = False
         environment.last_seen = now
-        environment.items_in_flight = environment.oldest_item_since = None
+        environment.items_in_flight = environment.oldest_item_since = environment.losses = None
         self._changed()
         return environment
 

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from atroposlib.api.schemas import Explanation, HubStatus, Ledger, ReplicaStatus
 from atroposlib.errors import HubRejected, HubUnavailable
+from atroposlib.runtime.losses import listed
 from atroposlib.utils.wording import counted, without_users
 
 M = TypeVar("M", bound=BaseModel)
@@ -143,6 +144,9 @@ def render_view(view: HubView, *, url: str) -> Group:
             str(each.buffered_sequences),
             str(each.floor),
         )
+    losses = [
+        f"{each.name} lost: {listed(each.losses)}" for each in seen.environments if each.losses
+    ]
     hubs = Table("hub", "state", "runs", box=None)
     for hub in view.replicas:
         hubs.add_row(
@@ -154,6 +158,7 @@ def render_view(view: HubView, *, url: str) -> Group:
     lines = [where, describe_queue(view), batch, ledger]
     lines += [seen.refusal] if seen.refusal else []
     lines += [f"dead: {dead}"] if dead else []
+    lines += losses
     lines += [f"not granted: {conflict}" for conflict in seen.conflicts]
     none_yet = Text("no environment has registered")
     page = [Text("\n".join(lines)), environments if seen.environments else none_yet]

@@ -34,6 +34,7 @@ def test_the_status_says_why_there_is_no_batch(
     assert "no batch: 2 of 4 sequences are queued" in said
     assert "ledger: 1 group = 1 queued" in said
     assert "lost:" not in said
+    hub.get("/batch")  # environments may register once the trainer asks
     about = {"desired_name": "sums", "max_token_length": 99, "weight": 1.0, "group_size": 2}
     httpx.post(f"{hub.url}/register-env", json=about).raise_for_status()
     hub.get('/status-env?env_id=0&items_in_flight=0&losses={"dropped_equal_scores":3}')

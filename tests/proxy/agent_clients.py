@@ -1,15 +1,20 @@
-"""Agents as people write them, one function per client library: ten turns with a proxy.
+"""Agents as people write them, one function per client library or command-line agent: ten turns with a proxy.
 
 `agent_clients.py NAME URL KEY stream|whole` runs in the environment that has the libraries; URL ends in /v1. The model
-calls the tool `weather` nine times, then answers. The last line printed is the library's version.
+calls the tool `weather`, or a shell, nine times, then answers. The last line printed is the client's version.
+Command-line agents run in an empty home without a network.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
 import sys
+import tempfile
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 ASKED = "How is the weather, day by day?"
@@ -218,6 +223,66 @@ def mini_swe_agent(url: str, key: str, _: bool) -> str:
     agent = DefaultAgent(model, LocalEnvironment(), **settings, step_limit=NUM_TURNS + 1)
     print(agent.run("Count to nine."), file=sys.stderr)
     return version("mini-swe-agent")
+
+
+def dspy_react(url: str, key: str, _: bool) -> str:
+    import dspy
+
+    dspy.configure(lm=dspy.LM("openai/m", api_base=url, api_key=key, cache=False, num_retries=0))
+    agent = dspy.ReAct("question -> answer", tools=[weather], max_iters=NUM_TURNS)
+    print(agent(question=ASKED).answer, file=sys.stderr)
+    return version("dspy")
+
+
+def codex(url: str, key: str, _: bool) -> str:
+    policy = f'{{name="policy",base_url="{url}",env_key="POLICY_KEY",wire_api="responses"}}'
+    settings = [f"model_providers.policy={policy}", 'model_provider="policy"']
+    settings += ["analytics.enabled=false", "check_for_update_on_startup=false"]
+    options = ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "-m", "m"]
+    options += [option for setting in settings for option in ("-c", setting)]
+    return run_cli(["codex", "exec", *options, ASKED], {"POLICY_KEY": key})
+
+
+def claude_code(url: str, key: str, _: bool) -> str:
+    settings = {
+        "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),
+        "ANTHROPIC_AUTH_TOKEN": key,
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+    }
+    options = ["--model", "m", "--allowedTools", "Bash,Read,Edit,Write,Agent"]
+    return run_cli(["claude", "-p", ASKED, *options], settings)
+
+
+def opencode(url: str, key: str, _: bool) -> str:
+    policy = {
+        "npm": "@ai-sdk/openai-compatible",
+        "options": {"baseURL": url, "apiKey": key},
+        "models": {"m": {}},
+    }
+    config = json.dumps({"provider": {"policy": policy}, "autoupdate": False, "share": "disabled"})
+    settings = {"OPENCODE_CONFIG_CONTENT": config, "OPENCODE_DISABLE_MODELS_FETCH": "1"}
+    # Without a title, another request asks the model for one.
+    options = ["-m", "policy/m", "--title", "weather"]
+    return run_cli(["opencode", "run", *options, ASKED], settings)
+
+
+def run_cli(command: list[str], settings: dict[str, str]) -> str:
+    """Run a command-line agent in an empty home, where only this machine can be reached; return its version."""
+    folder = Path(f"{sys.prefix}-node", "node_modules", ".bin")
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
+        away = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
+        env = {"PATH": os.environ["PATH"], "HOME": home, "NO_PROXY": "127.0.0.1", **away}
+        program = str(folder / command[0])
+        subprocess.run(
+            [program, *command[1:]],
+            cwd=home,
+            env={**env, **settings},
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr,
+            check=True,
+        )
+        said = subprocess.check_output([program, "--version"], env=env, text=True, cwd=home)
+    return next(word for word in said.split() if word[0].isdigit())
 
 
 if __name__ == "__main__":

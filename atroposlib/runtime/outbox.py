@@ -94,6 +94,8 @@ class Outbox:
         """Whether the hub was unavailable at the last attempt."""
         self.num_accepted = 0
         """Groups that passed `check_group` and the drop rules."""
+        self.num_tokens_trained = 0
+        """Trained positions of these groups."""
         self._score_sum, self._num_scores = 0.0, 0
         self.num_stored = 0
         """Groups the hub has confirmed."""
@@ -170,6 +172,7 @@ class Outbox:
             )
             accepted += 1
             self.num_accepted += 1
+            self.num_tokens_trained += checked.num_trained
             self._score_sum += float(scores.sum())
             self._num_scores += len(scores)
             if not send:

@@ -75,6 +75,8 @@ class RunStatus:
     """Prompt tokens of answered requests; filled in by `sign_of_life`."""
     num_tokens_out: int = 0
     """Sampled tokens; filled in by `sign_of_life`."""
+    num_tokens_trained: int = 0
+    """Trained positions of accepted groups. What is sampled beyond them was dropped, lost, masked or a judge's."""
 
     def metrics(self) -> dict[str, float]:
         """Return the pace of `serve` as metrics; what is not known is left out."""
@@ -232,6 +234,7 @@ class Progress:
             ("trainer waits", _percent(status.trainer_wait_share)),
             ("staleness", None if status.staleness is None else f"{status.staleness:.1f}"),
             ("tokens", f"{_short(status.num_tokens_in)} in, {_short(status.num_tokens_out)} out"),
+            ("tokens to train", _short(status.num_tokens_trained) if status.num_tokens_trained else None),
         ]
         return [(name, text) for name, text in rows if text]
 

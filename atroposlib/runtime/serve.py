@@ -185,6 +185,7 @@ class _HubRun:
             lost=env.lost_answers(),
             failed=items.outcomes.by_type,
             num_without_groups=items.outcomes.num_without_groups,
+            num_tokens_trained=outbox.num_tokens_trained,
             num_in_flight=len(env.running_items),
             num_wanted_in_flight=items.num_wanted,
             num_ready=None if hub is None else hub.self_queue_size + self._link.num_uncounted,

@@ -1,7 +1,9 @@
 """Anthropic's Messages API: `POST .../v1/messages` and `.../count_tokens`.
 
-Blocks become messages: tool results become messages before the user's text. Tools that only Anthropic can run are left
-out, documents are refused. Unlike Anthropic's API, answers are never constrained, so `tool_choice` "any" means "auto".
+Blocks become messages: tool results become messages before the user's text. A tool that is deferred is shown to the
+model where a block refers to it, so that the beginning of the prompt stays as it was. Tools that only Anthropic can run
+are left out, documents are refused. Unlike Anthropic's API, answers are never constrained, so `tool_choice` "any" means
+"auto".
 """
 
 from __future__ import annotations
@@ -43,18 +45,22 @@ def read(body: MessagesBody) -> AgentRequest:
     if body.system:
         system = read_content(body.system, where="system")
         messages.append({"role": "system", "content": system})
+    known: dict[str, dict[str, Any]] = {}
+    tools, left_out = [], []
+    for i, tool in enumerate(body.tools or []):
+        if (kind := tool.get("type") or "custom") == "custom":
+            function = _function(tool, f"tools[{i}]")
+            known[function["name"]] = function
+            if not tool.get("defer_loading"):
+                tools.append({"type": "function", "function": function})
+        else:
+            left_out.append(str(kind))
     for i, message in enumerate(body.messages):
-        messages += _messages_of(message, f"messages[{i}]")
+        messages += _messages_of(message, known, f"messages[{i}]")
     sampling = body.sampling()
     if body.stop_sequences:
         sampling["stop"] = body.stop_sequences
     choice = (body.tool_choice or {}).get("type")
-    tools, left_out = [], []
-    for i, tool in enumerate(body.tools or []):
-        if (kind := tool.get("type") or "custom") == "custom":
-            tools.append(_function(tool, f"tools[{i}]"))
-        else:
-            left_out.append(str(kind))
     return AgentRequest(
         messages=read_messages(messages),
         tools=tools or None,
@@ -64,7 +70,9 @@ def read(body: MessagesBody) -> AgentRequest:
     )
 
 
-def _messages_of(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+def _messages_of(
+    message: Mapping[str, Any], known: Mapping[str, dict[str, Any]], where: str
+) -> list[dict[str, Any]]:
     role, content = message.get("role"), message.get("content")
     if not isinstance(content, list):
         return [{"role": role, "content": content}]
@@ -81,28 +89,65 @@ def _messages_of(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]
                 raise ProxyError(f"{at}.input must be an object", param=f"{at}.input")
             calls.append(tool_call(call_id, name, block["input"]))
         elif kind == "tool_result":
-            result = read_content(block.get("content"), where=f"{at}.content")
+            result = _read(block.get("content"), known, f"{at}.content")
             call_id = text_field(block, "tool_use_id", at)
             results.append({"role": "tool", "tool_call_id": call_id, "content": result})
         elif kind == "thinking":
             thoughts.append(text_field(block, "thinking", at))
         elif kind != "redacted_thinking":
             parts.append(block)
-    said = {"role": role, "content": read_content(parts, where=f"{where}.content")}
+    said = {"role": role, "content": _read(parts, known, f"{where}.content")}
     if role == "assistant":
         given = {"tool_calls": calls, "reasoning_content": "".join(thoughts)}
         return [{**said, **{key: value for key, value in given.items() if value}}]
     return results + ([said] if parts else [])
 
 
-def _function(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _read(
+    content: Any, known: Mapping[str, dict[str, Any]], where: str
+) -> str | list[dict[str, Any]]:
+    """Return a content, with blocks about tools and sources as text."""
+    if isinstance(content, list):
+        content = [_as_text(block, known, f"{where}[{i}]") for i, block in enumerate(content)]
+    return read_content(content, where=where)
+
+
+def _as_text(block: Any, known: Mapping[str, dict[str, Any]], where: str) -> Any:
+    """Return a block about a tool or a source as a text; others as they are."""
+    kind = block.get("type") if isinstance(block, Mapping) else None
+    if kind == "search_result":
+        said = _read(block.get("content"), known, f"{where}.content")
+        text = f"{block.get('title')} ({block.get('source')})\n{said}"
+    elif kind == "tool_reference":
+        text = _shown(text_field(block, "tool_name", where), known)
+    elif kind in ("tool_addition", "tool_removal"):
+        tool = block.get("tool")
+        if isinstance(tool, Mapping) and tool.get("type") == "tool_definition":
+            function = _function(tool.get("definition"), f"{where}.tool.definition")
+            text = _shown(function["name"], {function["name"]: function})
+        else:
+            name = text_field(tool, "name", f"{where}.tool")
+            text = _shown(name, known)
+            if kind == "tool_removal":
+                text = f"The tool {name} was removed."
+    else:
+        return block
+    return {"type": "text", "text": text}
+
+
+def _shown(name: str, known: Mapping[str, dict[str, Any]]) -> str:
+    """Return a tool as the model reads it within a message."""
+    return f"<function>{json.dumps(known.get(name, {'name': name}), ensure_ascii=False)}</function>"
+
+
+def _function(tool: Any, where: str) -> dict[str, Any]:
     function = {
         "name": text_field(tool, "name", where),
         "parameters": tool.get("input_schema") or {},
     }
     if tool.get("description"):
         function["description"] = tool["description"]
-    return {"type": "function", "function": function}
+    return function
 
 
 def write(answer: AgentAnswer) -> dict[str, Any]:

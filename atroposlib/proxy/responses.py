@@ -117,6 +117,9 @@ def messages_of(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
         elif kind in ("function_call_output", "custom_tool_call_output"):
             output = read_content(item.get("output"), where=f"{where}.output")
+            if item.get("call_id") is None and item.get("name") is not None:
+                messages.append(_told(item, output, where))
+                continue
             call_id = text_field(item, "call_id", where)
             messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
         elif kind == "reasoning":
@@ -128,6 +131,16 @@ def messages_of(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         else:
             raise ProxyError(f"{where} is an item of unsupported type {kind!r}", param=where)
     return messages
+
+
+def _told(
+    item: Mapping[str, Any], output: str | list[dict[str, Any]], where: str
+) -> dict[str, Any]:
+    """Return what a tool says without being called, as tools of Codex do, as a message of the user."""
+    name = function_name(text_field(item, "name", where), item.get("namespace"))
+    if isinstance(output, str):
+        return {"role": "user", "content": f"{name}: {output}"}
+    return {"role": "user", "content": [{"type": "text", "text": f"{name}:"}, *output]}
 
 
 def join_items(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

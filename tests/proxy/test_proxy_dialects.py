@@ -127,6 +127,14 @@ def test_items_become_the_messages_they_were_split_from(given: Any, expected: An
     assert ask.messages == conversation == expected
 
 
+def test_a_result_of_no_call_is_the_users_and_says_where_it_is_from() -> None:
+    # Codex: what its `create_goal` leaves in the history after the call's own result.
+    told = {"type": "function_call_output", "name": "goal_objective", "output": "Win."}
+    items = [{"role": "user", "content": "hi"}, {**told, "namespace": "agent"}]
+    ask = responses.read(responses.ResponsesBody(input=items), {}).ask
+    assert ask.messages[1] == {"role": "user", "content": "agent__goal_objective: Win."}
+
+
 def test_responses_request_is_translated_whole() -> None:
     body = responses.ResponsesBody(
         input="hi",
@@ -234,6 +242,66 @@ def test_blocks_become_messages_with_results_before_the_users_text() -> None:
     ]
     assert ask.tools == [WEATHER]
     assert ask.sampling == {"max_tokens": 9, "stop": ["x"]}
+
+
+def test_a_tool_that_is_deferred_is_shown_where_it_is_referred_to() -> None:
+    known = [{"name": name, "input_schema": SCHEMA} for name in ("search", "weather")]
+    found = [{"type": "tool_reference", "tool_name": "weather"}]
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": found}
+    body = messages.MessagesBody(
+        tools=[known[0], {**known[1], "defer_loading": True}],
+        messages=[
+            {"role": "user", "content": "hi"},
+            {
+                "role": "assistant",
+                "content": [{"type": "tool_use", "id": "c1", "name": "search", "input": {}}],
+            },
+            {"role": "user", "content": [result]},
+        ],
+    )
+    ask = messages.read(body)
+    assert [tool["function"]["name"] for tool in ask.tools or ()] == ["search"]
+    shown = json.dumps({"name": "weather", "parameters": SCHEMA})
+    assert ask.messages[-1]["content"] == f"<function>{shown}</function>"
+    unknown = messages.MessagesBody(messages=body.messages)
+    assert (
+        messages.read(unknown).messages[-1]["content"] == '<function>{"name": "weather"}</function>'
+    )
+
+
+@pytest.mark.parametrize(
+    ("block", "text"),
+    [
+        (
+            {
+                "type": "tool_addition",
+                "tool": {"type": "tool_definition", "definition": {"name": "f"}},
+            },
+            '<function>{"name": "f", "parameters": {}}</function>',
+        ),
+        (
+            {"type": "tool_addition", "tool": {"type": "tool_reference", "name": "f"}},
+            '<function>{"name": "f"}</function>',
+        ),
+        (
+            {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "f"}},
+            "The tool f was removed.",
+        ),
+        (
+            {
+                "type": "search_result",
+                "source": "http://a/",
+                "title": "A",
+                "content": [{"type": "text", "text": "b"}],
+            },
+            "A (http://a/)\nb",
+        ),
+    ],
+)
+def test_what_claude_code_says_of_tools_and_sources_is_text(block: Any, text: str) -> None:
+    told = [{"role": "user", "content": "hi"}, {"role": "system", "content": [block]}]
+    ask = messages.read(messages.MessagesBody(messages=told))
+    assert ask.messages[-1] == {"role": "system", "content": text}
 
 
 @pytest.mark.parametrize(

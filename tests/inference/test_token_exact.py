@@ -182,6 +182,28 @@ async def test_a_template_that_refuses_a_message_says_why() -> None:
         )
 
 
+async def test_a_template_of_strict_turns_gets_one_system_message_and_joined_questions() -> None:
+    # What Codex (two system messages, two questions) and Claude Code (system messages later on) send.
+    jinja = (
+        "{% set start = 1 if messages[0].role == 'system' else 0 %}{% for m in messages %}"
+        "{% if (m.role == 'system') != (loop.index0 < start) or m.role == 'user'"
+        " and (loop.index0 - start) % 2 %}{{ raise_exception('roles must alternate') }}{% endif %}"
+        "{{ m.role + ': ' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    engine, managed = told_session(make_tokenizer(jinja))
+    engine.tell("a", "b")
+    system = [{"role": "system", "content": text} for text in ("one", "two")]
+    history: list[Any] = [*system, user("three"), user("four")]
+    answered = await managed.chat_completion(messages=history)
+    history += [answered.choices[0].message, {"role": "system", "content": "five"}]
+    await managed.chat_completion(messages=history)
+    first = "system: one\n\ntwo<|im_end|>\nuser: three\n\nfour<|im_end|>\nassistant: "
+    later = "a<|im_end|>\nuser: five<|im_end|>\nassistant: "
+    assert engine.tokenizer.decode(engine.sent[1]) == first + later
+    assert len(managed.get_state()["nodes"]) == 1
+
+
 async def test_template_variables_reach_the_template_and_not_the_engine() -> None:
     jinja = CHATML + "{% if add_generation_prompt and not enable_thinking %}no{% endif %}"
     engine, managed = told_session(make_tokenizer(jinja, eos="<|im_end|>"))

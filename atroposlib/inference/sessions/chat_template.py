@@ -270,12 +270,11 @@ class ChatTemplate:
         except Exception as e:
             is_refusal = _is_of_jinja(e)
             if is_refusal or isinstance(e, TypeError):
-                # Some templates concatenate text: they need "" for None, and arguments as JSON.
-                as_text = [_with_texts(message) for message in messages]
-                if as_text != messages:
-                    return self._apply(
-                        as_text, options, add_generation_prompt=add_generation_prompt
-                    )
+                for form in (_with_texts, _in_turns):
+                    if (changed := form(messages)) != messages:
+                        return self._apply(
+                            changed, options, add_generation_prompt=add_generation_prompt
+                        )
             if isinstance(e, ValueError) and getattr(self._tokenizer, "chat_template", "") is None:
                 raise ConfigError(
                     "the tokenizer has no chat template; use an instruction-tuned model,"
@@ -471,8 +470,12 @@ def _first_name(message: Message) -> str:
     return str(calls[0]["function"].get("name")) if calls else ""
 
 
-def _with_texts(message: dict[str, Any]) -> dict[str, Any]:
-    """Set missing content of a message with tool calls to ""; if it has content, write its arguments as JSON."""
+def _with_texts(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages for templates that concatenate text: "" for no content, else arguments as JSON."""
+    return [_with_text(message) for message in messages]
+
+
+def _with_text(message: dict[str, Any]) -> dict[str, Any]:
     if message["role"] != "assistant" or not message.get("tool_calls"):
         return message
     if message["content"] is None:
@@ -484,6 +487,27 @@ def _with_texts(message: dict[str, Any]) -> dict[str, Any]:
             arguments = json.dumps(arguments, ensure_ascii=False)
         calls.append({**call, "function": {**call["function"], "arguments": arguments}})
     return {**message, "tool_calls": calls}
+
+
+def _in_turns(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages for templates of strict turns: one system message at the beginning, and joined questions.
+
+    Agents send several system messages, also later on; those are the user's here.
+
+    >>> told = [("system", "a"), ("system", "b"), ("user", "c"), ("system", "d")]
+    >>> _in_turns([{"role": role, "content": text} for role, text in told])
+    [{'role': 'system', 'content': 'a\\n\\nb'}, {'role': 'user', 'content': 'c\\n\\nd'}]
+    """
+    joined: list[dict[str, Any]] = []
+    for message in messages:
+        last = joined[-1] if joined else message
+        if message["role"] == "system" and last["role"] != "system":
+            message = {**message, "role": "user"}
+        if joined and message["role"] == last["role"] and message["role"] in ("system", "user"):
+            joined[-1] = {**last, "content": f"{last['content']}\n\n{message['content']}"}
+        else:
+            joined.append(message)
+    return joined
 
 
 def _is_of_jinja(error: Exception) -> bool:

@@ -6,6 +6,7 @@ Numpy only; the arrays of a record are views into arrays of its group. `atroposl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -18,6 +19,9 @@ from atroposlib.scored_data import IGNORE_INDEX, FloatArray, IntArray, ScoredGro
 
 GroupBaseline = Literal["group", "rloo", "none"]
 """Baseline of a score: the group's mean, the mean of the others, none."""
+
+LEAST_LOGPROB = math.log(2.0**-149)
+"""-103 nats: the probability of anything lower is 0 in float32."""
 
 
 class HasGroups(Protocol):
@@ -122,7 +126,10 @@ def group_samples(
 
 
 def require_logprobs(group: ScoredGroup) -> NDArray[np.bool_]:
-    """Return [S]: whether each sequence is supervised. Raises GroupError if another has no sampled logprobs."""
+    """Return [S]: whether each sequence is supervised.
+
+    Raises GroupError if another has no sampled logprobs, or one of a token that cannot have been sampled.
+    """
     overrides = group.overrides or [{}] * group.num_sequences
     for_all = (group.group_overrides or {}).get("sft")
     supervised = np.array([bool((each or {}).get("sft", for_all)) for each in overrides], bool)
@@ -132,6 +139,14 @@ def require_logprobs(group: ScoredGroup) -> NDArray[np.bool_]:
             "the tokens were sampled with. Sample through `self.server.managed_server(...)` with server_type vllm or "
             "sglang and put the nodes' logprobs into the group as `inference_logprobs`."
         )
+    if group.inference_logprobs is not None and not supervised.all():
+        is_sampled = completion_mask(group) & np.repeat(~supervised, group.lengths)
+        lowest = group.inference_logprobs.min(where=is_sampled, initial=0.0)
+        if lowest < LEAST_LOGPROB:
+            raise GroupError(
+                f"inference_logprobs: logprob {lowest:g} of a trained token: its probability is 0, so the engine "
+                "cannot have sampled it (vLLM's JSON has -9999 for minus infinity)"
+            )
     return supervised
 
 

@@ -215,10 +215,7 @@ def overlong_penalty(
 
 
 def require_trainable(group: ScoredGroup, *, vocab_size: int) -> None:
-    """Raise GroupError for token ids outside the model's vocabulary, and for a group without sampled logprobs.
-
-    A group whose sequences are all supervised needs no logprobs.
-    """
+    """Raise GroupError for token ids outside the model's vocabulary, and as `samples.require_logprobs` does."""
     samples.require_logprobs(group)
     for name, ids in (("tokens", group.tokens), ("masks", group.masks)):
         if len(ids) and (highest := int(ids.max())) >= vocab_size:

@@ -11,7 +11,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TypeVar
@@ -83,6 +83,9 @@ class Follower:
     def training(self) -> AbstractContextManager[None]:
         """Renew the batch's lease while its step is computed."""
         return nullcontext()
+
+    def refuse(self, positions: Sequence[int], reason: str) -> None:
+        """Give the batch back untrained; the groups at `positions` are set aside, for `reason`."""
 
     def acknowledge(self, *, step: int) -> None:
         """Report that the weights of `step` contain the batch."""
@@ -168,6 +171,23 @@ class Leader(Follower):
         assert self._leased is not None
         with self._hub.holding(self._leased):
             yield
+
+    def refuse(self, positions: Sequence[int], reason: str) -> None:
+        batch = self._leased
+        assert batch is not None
+        names = ", ".join(str(batch.groups[i].group_id) for i in positions) or "no group alone"
+        logger.error("a batch is given back; %s: %s", reason, names)
+
+        def give_back() -> None:
+            if positions:
+                self._hub.reject(batch, positions, reason=reason)
+            else:
+                self._hub.release(batch)
+
+        try:
+            self._patiently("it does not know that a batch is given back", give_back)
+        except LeaseExpired as error:
+            logger.warning("the lease of the batch had ended: %s", error)
 
     def acknowledge(self, *, step: int) -> None:
         """Wait while the hub is unavailable; count an expired lease, and warn of it or of an unknown batch."""

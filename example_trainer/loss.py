@@ -57,6 +57,10 @@ class LogprobSums(NamedTuple):
     num_lowered: Tensor
 
 
+MAX_LOG_RATIO = 20.0
+"""Nats beyond which a ratio stays as it is, and has no gradient: its exponential would overflow at 88."""
+
+
 class PolicyLoss(NamedTuple):
     """The loss of a micro-batch, and where it was clipped."""
 
@@ -98,10 +102,11 @@ def policy_loss(
     is_policy_N = ~positions.is_supervised_N
     # Supervised positions are zeroed before the exponential: inf times 0 would be NaN.
     gap_N = torch.where(is_policy_N, logprobs_N - positions.sampled_logprobs_N, 0.0)
-    correction_N = correction_weights(config, gap_N.detach(), positions)
     advantages_N = positions.advantages_N
     if config.distill_coef and config.distill_loss == "reverse_kl":
         advantages_N = advantages_N + config.distill_coef * reverse_kl_advantages(positions)
+    gap_N = gap_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    correction_N = correction_weights(config, gap_N.detach(), positions)
     # With a correction the ratio is to the trainer's own logprobs: its value is 1, its gradient is not 0.
     log_ratio_N = gap_N if config.correction == "none" else gap_N - gap_N.detach()
     if config.ratio_level == "sequence":
@@ -156,6 +161,7 @@ def correction_weights(config: TrainerConfig, gap_N: Tensor, positions: Position
         return torch.ones_like(gap_N)
     if config.correction_level == "sequence":
         gap_N = sequence_sum(gap_N, positions)[positions.sequence_N]
+        gap_N = gap_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     weight_N = gap_N.exp()
     cap, floor = config.correction_cap, config.correction_floor
     if config.correction == "tis":

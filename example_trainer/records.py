@@ -135,7 +135,8 @@ class Clock:
     def phase(self, name: str) -> Iterator[None]:
         started = time.perf_counter()
         yield
-        self._phases[name] = time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        self._phases[name] = self._phases.get(name, 0.0) + seconds
 
     def read(self) -> dict[str, float]:
         """Return each phase, the whole step (`wall_s`) and this process's CPU time in it (`cpu_s`)."""

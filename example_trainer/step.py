@@ -6,6 +6,7 @@ Called by the loop (`training.py`).
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,14 +14,19 @@ import torch
 from torch import Tensor
 
 from atroposlib.errors import AtroposError
+from atroposlib.scored_data import ScoredGroup
 from example_trainer.config import TrainerConfig
-from example_trainer.data import Batch, DataOptions, MicroBatch
+from example_trainer.data import Batch, DataOptions, MicroBatch, make_batch
 from example_trainer.gap import GapReport, LogprobGap
-from example_trainer.loss import LogprobSums, LossShare, logprob_sums, policy_loss
-from example_trainer.model import Policy, Reference
+from example_trainer.loss import LogprobSums, LossShare, PolicyLoss, logprob_sums, policy_loss
+from example_trainer.model import Policy, PolicyOutput, Reference
 from example_trainer.optim import set_learning_rate
 from example_trainer.parallel import whole
 from example_trainer.trained_groups import StepTrace
+
+
+class NotFinite(AtroposError):
+    """The gradient of a batch is not finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,18 +53,35 @@ def take_step(
 ) -> StepResult:
     """Accumulate the gradient over the micro-batches, compare logprobs with the engines', then update the weights.
 
-    A batch with nothing to train leaves weights and optimizer unchanged.
+    A batch with nothing to train leaves weights and optimizer unchanged, as does NotFinite.
     """
     lr = set_learning_rate(optimizer, config, step)
     frozen = reference if batch.lacks_reference else None
     names = LossShare._fields + LogprobSums._fields
     totals = torch.zeros(len(names), dtype=torch.float64, device=policy.device)
+    for micro_batch, own, (share, clipped_N) in losses(policy, batch, config, frozen):
+        if micro_batch.is_filler:
+            continue
+        gap.observe(micro_batch, own.logprobs_N, step)
+        sums_of_logprobs = logprob_sums(micro_batch.positions, own.logprobs_N)
+        if trace is not None:
+            trace.observe(micro_batch, own.logprobs_N, own.entropy_N, clipped_N)
+        totals += torch.stack([value.detach() for value in (*share, *sums_of_logprobs)])
+    report = gap.settle(step)
+    grad_norm = update_weights(policy, optimizer, config) if batch.micro_batches else None
+    sums = dict(zip(names, policy.world.sum(totals).tolist(), strict=True))
+    loss = sums["loss"] if batch.micro_batches else None
+    return StepResult(lr=lr, loss=loss, grad_norm=grad_norm, sums=sums, gap=report)
+
+
+def losses(
+    policy: Policy, batch: Batch, config: TrainerConfig, frozen: Reference | None
+) -> Iterator[tuple[MicroBatch, PolicyOutput, PolicyLoss]]:
+    """Yield each of this process's micro-batches with its forward pass and loss; its backward pass follows."""
     for cpu_micro_batch in policy.world.share(batch.micro_batches):
         micro_batch = cpu_micro_batch.to(policy.device)
         own = policy.logprobs(micro_batch)
-        if not micro_batch.is_filler:
-            gap.observe(micro_batch, own.logprobs_N, step)
-        share, clipped_N = policy_loss(
+        loss = policy_loss(
             config,
             micro_batch.positions,
             own.logprobs_N,
@@ -66,17 +89,8 @@ def take_step(
             ref_logprobs_N=reference_logprobs(frozen, micro_batch),
             teacher_logprobs_own_NK=own.teacher_NK,
         )
-        (share.loss * policy.world.size).backward()  # FSDP takes the mean over the processes
-        if not micro_batch.is_filler:
-            sums_of_logprobs = logprob_sums(micro_batch.positions, own.logprobs_N)
-            if trace is not None:
-                trace.observe(micro_batch, own.logprobs_N, own.entropy_N, clipped_N)
-            totals += torch.stack([value.detach() for value in (*share, *sums_of_logprobs)])
-    report = gap.settle(step)
-    grad_norm = update_weights(policy, optimizer, config, step) if batch.micro_batches else None
-    sums = dict(zip(names, policy.world.sum(totals).tolist(), strict=True))
-    loss = sums["loss"] if batch.micro_batches else None
-    return StepResult(lr=lr, loss=loss, grad_norm=grad_norm, sums=sums, gap=report)
+        yield micro_batch, own, loss
+        (loss.share.loss * policy.world.size).backward()  # FSDP takes the mean over the processes
 
 
 def reference_logprobs(reference: Reference | None, micro_batch: MicroBatch) -> Tensor | None:
@@ -93,19 +107,44 @@ def reference_logprobs(reference: Reference | None, micro_batch: MicroBatch) -> 
 
 
 def update_weights(
-    policy: Policy, optimizer: torch.optim.Optimizer, config: TrainerConfig, step: int
+    policy: Policy, optimizer: torch.optim.Optimizer, config: TrainerConfig
 ) -> float:
-    """Clip, apply and clear the gradient; return its norm before clipping. Raises AtroposError if not finite."""
-    parameters = [p for p in policy.model.parameters() if p.requires_grad]
-    norm = whole(torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm))
-    if not torch.isfinite(norm):
-        raise AtroposError(
-            f"step {step + 1}: the gradient is not finite, so the weights were left as they are; "
-            "check the learning rate and the advantages that the environments send"
-        )
-    optimizer.step()
+    """Clip, apply and clear the gradient; return its norm before clipping. Raises NotFinite without applying it."""
+    norm = clip_gradient(policy, config)
+    if math.isfinite(norm):
+        optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return float(norm)
+    if not math.isfinite(norm):
+        raise NotFinite("the gradient is not finite")
+    return norm
+
+
+def clip_gradient(policy: Policy, config: TrainerConfig) -> float:
+    """Clip the gradient and return its norm before, over all processes."""
+    parameters = [p for p in policy.model.parameters() if p.requires_grad]
+    return float(whole(torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)))
+
+
+def groups_at_fault(
+    policy: Policy,
+    groups: Sequence[ScoredGroup],
+    config: TrainerConfig,
+    reference: Reference | None = None,
+) -> list[int]:
+    """Return the positions of the groups that alone have a gradient which is not finite; weights are left as they are.
+
+    Every process must call it. It takes a forward and a backward pass per group.
+    """
+    found = []
+    for position, group in enumerate(groups):
+        batch = make_batch([group], data_options(config, policy))
+        frozen = reference if batch.lacks_reference else None
+        for _ in losses(policy, batch, config, frozen):
+            pass
+        if batch.micro_batches and not math.isfinite(clip_gradient(policy, config)):
+            found.append(position)
+        policy.model.zero_grad(set_to_none=True)
+    return found
 
 
 def describe_result(result: StepResult, batch: Batch) -> dict[str, Any]:

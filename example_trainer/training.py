@@ -13,7 +13,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from types import FrameType
@@ -23,6 +23,8 @@ import numpy as np
 import torch
 
 from atroposlib.client import TrainerClient
+from atroposlib.errors import AtroposError
+from atroposlib.scored_data import ScoredGroup
 from atroposlib.utils.tracing import record_step
 from example_trainer.bridges import EngineWatch, make_bridge
 from example_trainer.checkpointing import Checkpoints, Start
@@ -42,12 +44,21 @@ from example_trainer.records import (
     gpu_memory,
     progress_line,
 )
-from example_trainer.step import data_options, describe_result, take_step
+from example_trainer.step import (
+    NotFinite,
+    data_options,
+    describe_result,
+    groups_at_fault,
+    take_step,
+)
 from example_trainer.trained_groups import TrainedGroups
 from example_trainer.vllm_process import shares_gpu
 from example_trainer.weights import WeightsDirectory
 
 logger = logging.getLogger(__name__)
+
+MAX_REFUSED = 3
+"""The run ends after so many batches in a row whose gradient is not finite."""
 
 
 def train(config: TrainerConfig) -> None:
@@ -98,20 +109,31 @@ def train(config: TrainerConfig) -> None:
         version = saved_version = start
         for step in range(start, config.num_steps):
             clock = Clock()
-            with clock.phase("batch_wait_s"):
-                groups = feed.next_groups(step)
+            num_refused = 0
+            while True:
+                with clock.phase("batch_wait_s"):
+                    groups = feed.next_groups(step)
+                if groups is None:
+                    break
+                began_at = time.time()
+                with clock.phase("train_s"), feed.training():
+                    batch = make_batch(groups, options)
+                    trace = trained_groups.begin(groups, batch, step=step + 1)
+                    try:
+                        result = take_step(
+                            policy, optimizer, batch, config, step, gap, reference, trace
+                        )
+                    except NotFinite:
+                        at_fault = groups_at_fault(policy, groups, config, reference)
+                    else:
+                        trained_groups.write(trace)
+                        break
+                num_refused += 1
+                refuse(feed, at_fault, groups, step=step + 1, num_refused=num_refused)
             if groups is None:
                 break
             version = step + 1
-            began_at = time.time()
             with clock.phase("train_s"):
-                with feed.training():
-                    batch = make_batch(groups, options)
-                    trace = trained_groups.begin(groups, batch, step=version)
-                    result = take_step(
-                        policy, optimizer, batch, config, step, gap, reference, trace
-                    )
-                    trained_groups.write(trace)
                 feed.acknowledge(step=version)
             if world.is_main:
                 ids = [group.group_id for group in groups]
@@ -143,6 +165,28 @@ def train(config: TrainerConfig) -> None:
         policy.save(final)
         if version != saved_version:
             feed.checkpointed(version, final)
+
+
+def refuse(
+    feed: Follower,
+    at_fault: Sequence[int],
+    groups: Sequence[ScoredGroup],
+    *,
+    step: int,
+    num_refused: int,
+) -> None:
+    """Give a batch whose gradient is not finite back without the groups at fault.
+
+    Raises AtroposError if all of several groups are, since then the model is, and after MAX_REFUSED batches in a row.
+    """
+    are_all = len(at_fault) == len(groups) > 1
+    feed.refuse([] if are_all else at_fault, "the gradient of this group is not finite")
+    if are_all or num_refused == MAX_REFUSED:
+        raise AtroposError(
+            f"step {step}: the gradient of {'every group' if are_all else f'{MAX_REFUSED} batches in a row'} is not "
+            "finite, so the weights were left as they are; check the learning rate, the checkpoint and the advantages "
+            "that the environments send"
+        )
 
 
 def save_checkpoint(

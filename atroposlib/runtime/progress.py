@@ -234,7 +234,10 @@ class Progress:
             ("trainer waits", _percent(status.trainer_wait_share)),
             ("staleness", None if status.staleness is None else f"{status.staleness:.1f}"),
             ("tokens", f"{_short(status.num_tokens_in)} in, {_short(status.num_tokens_out)} out"),
-            ("tokens to train", _short(status.num_tokens_trained) if status.num_tokens_trained else None),
+            (
+                "tokens to train",
+                _short(status.num_tokens_trained) if status.num_tokens_trained else None,
+            ),
         ]
         return [(name, text) for name, text in rows if text]
 

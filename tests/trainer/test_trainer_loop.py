@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -178,6 +179,56 @@ def test_an_environment_with_another_tokenizer_costs_its_groups_alone(
     reasons = sorted(dead["reason"] for dead in httpx.get(f"{hub_url}/dead").json()["groups"])
     assert "inference_logprobs is null" in reasons[0]
     assert "id 50000 in a group of environment" in reasons[1]
+
+
+def test_a_token_that_the_engine_could_not_have_sampled_costs_its_group_alone(
+    configure: Configure, hub_url: str
+) -> None:
+    """vLLM's JSON has -9999 for minus infinity."""
+    groups = pairs(4)
+    poison = make_group([1.0, 0.0], seed=9).to_dict()
+    trained_at = next(i for i, label in enumerate(poison["masks"][0]) if label != -100)
+    poison["inference_logprobs"][0][trained_at] = -9999.0
+    send(hub_url, groups[:1])
+    httpx.post(f"{hub_url}/scored_data", json=poison).raise_for_status()
+    send(hub_url, groups[1:], prefix="later")
+    train(configure(num_steps=2))
+    assert ledger_of(hub_url) == {"trained": 4, "dead": 1}
+    [dead] = httpx.get(f"{hub_url}/dead").json()["groups"]
+    assert "logprob -9999 of a trained token: its probability is 0" in dead["reason"]
+
+
+def test_a_group_whose_gradient_is_not_finite_costs_itself_alone(
+    configure: Configure, hub_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    groups = pairs(4)
+    poison = make_group([1.0, 0.0], seed=9)
+    huge = np.full(len(poison.tokens), 3e38)
+    send(hub_url, groups[:1])
+    send(hub_url, [poison.replace(advantages=huge)], prefix="poison")
+    send(hub_url, groups[1:], prefix="later")
+    config = configure(num_steps=2)
+    train(config)
+    assert "poison" in caplog.text
+    assert ledger_of(hub_url) == {"trained": 4, "dead": 1}
+    [dead] = httpx.get(f"{hub_url}/dead").json()["groups"]
+    assert "the gradient of this group is not finite" in dead["reason"]
+    assert [s["step"] for s in steps_of(config)] == [1, 2]
+
+
+def test_a_model_that_is_not_finite_ends_the_run_and_keeps_the_groups(
+    configure: Configure, hub_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: Any) -> Policy:
+        policy = load_policy(*args)
+        next(policy.model.parameters()).data.fill_(torch.nan)
+        return policy
+
+    monkeypatch.setattr("example_trainer.training.load_policy", broken)
+    send(hub_url, pairs(4))
+    with pytest.raises(AtroposError, match="step 1: the gradient of every group is not finite"):
+        train(configure(num_steps=2))
+    assert ledger_of(hub_url) == {"queued": 4}
 
 
 def test_a_lost_lease_is_counted_and_the_run_goes_on(

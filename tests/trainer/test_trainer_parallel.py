@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -174,12 +175,15 @@ def test_two_processes_follow_one_hub_through_the_first(tmp_path: Path) -> None:
         ("two", TORCHRUN),
     ):
         with serving(create_app()) as hub_url, recorded_engine() as engine:
+            poison = make_group([1.0, 0.0], seed=9)
+            huge = np.full(len(poison.tokens), 3e38)  # its gradient is not finite
+            send(hub_url, [poison.replace(advantages=huge)], prefix="poison")
             send(hub_url, pairs(6))
             settings = settings_for(model_dir, tmp_path / name, num_steps=3, batch_size=4)
             settings |= {"hub_url": hub_url, "engine_url": engine.url, "bridge": "reload"}
             flags = [f"--{key}={value}" for key, value in settings.items()]
             run_python(*launcher, "-m", "example_trainer.grpo", *flags, timeout_s=200)
-            assert ledger_of(hub_url) == {"trained": 6}
+            assert ledger_of(hub_url) == {"trained": 6, "dead": 1}
             assert engine.versions == ["0", "1", "2", "3"]
         assert [row["step"] for row in rows_in(tmp_path / name / "metrics.jsonl")] == [1, 2, 3]
         traces.append(rows_in(tmp_path / name / "trained_groups.jsonl"))

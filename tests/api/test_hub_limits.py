@@ -655,7 +655,7 @@ async def test_room_that_is_gone_at_once_does_not_stop_the_event_loop(
 
 
 @pytest.mark.parametrize(
-    ("method", "path"), [("POST", "/register"), ("GET", "/batch"), ("GET", "/scored_data")]
+    ("method", "path"), [("POST", "/register"), ("GET", "/batch"), ("GET", "/status")]
 )
 async def test_only_requests_with_groups_meet_the_ladder(method: str, path: str) -> None:
     run = FullRun()

@@ -197,7 +197,8 @@ async def test_requests_are_counted_by_template_whatever_the_path(
     name = "atropos_request_seconds_count"
     assert counts == {
         f"{name}{{method=POST,route=/batches/{{batch_id}}/ack,status=404}}": 20,
-        f"{name}{{method=any,route=unknown,status=404}}": 40,
+        f"{name}{{method=any,route=unknown,status=404}}": 20,
+        f"{name}{{method=any,route=unknown,status=405}}": 20,
     }
 
 

@@ -89,6 +89,10 @@ class RouteTable:
         )
         return next(found, None)
 
+    def methods(self, path: str) -> list[str]:
+        """Return the methods that have a row for a path without its run prefix."""
+        return [name for name in ("GET", "POST", "DELETE") if self.find(name, path) is not None]
+
 
 class RunPath(NamedTuple):
     """A request path, split."""

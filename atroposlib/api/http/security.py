@@ -200,12 +200,27 @@ class Access:
                 scope["path"] = path
                 scope["raw_path"] = quote(path).encode()
             refusal = self._refusal(scope, run, route)
+            if refusal is None and route is None:
+                refusal = self._no_row(scope["method"], path)
             is_vital = route is not None and route.is_vital
             if scope.get("extensions", {}).get(CROWDED_EXTENSION) and not is_vital:
                 refusal = _refuse(503, "all connections are in use; try again")
         if refusal is None and route is not None and route.scopes:
             scope["is_authorised"] = True
         await (refusal or self._app)(scope, receive, send)
+
+    def _no_row(self, method: str, path: str) -> JSONResponse | None:
+        """Return the answer to a request without a row; None for a path with a slash too many, which is redirected.
+
+        It gets no further: what the table does not find, the routers behind it could.
+        """
+        if path.endswith("/") and self._routes.find(method, path[:-1]) is not None:
+            return None
+        if allowed := self._routes.methods(path):
+            response = _refuse(405, "Method Not Allowed")
+            response.headers["Allow"] = ", ".join(allowed)
+            return response
+        return _refuse(404, "Not Found")
 
     def _refusal(self, scope: AsgiScope, run: str, route: Route | None) -> JSONResponse | None:
         if route is not None and not route.scopes:

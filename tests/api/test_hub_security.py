@@ -234,8 +234,9 @@ async def test_application_sees_the_run_and_the_plain_path() -> None:
     }
 
 
-async def test_impossible_run_is_404() -> None:
-    response = await call("GET", "/runs/..%2F..%2Fetc/status")
+@pytest.mark.parametrize("name", ["..%2F..%2Fetc", "ballast", "ballast.probe", "a%0A"])
+async def test_impossible_run_is_404(name: str) -> None:
+    response = await call("GET", f"/runs/{name}/status")
     assert (response.status_code, response.json()) == (404, {"detail": "not the name of a run"})
 
 

@@ -20,8 +20,8 @@ from atroposlib.api.stores.memory import MemoryStore
 from atroposlib.errors import ConfigError
 from atroposlib.utils.files import replace_file, sync_to_disk
 
-RUN_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-"""Valid run names: part of a URL path and of a file name."""
+RUN_NAME: Final = re.compile(r"(?!ballast(\.probe)?\Z)[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+"""Valid run names: part of a URL path and of a file name. `space.py` has files of two names beside the runs."""
 MARKER: Final = "run.json"
 _OURS: Final = re.compile(
     r"run\.json((\.[0-9a-f]{8})?\.partial)?|lock|ballast(\.probe)?|(run|(damaged-\d+-)?state)\.db"

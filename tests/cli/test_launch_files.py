@@ -238,7 +238,7 @@ def test_slurm_scripts_are_valid_and_ask_for_the_resources(tmp_path: Path) -> No
     trainer = (tmp_path / "jobs" / "trainer.sbatch").read_text()
     assert "#SBATCH --time=24:00:00\n" in trainer
     assert '"--weights_dir=${RUN_DIR}/weights"' in trainer
-    assert "xargs scancel" in trainer
+    assert "end_job $? run" in trainer
 
 
 @pytest.mark.parametrize("num_hubs", [1, 2])

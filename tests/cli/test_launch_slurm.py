@@ -155,6 +155,54 @@ def test_a_run_ends_on_slurm_with_one_job_queued_again(
     check_end(run_dir)
 
 
+SERVER = {"command": ["python", "-m", "http.server", "${PORT}"], "ready": "/"}
+
+
+@pytest.mark.parametrize(
+    "how", ["fails", "cancelled", "hub cancelled", pytest.param("time", marks=pytest.mark.slow)]
+)
+def test_no_job_of_a_run_is_left_when_one_ends(
+    slurm: dict[str, str], tmp_path: Path, how: str
+) -> None:
+    """Also: a second `submit.sh` while jobs live is refused, and a trainer that is queued again ends nothing."""
+    program = (
+        ["bash", "-c", "exit 3"]
+        if how == "fails"
+        else ["bash", "-c", "echo >> ${RUN_DIR}/starts; sleep 1000"]
+    )
+    trainer = {"command": program, "time": "00:01:00"}
+    trainer |= {"restart": "never"} if how == "fails" else {}
+    hub, engine = ({**SERVER, "port": free_port()} for _ in range(2))
+    run_file = write_run(
+        tmp_path / "run.yaml",
+        {"name": "short", "model": "m", "hub": hub, "engine": engine, "trainer": trainer},
+    )
+    rendered = atropos("render", run_file, "--for", "slurm", "--out", "jobs")
+    subprocess.run(rendered, cwd=tmp_path, env=slurm, check=True)
+    submit = tmp_path / "jobs" / "submit.sh"
+    subprocess.run([submit], env=slurm, check=True)
+    run_dir = tmp_path / "runs" / "short"
+    jobs = dict(
+        zip(("hub", "engine", "trainer"), (run_dir / "jobs").read_text().split(), strict=True)
+    )
+    if how != "fails":
+        wait_for((run_dir / "starts").exists, what="the trainer", run_dir=run_dir)
+        again = subprocess.run([submit], env=slurm, capture_output=True, text=True)
+        assert (again.returncode, "has jobs already" in again.stderr) == (1, True)
+        assert (run_dir / "jobs").read_text().split() == list(jobs.values())
+    if how == "cancelled":
+        run(slurm, "scontrol", "requeue", jobs["trainer"])
+        wait_for(
+            lambda: (run_dir / "starts").read_text() == "\n\n",
+            what="the trainer again",
+            run_dir=run_dir,
+        )
+        assert len(run(slurm, "squeue", "-h").splitlines()) == 3
+    if "cancelled" in how:
+        run(slurm, "scancel", jobs["hub" if how.startswith("hub") else "trainer"])
+    wait_for(lambda: not run(slurm, "squeue", "-h"), what="the jobs' end", run_dir=run_dir)
+
+
 def run(variables: dict[str, str], *command: str) -> str:
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=30)
     return done.stdout.strip()

@@ -37,10 +37,20 @@ cd "$(dirname "$0")"
 export RUN_FILES=$PWD
 run_dir={shlex.quote(str(run_dir))}
 mkdir -p "$run_dir"
+live=$(squeue --noheader --format=%A --jobs="$(paste -sd , "$run_dir/jobs" 2>/dev/null)" 2>/dev/null | sort -u || true)
+if [ -s "$run_dir/jobs" ] && [ -n "$live" ]; then
+    echo "this run has jobs already:" $live "- end them first: scancel" $live >&2
+    exit 1
+fi
 rm -rf "$run_dir/addresses" "$run_dir/done"
+: > "$run_dir/jobs"
+# Held until all are known: a job that fails at once ends the others.
+trap 'xargs -r scancel < "$run_dir/jobs"' ERR
 for part in {names}; do
-    sbatch --parsable "$part.sbatch"
-done > "$run_dir/jobs"
+    sbatch --hold --parsable "$part.sbatch" >> "$run_dir/jobs"
+done
+scontrol release "$(paste -sd , "$run_dir/jobs")"
+trap - ERR
 echo "jobs: $(paste -sd ' ' "$run_dir/jobs"); logs: $run_dir/"
 """
 
@@ -75,13 +85,10 @@ def _job(run: RunFile, parts: Sequence[Part], part: Part, run_dir: Path) -> str:
     lines.append('source "$RUN_FILES/functions.sh"')
     if part.port is not None:
         lines.append(f"export {part.variable}=$(own_address)")
-    lines.append("")
-    lines += _connect(parts, part)
+    lines += ["", *_end_of_part(parts, part), *_connect(parts, part)]
     lines += ["PROGRAM() {", f"    exec {command_line(part, indent=' ' * 8)}", "}", ""]
     limits = f"{section.timeout:.0f} {section.restart} {section.max_restarts}"
     lines.append(f'run_part "{part.instance("$INDEX")}" {shlex.quote(part.ready or "-")} {limits}')
-    if part.ends_run:
-        lines += _end_of_run(parts)
     return "\n".join(lines) + "\n"
 
 
@@ -124,13 +131,14 @@ def _connect(parts: Sequence[Part], part: Part) -> list[str]:
     return [*lines, *end, f'USES="{" ".join(uses)}"', ""]
 
 
-def _end_of_run(parts: Sequence[Part]) -> list[str]:
-    lines = ["# The run ends with this part."]
-    if any(part.name == "hub" for part in parts):
+def _end_of_part(parts: Sequence[Part], part: Part) -> list[str]:
+    """Return what happens at every end of a job: a part that ends the run, or fails, takes the other jobs with it."""
+    lines = ["AT_END() { true; }"]
+    if part.ends_run and any(each.name == "hub" for each in parts):
         token = '${ATROPOS_HUB_TOKEN:+-H "Authorization: Bearer $ATROPOS_HUB_TOKEN"}'
-        lines.append(f'curl -fs {token} "$HUB_URL/ledger" > "$RUN_DIR/ledger.json" || true')
-    lines.append('grep -vx "$SLURM_JOB_ID" "$RUN_DIR/jobs" | xargs scancel')
-    return lines
+        ledger = f'curl -fs -m 10 {token} "$HUB_URL/ledger" > "$RUN_DIR/ledger.json" || true'
+        lines = [f"AT_END() {{ {ledger}; }}"]
+    return [*lines, f"trap 'end_job $? {'run' if part.ends_run else 'part'}' EXIT", ""]
 
 
 def command_line(part: Part, *, indent: str) -> str:

@@ -1,7 +1,8 @@
 # Functions of the jobs of one run, sourced by each.
 # $RUN_DIR/addresses/NAME holds the address of an instance; $RUN_DIR/done/NAME marks a job that has ended with status 0.
 # The address of a node is its first IP address; set NODE_ADDRESS in the run file's `setup` for another one.
-# A job defines PROGRAM (a function that becomes its program), CONNECT (sets the addresses) and USES (names of servers).
+# A job defines PROGRAM (a function that becomes its program), CONNECT (sets the addresses), USES (names of servers) and
+# AT_END (a function called before the run ends).
 
 # is_ready NAME READY: READY is a path that answers 200, `port`, `exit`, or `-`.
 is_ready() {
@@ -87,4 +88,23 @@ run_part() {
         num_failed=$((num_failed + 1))
         echo "$name ended with status $status; restart $num_failed" >&2
     done
+}
+
+# is_queued_again: whether Slurm has put this job back into the queue, as after a preemption.
+is_queued_again() {
+    local restarts
+    restarts=$(scontrol show job "$SLURM_JOB_ID" --oneliner 2>/dev/null | grep -o ' Restarts=[0-9]*') || return 1
+    [ "${restarts#*=}" -gt "${SLURM_RESTART_COUNT:-0}" ]
+}
+
+# end_job STATUS WHAT: called at every end, also by a signal or at the time limit. The run's other jobs end with one that
+# fails or whose WHAT is `run`, so that no GPU stays allocated; not if Slurm starts the job again.
+end_job() {
+    trap '' TERM INT
+    trap - EXIT
+    if { [ "$1" != 0 ] || [ "$2" = run ]; } && ! is_queued_again; then
+        AT_END
+        grep -vx "$SLURM_JOB_ID" "$RUN_DIR/jobs" | xargs -r scancel
+    fi
+    exit "$1"
 }

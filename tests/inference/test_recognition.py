@@ -116,6 +116,33 @@ async def test_a_client_that_changes_its_turns_gets_the_sequence_of_one_that_doe
     assert changed[1].num_broken_prefixes == 0
 
 
+@pytest.mark.parametrize(
+    ("sampled", "given", "is_recognised"),
+    [
+        # What Claude Code makes of its model's calls: defaults, types, white space, a needless `cd`.
+        ({"old": "a"}, {"replace_all": False, "old": "a"}, True),
+        ({"timeout": "5000", "all": "false"}, {"timeout": 5000, "all": False}, True),
+        ({"content": "x = 1  \ny\n\n"}, {"content": "x = 1\ny"}, True),
+        ({"command": "cd /a && ls -l"}, {"command": "ls -l"}, True),
+        ({"edits": [{"old": "a "}, {"old": "b"}]}, {"edits": [{"old": "a"}, {"old": "b"}]}, True),
+        ({"b": 12}, {"b": 2}, False),
+        ({"command": "ls -l"}, {"command": "ls"}, False),
+        ({"command": "ls -l"}, {"command": ""}, False),
+        ({"content": "x = 1\n"}, {"content": "[left out]"}, False),
+        ({"a": 1, "b": 2}, {"a": 1}, False),
+        ({"edits": ["a", "b"]}, {"edits": ["b"]}, False),
+        ("not JSON", {"a": 1}, False),
+    ],
+)
+def test_calls_whose_arguments_a_client_only_tidied_are_the_sampled_ones(
+    sampled: Any, given: Any, is_recognised: bool
+) -> None:
+    function = {"name": "f", "arguments": given}
+    message = {"content": "", "tool_calls": [{"id": "c", "function": function}]}
+    found = given_after(SaidTurn("", calls=(("f", sampled),)), message)
+    assert found == "" if is_recognised else found.reason == "calls"  # type: ignore[union-attr]
+
+
 async def test_text_that_the_client_appends_follows_the_sampled_tokens_and_is_no_target() -> None:
     def appended(message: Message) -> Message:
         return {**message, "content": message["content"] + "\nCalling tools: ls"}
@@ -240,8 +267,14 @@ def test_calls_are_equal_by_name_and_parsed_arguments(
     rng.shuffle(shuffled)
     said = SaidTurn("", calls=called(message("f", arguments)))
     assert given_after(said, message("f", dict(shuffled))) == ""
-    for other in (message("g", arguments), message("f", {**arguments, "more": 0}), {"content": ""}):
-        found = given_after(said, other)
+    more = SaidTurn("", calls=called(message("f", {**arguments, "more": 0})))
+    for sampled, other in (
+        (said, message("g", arguments)),
+        (more, message("f", arguments)),
+        (more, message("f", {**arguments, "more": 1})),
+        (said, {"content": ""}),
+    ):
+        found = given_after(sampled, other)
         assert isinstance(found, Difference)
         assert found.reason == "calls"
 

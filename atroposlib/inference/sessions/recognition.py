@@ -1,13 +1,15 @@
 """Whether a turn in a client's history is the one that was sampled, whatever the client changed about it.
 
-Agents strip white space, remove thoughts or move them to a field of their own, add the stop string back, and append
-text. Such a turn continues the sampled tokens; appended text follows them as given text, which is never a target.
+Agents strip white space, remove thoughts or move them to a field of their own, tidy the arguments of calls, add the
+stop string back, and append text. Such a turn continues the sampled tokens; appended text follows them as given text,
+which is never a target.
 Anything else differs: its tokens are not those that were sampled, so the conversation begins another sequence.
 Pure; called by `SequenceStore` for turns that were not returned exactly.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from os.path import commonprefix
 from typing import Any, Literal, NamedTuple
@@ -68,7 +70,7 @@ def given_after(said: SaidTurn, message: Message) -> str | Difference:
     calls = called(message)
     other_calls = Difference("calls", sampled=repr(said.calls), given=repr(calls))
     may_be_text = bool(said.calls) and not calls  # some agents write calls out behind the answer
-    if calls != said.calls and not may_be_text:
+    if not (calls == said.calls or may_be_text or _is_tidied(said.calls, calls)):
         return other_calls
     sampled, given = _split(said.content), _split(message["content"])
     if isinstance(moved := message.get("reasoning_content") or message.get("reasoning"), str):
@@ -98,6 +100,26 @@ def called(message: Message) -> tuple[tuple[str, Any], ...]:
     """Return the name and the parsed arguments of each tool call of a message."""
     functions = [with_parsed(call)["function"] for call in message.get("tool_calls") or ()]
     return tuple((str(each.get("name")), each.get("arguments")) for each in functions)
+
+
+def _is_tidied(sampled: Any, given: Any) -> bool:
+    """Whether arguments are the sampled ones after a client filled in defaults, changed types and white space, or
+    removed the first words, such as a `cd` into the folder where a command runs anyway.
+
+    >>> _is_tidied({"command": "cd /a && ls"}, {"command": "ls", "timeout": 5}), _is_tidied("12", 12)
+    (True, True)
+    """
+    if isinstance(sampled, dict) and isinstance(given, dict):
+        return sampled.keys() <= given.keys() and all(
+            _is_tidied(value, given[key]) for key, value in sampled.items()
+        )
+    if isinstance(sampled, list | tuple) and isinstance(given, list | tuple):
+        return len(sampled) == len(given) and all(map(_is_tidied, sampled, given))
+    before, after = (
+        (value if isinstance(value, str) else json.dumps(value)).split()
+        for value in (sampled, given)
+    )
+    return before[-len(after) :] == after if after else not before
 
 
 def _split(text: str) -> _Split:

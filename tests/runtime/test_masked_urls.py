@@ -49,7 +49,7 @@ async def test_engines_that_are_down_are_named_without_passwords(
     for urls in ([NOWHERE], [NOWHERE, NOWHERE.replace(":9", ":19")]):
         manager = manager_of(*urls, kind=kind)
         said = await message(manager.completion(prompt="x"))
-        status = progress._with_servers(RunStatus(num_made=0), manager)
+        status = progress.with_servers(RunStatus(num_made=0), manager)
         table = Progress(0.0).table(1.0, status)
         await manager.close()
         for text in (said, table, caplog.text, *status.engines_down):

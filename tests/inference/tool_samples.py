@@ -36,6 +36,20 @@ SAMPLED = {
         "<tool calls begin><tool call begin>weather<tool sep>"
         '{"city": "Paris", "days": 2}<tool call end><tool calls end>'
     ),
+    "deepseek_v32": (
+        '<|DSML|function_calls>\n<|DSML|invoke name="weather">\n'
+        '<|DSML|parameter name="city" string="true">Paris</|DSML|parameter>\n'
+        '<|DSML|parameter name="days" string="false">2</|DSML|parameter>\n'
+        "</|DSML|invoke>\n</|DSML|function_calls>"
+    ).replace("|", "\uff5c"),
+    "glm45": "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
+    "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>",
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0"
+    '<|tool_call_argument_begin|>{"city": "Paris", "days": 2}<|tool_call_end|>'
+    "<|tool_calls_section_end|>",
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="weather">\n'
+    '<parameter name="city">Paris</parameter>\n<parameter name="days">2</parameter>\n'
+    "</invoke>\n</minimax:tool_call>",
 }
 """What models of each style write."""
 

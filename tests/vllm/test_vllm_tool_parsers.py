@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
+from collections import Counter
 from typing import Any
 
 import pytest
 
-from atroposlib.inference.tools.parsers import STYLES
+from atroposlib.inference.tools.parsers import STYLES, Call
 from tests.inference.tool_samples import DS, SAMPLED, TOOLS
 from tests.processes import ROOT
 from tests.vllm.helpers_vllm import vllm_python
@@ -19,7 +21,8 @@ pytestmark = pytest.mark.vllm
 SCRIPT = """
 import json, sys
 from atroposlib.inference.tools.translator import ToolCallTranslator
-from atroposlib.inference.tools.parsers.borrowed import vllm_names, vllm_style
+from atroposlib.inference.tools.parsers.borrowed import vllm_names
+from atroposlib.inference.tools.parsers import style_named
 
 asked = json.load(sys.stdin)
 
@@ -34,10 +37,17 @@ class Tokenizer:
     def decode(self, tokens, **options):
         return "".join(map(chr, tokens))
 
+def json_or(text):
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
 answers = []
 for name, tokens, text in asked["texts"]:
-    content, calls = vllm_style(name, Tokenizer(tokens)).parse(text, asked["tools"])
-    answers.append([content, [[call.name, json.loads(call.arguments)] for call in calls]])
+    style = style_named("vllm:" + name, tokenizer=Tokenizer(tokens))
+    content, calls = style.parse(text, asked["tools"])
+    answers.append([content, [[call.name, json_or(call.arguments)] for call in calls]])
 translator = ToolCallTranslator(Tokenizer([]), "pythonic")
 content, calls, reason = translator.parse_model_output('[weather(city="Paris", days=2)]', tools=asked["tools"])
 own = [content, [call.model_dump() for call in calls], reason]
@@ -45,6 +55,11 @@ print(json.dumps({"names": vllm_names(), "answers": answers, "own": own}))
 """
 
 MARKS = [*DS.values(), "<tool_call>", "</tool_call>", "<think>", "</think>", "<|python_tag|>"]
+MARKS += [mark for name in ("kimi_k2", "glm45", "minimax_m2") for mark in STYLES[name].markers]
+
+FAMILIES = ("deepseek_v3", "deepseek_v31", "deepseek_v32", "glm45", "kimi_k2", "minimax_m2")
+NUM_CALLS = 700
+WORDS = ["Paris", "two words", "d\u00e9j\u00e0 vu", "\U0001f600", "a\nb", 'say "x"', "1 < 2", "{"]
 
 
 def ask_vllm(texts: list[tuple[str, list[str], str]]) -> Any:
@@ -79,8 +94,66 @@ def test_our_parsers_read_what_those_of_vllm_read() -> None:
         ours.append([content, [[call.name, json.loads(call.arguments)] for call in calls]])
     theirs = [[content.strip(), calls] for content, calls in found["answers"]]
     assert ours == theirs
-    assert sum(len(calls) for _, calls in ours) == 13
+    assert sum(len(calls) for _, calls in ours) == 21
     assert set(SAMPLED) - {"mistral_v11"} <= set(found["names"])
     content, [call], reason = found["own"]
     assert (content, reason) == (None, "tool_calls")
     assert call["function"] == {"name": "weather", "arguments": '{"city": "Paris", "days": 2}'}
+
+
+def made_up(rng: random.Random) -> Call:
+    """Return a call of `weather` as a model may write it, with values of the types that its schema has."""
+    arguments: dict[str, Any] = {"city": " ".join(rng.choices(WORDS, k=rng.randint(1, 3)))}
+    if rng.random() < 0.7:
+        arguments["days"] = rng.randint(-3, 10**9)
+    return Call("weather", json.dumps(arguments, ensure_ascii=rng.random() < 0.5))
+
+
+DIFFERENT = {
+    "deepseek_v3": (13, 193),
+    "deepseek_v31": (5, 207),
+    "deepseek_v32": (409, 345),
+    "glm45": (460, 347),
+    "kimi_k2": (335, 284),
+    "minimax_m2": (347, 267),
+}
+"""Of NUM_CALLS cut and of as many changed answers, how many vLLM 0.32.0 reads otherwise."""
+
+
+@pytest.mark.timeout(300)
+def test_thousands_of_answers_are_read_as_vllm_reads_them() -> None:
+    """Whole answers without exception. Of a cut one only whole calls are read here; vLLM repairs."""
+    asked: list[tuple[str, str, str, list[Call]]] = []
+    for family in FAMILIES:
+        rng = random.Random(family)
+        for _ in range(NUM_CALLS):
+            calls = [made_up(rng) for _ in range(rng.choice([0, 1, 1, 1, 2, 3]))]
+            before = rng.choice(["", "Let me look.\n", "<think>Hm.</think>\n"])
+            text = before + STYLES[family].render(calls)
+            at = rng.randrange(len(text)) if text else 0
+            other = rng.choice(["", *"x<>{|\n"])
+            asked.append((family, "whole", text, calls))
+            asked.append((family, "cut", text[:at], calls))
+            asked.append((family, "changed", text[:at] + other + text[at + 1 :], calls))
+    found = ask_vllm([(family, MARKS, text) for family, _, text, _ in asked])["answers"]
+    different: Counter[tuple[str, str]] = Counter()
+    for (family, kind, text, calls), (_, theirs) in zip(asked, found, strict=True):
+        read = STYLES[family].parse(text, TOOLS).calls
+        ours, written = (
+            [[call.name, json.loads(call.arguments)] for call in each] for each in (read, calls)
+        )
+        different[family, kind] += ours != theirs
+        if kind == "whole":
+            assert ours == theirs == written
+        if kind == "cut":
+            assert ours == written[: len(ours)]
+    assert {
+        name: (different[name, "cut"], different[name, "changed"]) for name in FAMILIES
+    } == DIFFERENT
+
+
+def test_a_deployed_server_is_followed_on_request() -> None:
+    cut = SAMPLED["glm45"].removesuffix("\n</tool_call>")
+    assert STYLES["glm45"].parse(cut, TOOLS).calls == ()
+    [(_, calls)] = ask_vllm([("glm45", MARKS, cut)])["answers"]
+    assert calls == [["weather", {"city": "Paris", "days": 2}]]

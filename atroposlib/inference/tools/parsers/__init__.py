@@ -15,12 +15,13 @@ from atroposlib.inference.tools.parsers.json_styles import (
     DEEPSEEK_V3,
     DEEPSEEK_V31,
     HERMES,
+    KIMI_K2,
     LLAMA,
     MISTRAL,
     MISTRAL_V11,
 )
-from atroposlib.inference.tools.parsers.qwen_coder import QWEN3_CODER
 from atroposlib.inference.tools.parsers.style import Call, Parsed, Style
+from atroposlib.inference.tools.parsers.tagged import DEEPSEEK_V32, GLM, MINIMAX_M2, QWEN3_CODER
 from atroposlib.utils.wording import nearest
 
 __all__ = ["STYLES", "Call", "Parsed", "Style", "style_named"]
@@ -33,15 +34,28 @@ STYLES: dict[str, Style] = {
     **dict.fromkeys(["qwen3_coder", "qwen3_xml"], QWEN3_CODER),
     **dict.fromkeys(["deepseek_v3", "deepseek_r1", "deepseekv3"], DEEPSEEK_V3),
     **dict.fromkeys(["deepseek_v31", "deepseek_v3_1", "deepseekv31"], DEEPSEEK_V31),
+    **dict.fromkeys(["deepseek_v32", "deepseek_v3_2", "deepseekv32"], DEEPSEEK_V32),
+    **dict.fromkeys(["glm45", "glm47", "glm"], GLM),
+    "kimi_k2": KIMI_K2,
+    **dict.fromkeys(["minimax_m2", "minimax"], MINIMAX_M2),
 }
 """Parser names of vLLM and SGLang -> styles."""
+
+
+_VLLM = "vllm:"
 
 
 def style_named(name: str, *, tokenizer: Any = None) -> Style:
     """Return the style for a parser name; vLLM's parser if `STYLES` has none and vLLM is installed.
 
-    Raises ConfigError for an unknown name.
+    A name that begins with `vllm:` is always vLLM's own, to read what a deployed vLLM would, including its repairs of
+    broken calls. Raises ConfigError for an unknown name, and for `vllm:` without vLLM.
     """
+    if name.startswith(_VLLM):
+        own = name.removeprefix(_VLLM)
+        if own in vllm_names():
+            return vllm_style(own, tokenizer)
+        raise ConfigError(f"{name!r} needs vLLM with a tool parser {own!r}, beside this package")
     wanted = name.strip().lower().replace("-", "_").replace(".", "_")
     if wanted in STYLES:
         return STYLES[wanted]

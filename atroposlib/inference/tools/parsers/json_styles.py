@@ -1,4 +1,4 @@
-"""The styles that write arguments as JSON: Hermes, Llama 3, Mistral and DeepSeek.
+"""The styles that write arguments as JSON: Hermes, Llama 3, Mistral, DeepSeek V3 and Kimi K2.
 
 Formats as in the models' chat templates and in vLLM's parsers.
 """
@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from atroposlib.inference.tools.parsers.json_text import (
     JsonMember,
@@ -220,47 +221,71 @@ _FENCED = re.compile(r"([^\s`<>{}\[\]\"]+)[ \t]*\n```json[ \t]*\n?")
 _FENCE = "```"
 
 
+class _Marks(NamedTuple):
+    """The tokens around the name and the arguments of a call, and around all calls."""
+
+    calls_begin: str
+    calls_end: str
+    begin: str
+    separator: str
+    end: str
+
+    def find(
+        self, text: str, head: Callable[[str], tuple[str, str | None] | None]
+    ) -> list[FoundCalls]:
+        """Return the calls of which `head` reads the name and the id between `begin` and `separator`.
+
+        The arguments may be fenced as a code block with the name before it, as DeepSeek V3 and R1 write them.
+        """
+        found = []
+        reader = Reader(text)
+        at = 0
+        while (start := text.find(self.begin, at)) >= 0:
+            separator = text.find(self.separator, start)
+            if separator < 0:
+                break
+            # A separator belongs to the last beginning before it.
+            start = text.rfind(self.begin, start, separator)
+            at = start + len(self.begin)
+            fenced = _FENCED.match(text, separator + len(self.separator))
+            named = head(fenced[1] if fenced else text[at:separator].strip())
+            begin = fenced.end() if fenced else separator + len(self.separator)
+            read = _arguments_at(text, begin, reader)
+            if read is None or named is None:
+                continue
+            arguments, end = read
+            end = skip_space(text, end)
+            if fenced and text.startswith(_FENCE, end):
+                end = skip_space(text, end + len(_FENCE))
+            if text.startswith(self.end, end):
+                end += len(self.end)
+            elif end != len(text):
+                continue
+            at = end
+            call = Call(named[0], arguments, named[1])
+            found.append(self._with_brackets(text, FoundCalls(start, end, (call,))))
+        return found
+
+    def _with_brackets(self, text: str, found: FoundCalls) -> FoundCalls:
+        """Extend the first and last call by the tokens that bracket all calls."""
+        before = found.start
+        while before and text[before - 1].isspace():
+            before -= 1
+        is_first = text.endswith(self.calls_begin, 0, before)
+        start = before - len(self.calls_begin) if is_first else found.start
+        after = skip_space(text, found.end)
+        is_last = text.startswith(self.calls_end, after)
+        return found._replace(
+            start=start, end=after + len(self.calls_end) if is_last else found.end
+        )
+
+
+_DEEPSEEK = _Marks(_CALLS_BEGIN, _CALLS_END, _CALL_BEGIN, _SEPARATOR, _CALL_END)
+
+
 def _find_deepseek(text: str, tools: Tools) -> list[FoundCalls]:
     """Read both forms: V3 and R1 fence the arguments as a code block, V3.1 does not."""
-    found = []
-    reader = Reader(text)
-    at = 0
-    while (start := text.find(_CALL_BEGIN, at)) >= 0:
-        separator = text.find(_SEPARATOR, start)
-        if separator < 0:
-            break
-        # A separator belongs to the last beginning before it.
-        start = text.rfind(_CALL_BEGIN, start, separator)
-        at = start + len(_CALL_BEGIN)
-        fenced = _FENCED.match(text, separator + len(_SEPARATOR))
-        name = fenced[1] if fenced else text[at:separator].strip()
-        begin = fenced.end() if fenced else separator + len(_SEPARATOR)
-        read = _arguments_at(text, begin, reader)
-        if read is None or not _NAME.fullmatch(name):
-            continue
-        arguments, end = read
-        end = skip_space(text, end)
-        if fenced and text.startswith(_FENCE, end):
-            end = skip_space(text, end + len(_FENCE))
-        if text.startswith(_CALL_END, end):
-            end += len(_CALL_END)
-        elif end != len(text):
-            continue
-        at = end
-        found.append(_with_brackets(text, FoundCalls(start, end, (Call(name, arguments),))))
-    return found
-
-
-def _with_brackets(text: str, found: FoundCalls) -> FoundCalls:
-    """Extend the first and last call by the tokens that bracket all calls."""
-    before = found.start
-    while before and text[before - 1].isspace():
-        before -= 1
-    is_first = text.endswith(_CALLS_BEGIN, 0, before)
-    start = before - len(_CALLS_BEGIN) if is_first else found.start
-    after = skip_space(text, found.end)
-    end = after + len(_CALLS_END) if text.startswith(_CALLS_END, after) else found.end
-    return found._replace(start=start, end=end)
+    return _DEEPSEEK.find(text, lambda head: (head, None) if _NAME.fullmatch(head) else None)
 
 
 def _render_deepseek_v3(calls: Sequence[Call]) -> str:
@@ -276,16 +301,48 @@ def _render_deepseek_v31(calls: Sequence[Call]) -> str:
     return _CALLS_BEGIN + "".join(parts) + _CALLS_END if calls else ""
 
 
-_DEEPSEEK_MARKERS = (_CALLS_BEGIN, _CALLS_END, _CALL_BEGIN, _CALL_END, _SEPARATOR)
 DEEPSEEK_V3 = Style(
     name="deepseek_v3",
     split=by_places(_find_deepseek),
     render=_render_deepseek_v3,
-    markers=_DEEPSEEK_MARKERS,
+    markers=_DEEPSEEK,
 )
 DEEPSEEK_V31 = Style(
     name="deepseek_v31",
     split=by_places(_find_deepseek),
     render=_render_deepseek_v31,
-    markers=_DEEPSEEK_MARKERS,
+    markers=_DEEPSEEK,
+)
+
+
+# Kimi K2: the id of a call is its name and its number in the conversation, functions.weather:0.
+
+_KIMI = _Marks(
+    "<|tool_calls_section_begin|>",
+    "<|tool_calls_section_end|>",
+    "<|tool_call_begin|>",
+    "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>",
+)
+_KIMI_ID = re.compile(r"(?:functions\.)?([^\s`<>{}\[\]\":]+):\d+")
+
+
+def _kimi_head(head: str) -> tuple[str, str | None] | None:
+    match = _KIMI_ID.fullmatch(head)
+    return (match[1], head) if match else None
+
+
+def _render_kimi(calls: Sequence[Call]) -> str:
+    parts = (
+        f"{_KIMI.begin}{call.id or f'functions.{call.name}:{index}'}{_KIMI.separator}{call.arguments}{_KIMI.end}"
+        for index, call in enumerate(calls)
+    )
+    return _KIMI.calls_begin + "".join(parts) + _KIMI.calls_end if calls else ""
+
+
+KIMI_K2 = Style(
+    name="kimi_k2",
+    split=by_places(lambda text, tools: _KIMI.find(text, _kimi_head)),
+    render=_render_kimi,
+    markers=_KIMI,
 )

@@ -28,12 +28,18 @@ from atroposlib.envs.author_groups import (
 )
 from atroposlib.envs.hooks import EnvHooks
 from atroposlib.errors import GroupError, HubRejected, HubUnavailable
-from atroposlib.inference.servers.sampling_notes import ItemRecord, SamplingNotes, noted, recorded
+from atroposlib.inference.servers.sampling_notes import (
+    ItemRecord,
+    SamplingNotes,
+    noted,
+    noting_sampling,
+    recorded,
+)
 from atroposlib.patience import Backoff
 from atroposlib.runtime.group_log import ALWAYS_WRITTEN, group_line
 from atroposlib.runtime.group_rows import Provenance, item_json, text_messages
 from atroposlib.runtime.losses import is_logged, listed, sample
-from atroposlib.samples import rollout_scores
+from atroposlib.samples import are_supervised, completion_mask, num_trained, rollout_scores
 from atroposlib.scored_data import FIELD, ScoredDataGroup, ScoredGroup, Strictness, check_group
 from atroposlib.utils.tracing import note_group
 
@@ -48,6 +54,9 @@ MAX_TOKENS_PER_SEND = 1_000_000
 
 MAX_ITEM_BYTES = 1_000_000
 """Rows of larger items are written without item and requests."""
+
+REST = "in no group"
+"""What became of sampled tokens that no group of their item trains: left out, masked, or a judge's."""
 
 LOCKED_OUT_STATUSES = frozenset({401, 403})
 """The hub refuses the bearer token, not a group."""
@@ -96,6 +105,12 @@ class Outbox:
         """Groups that passed `check_group` and the drop rules."""
         self.num_tokens_trained = 0
         """Trained positions of these groups."""
+        self.tokens: Counter[str] = Counter()
+        """Tokens sampled for ended items, by what became of them: `trained`, the reason for which their group was
+        dropped, REST, `failed`, `unfinished`. The sum is the number sampled, so REST is negative if more tokens are
+        trained than were sampled. Items without sampled tokens are not counted."""
+        self._open_items: set[SamplingNotes] = set()
+        self._has_warned_of_tokens = False
         self._score_sum, self._num_scores = 0.0, 0
         self.num_stored = 0
         """Groups the hub has confirmed."""
@@ -121,6 +136,42 @@ class Outbox:
             if len(bytes(json)) <= MAX_ITEM_BYTES:
                 return ItemRecord(item=json, takes_text=False)
         return SamplingNotes()
+
+    @contextlib.contextmanager
+    def item(self, notes: SamplingNotes) -> Iterator[None]:
+        """Note what is sampled in the block for one item, and count at its end what became of the tokens."""
+        self._open_items.add(notes)
+        rest = "failed"
+        try:
+            with noting_sampling(notes):
+                yield
+            rest = REST
+        except asyncio.CancelledError:
+            rest = "unfinished"
+            raise
+        finally:
+            self._open_items.discard(notes)
+            if notes.num_sampled:
+                self.tokens.update(notes.fates)
+                self.tokens[rest] += notes.num_sampled - notes.fates.total()
+                self._check_tokens()
+
+    @property
+    def num_tokens_not_sampled(self) -> int:
+        """Trained positions beyond the tokens that were sampled."""
+        in_flight = sum(notes.num_sampled for notes in self._open_items)
+        return max(0, -self.tokens[REST] - in_flight)
+
+    def _check_tokens(self) -> None:
+        if self.num_tokens_not_sampled and not self._has_warned_of_tokens:
+            self._has_warned_of_tokens = True
+            logger.warning(
+                "environment %r sends %d trained tokens more than it sampled: sequences that have a turn in common"
+                " train it twice (keep it in one of them with sequences.train_once), or their text was tokenised again"
+                " (send the nodes' tokens, or mark sequences that were not sampled with the override sft)",
+                self._environment,
+                self.num_tokens_not_sampled,
+            )
 
     def restore(self, groups: Sequence[ScoredGroup], on_stored: Callable[[], None]) -> None:
         """Queue groups of an earlier process before all others; call `on_stored` once the hub has answered them all."""
@@ -173,6 +224,7 @@ class Outbox:
             accepted += 1
             self.num_accepted += 1
             self.num_tokens_trained += checked.num_trained
+            _note_fate(checked, "trained")
             self._score_sum += float(scores.sum())
             self._num_scores += len(scores)
             if not send:
@@ -342,6 +394,7 @@ class Outbox:
                 for start, stop in zip(bounds, bounds[1:], strict=False)
             )
         if verdict is not None:
+            _note_fate(checked, verdict.reason)
             raise verdict
         if config.include_messages and checked.messages is None:
             checked = await in_thread_if_large(group, self._with_text, checked)
@@ -411,6 +464,13 @@ class Outbox:
             more |= self._provenance.of(fields["tokens"], item, record)
         line = await in_thread_if_large(group, group_line, group, fields, more)
         self._log.write(line)
+
+
+def _note_fate(group: ScoredGroup, fate: str) -> None:
+    """Add the group's trained tokens to the notes of its item, apart from those that were not sampled."""
+    if (notes := noted()) is not None:
+        by_sequence = num_trained(group, completion_mask(group))
+        notes.fates[fate] += int(by_sequence[~are_supervised(group)].sum())
 
 
 def _gives_temperature(group: ScoredGroup) -> bool:

@@ -22,9 +22,10 @@ from atroposlib.errors import ConfigError, EngineUnavailable, EnvError
 from atroposlib.inference.harness import ByteTokenizer, HarnessRequest, create_chat_completion
 from atroposlib.inference.servers.http_peer import EngineHttpRejected
 from atroposlib.inference.servers.openai import OpenAIServer
-from atroposlib.inference.servers.sampling_notes import noting_sampling
+from atroposlib.inference.servers.sampling_notes import SamplingNotes, noting_sampling
 from atroposlib.inference.sessions.sequences import train_once
 from atroposlib.proxy.command import create_app
+from atroposlib.runtime.outbox import Outbox
 from atroposlib.runtime.process import process
 from atroposlib.scored_data import Strictness, check_group
 from atroposlib.utils.local_server import serve_locally
@@ -460,6 +461,23 @@ async def test_sessions_are_opened_at_the_proxy_that_the_environment_is_given() 
         assert env.server.servers[0].requests == []
         assert len(behind.server.servers[0].requests) == 2
         assert behind.server.servers[0].num_assigned["train"] == 0
+
+
+@pytest.mark.parametrize("is_remote", [False, True])
+async def test_the_tokens_of_agents_are_counted_by_what_became_of_them(is_remote: bool) -> None:
+    behind = make(Changes)
+    async with serve_locally(create_app(behind.server, ByteTokenizer(), "m")) as url:
+        env = make(Changes)
+        env.server.proxy_url = url if is_remote else None
+        outbox = Outbox(env)
+        await env.setup()
+        try:
+            with outbox.item(SamplingNotes()):
+                group, _ = await env.collect_trajectories(4)
+                await outbox.accept(group)
+        finally:
+            await env.close()
+    assert outbox.tokens == {"trained": len("8.9."), "in no group": len("8.9.")}
 
 
 async def run_program(agents: Any, code: str, **options: Any) -> str:

@@ -458,8 +458,10 @@ class Outbox:
             return
         fields = await in_thread_if_large(group, checked.to_dict, FIELD)
         more: dict[str, Any] = {"group_id": checked.group_id, "environment": self._environment}
-        if (notes := noted()) is not None and (versions := notes.versions_in(fields["tokens"])):
-            more["weight_versions"] = versions
+        if (notes := noted()) is not None:
+            more["weight_versions"] = notes.versions_in(fields["tokens"])
+            more["turns_not_continued"] = dict(notes.broken_prefixes)
+            more = {name: value for name, value in more.items() if value}
         if (record := recorded()) is not None:
             more |= self._provenance.of(fields["tokens"], item, record)
         line = await in_thread_if_large(group, group_line, group, fields, more)

@@ -19,6 +19,7 @@ import pytest
 
 from atroposlib.envs.agent_env import AgentEnv, AgentEnvConfig, AgentFailed, agent_variables
 from atroposlib.errors import ConfigError, EngineUnavailable, EnvError
+from atroposlib.frontend.view_groups import view_of_row
 from atroposlib.inference.harness import ByteTokenizer, HarnessRequest, create_chat_completion
 from atroposlib.inference.servers.http_peer import EngineHttpRejected
 from atroposlib.inference.servers.openai import OpenAIServer
@@ -188,6 +189,17 @@ async def test_turns_that_an_agent_changed_and_tokens_that_it_left_out_are_count
     assert env.counts["agent_sampled_tokens"] == 2 * len("42.42.")
     assert env.counts["agent_left_out_tokens"] == len("42.42.")
     assert env.counts["agent_open_ledgers"] == 0
+
+
+async def test_the_file_and_the_page_name_turns_that_were_not_continued(tmp_path: Any) -> None:
+    path = tmp_path / "groups.jsonl"
+    env = make(Changes, total_steps=1, max_num_workers=1, data_path_to_save_groups=str(path))
+    await process(env)
+    row = json.loads(path.read_text())
+    assert row["turns_not_continued"] == {"changed": 2}
+    view = view_of_row(row, name="1")
+    assert view is not None
+    assert view["facts"]["turns_not_continued"] == {"changed": 2}
 
 
 async def test_a_selection_that_trains_tokens_twice_is_counted_and_logged_once(

@@ -44,6 +44,8 @@ class SamplingNotes:
         """Of the item's sessions so far."""
         self.turns: list[Turn] = []
         """Completions of known versions."""
+        self.broken_prefixes: Counter[str] = Counter()
+        """Turns that could not reuse the tokens of earlier turns, by reason."""
         self.num_sampled = 0
         """Sampled tokens."""
         self.fates: Counter[str] = Counter()

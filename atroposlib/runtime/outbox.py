@@ -223,8 +223,6 @@ class Outbox:
             )
             accepted += 1
             self.num_accepted += 1
-            self.num_tokens_trained += checked.num_trained
-            _note_fate(checked, "trained")
             self._score_sum += float(scores.sum())
             self._num_scores += len(scores)
             if not send:
@@ -386,16 +384,15 @@ class Outbox:
             max_token_len=self._env.max_token_len,
             abort_on_max_length=abort_on_max_length,
         )
+        lengths = num_trained(checked, completion_mask(checked))
         if verdict is None or verdict.reason == "too_long":
-            bounds = checked.offsets.tolist()
-            trained = checked.masks != -100
-            self._env.completion_lengths.extend(
-                int(trained[start:stop].sum())
-                for start, stop in zip(bounds, bounds[1:], strict=False)
-            )
+            self._env.completion_lengths.extend(lengths.tolist())
+        if (notes := noted()) is not None:
+            fate = "trained" if verdict is None else verdict.reason
+            notes.fates[fate] += int(lengths[~are_supervised(checked)].sum())
         if verdict is not None:
-            _note_fate(checked, verdict.reason)
             raise verdict
+        self.num_tokens_trained += int(lengths.sum())
         if config.include_messages and checked.messages is None:
             checked = await in_thread_if_large(group, self._with_text, checked)
         return checked
@@ -466,13 +463,6 @@ class Outbox:
             more |= self._provenance.of(fields["tokens"], item, record)
         line = await in_thread_if_large(group, group_line, group, fields, more)
         self._log.write(line)
-
-
-def _note_fate(group: ScoredGroup, fate: str) -> None:
-    """Add the group's trained tokens to the notes of its item, apart from those that were not sampled."""
-    if (notes := noted()) is not None:
-        by_sequence = num_trained(group, completion_mask(group))
-        notes.fates[fate] += int(by_sequence[~are_supervised(group)].sum())
 
 
 def _gives_temperature(group: ScoredGroup) -> bool:

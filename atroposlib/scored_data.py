@@ -70,6 +70,10 @@ class Field(NamedTuple):
 
 
 _VERSION_MEANING = "Oldest policy version that sampled one of the tokens."
+_SPANS_MEANING = (
+    "Which policy version sampled which tokens: `start`, `num_tokens` and `weight_version` of each span;"
+    " sent where several versions sampled the group."
+)
 _ID_MEANING = "Chosen before the first attempt to send. Without one the hub makes it, and a repeat is stored again."
 
 FIELDS: Final = (
@@ -113,6 +117,7 @@ FIELDS: Final = (
         "Sequences with the same number are one rollout; without it each sequence is one.",
         is_original=False,
     ),
+    Field("weight_versions", Level.SEQUENCE, list, _SPANS_MEANING, is_original=False),
 )
 """All fields of a group. Gates, encodings, rows of files and the viewer follow this table.
 
@@ -139,6 +144,8 @@ WIRE_KEYS: Final = tuple(field.name for field in FIELDS if field.is_original)
 """The keys of every group that the hub hands out as JSON, in this order."""
 NATIVE_ROWS: Final = tuple(name for name in OPTIONAL_ROWS if not FIELD[name].is_original)
 """Keys that follow them in a group that has the field; native fields of a whole group stay inside."""
+
+_SPAN_KEYS: Final = frozenset({"start", "num_tokens", "weight_version"})
 
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float64]
@@ -192,6 +199,7 @@ class ScoredDataGroup(TypedDict, total=False):
     group_id: str
     policy_version: int | None
     rollout: list[int] | None
+    weight_versions: list[list[dict[str, Any]]] | None
 
 
 class ScoredDataItem(TypedDict, total=False):
@@ -211,6 +219,7 @@ class ScoredDataItem(TypedDict, total=False):
     distill_logprobs: list[list[float]] | None
     policy_version: int | None
     rollout: int | None
+    weight_versions: list[dict[str, Any]] | None
 
 
 class Strictness(enum.Enum):
@@ -271,6 +280,8 @@ class ScoredGroup:
     """The oldest policy version that sampled a token of this group; None if unknown."""
     rollout: IntArray | None = None
     """[S] number of the rollout that the sequence is a part of; None: each sequence is a rollout."""
+    weight_versions: list[list[dict[str, Any]]] | None = None
+    """[S] spans of sampled tokens with the policy version of each; None: all are of `policy_version`."""
     empty_fields: frozenset[str] = frozenset()
     """Optional per-sequence fields that were sent as `[]` rather than null."""
     repairs: tuple[str, ...] = ()
@@ -415,7 +426,7 @@ def _check_shapes(group: Mapping[str, Any]) -> ScoredGroup:
     _check_numbers(lengths=lengths, tokens=tokens, scores=scores, per_token=per_token)
     fields: dict[str, Any] = {**per_token, **_check_distillation(group, lengths)}
     for field, rows in _given(group, Level.SEQUENCE):
-        fields[field.name] = _per_sequence(rows, field, num_sequences)
+        fields[field.name] = _per_sequence(rows, field, lengths)
     for field, value in _given(group, Level.GROUP):
         fields[field.name] = _per_group(value, field)
 
@@ -572,8 +583,9 @@ def _per_token(rows: Any, field: Field, lengths: NDArray[Any]) -> NDArray[Any] |
     return values
 
 
-def _per_sequence(rows: Any, field: Field, num_sequences: int) -> Any:
+def _per_sequence(rows: Any, field: Field, lengths: NDArray[Any]) -> Any:
     """Return one value per sequence; None for `[]`."""
+    num_sequences = len(lengths)
     if field.is_numeric:
         values = _number_row(rows, field.kind, field.name)
         return _as_many(values, field.name, num_sequences) if len(values) else None
@@ -582,6 +594,11 @@ def _per_sequence(rows: Any, field: Field, num_sequences: int) -> Any:
         return None
     if field.name == "messages":
         return _check_messages(listed)
+    if field.name == "weight_versions":
+        return [
+            _check_spans(spans, int(length), f"sequences[{i}].{field.name}")
+            for i, (spans, length) in enumerate(zip(listed, lengths, strict=True))
+        ]
     for i, entry in enumerate(listed):
         if not isinstance(entry, Mapping):
             what = f"expected a dict, got {_short(entry)}"
@@ -683,6 +700,24 @@ def _check_messages(rows: list[Any]) -> list[list[Any]]:
             if not isinstance(message["role"], str):
                 raise _fault(f"{path}.role", f"expected a string, got {_short(message['role'])}")
     return [list(conversation) for conversation in rows]
+
+
+def _check_spans(spans: Any, num_tokens: int, path: str) -> list[dict[str, Any]]:
+    """Return spans of sampled tokens, which lie in a sequence of `num_tokens` one behind the other."""
+    end = 0
+    for j, span in enumerate(_rows(spans, path)):
+        place = f"{path}[{j}]"
+        if not isinstance(span, Mapping) or not span.keys() >= _SPAN_KEYS:
+            raise _fault(place, f"expected {', '.join(sorted(_SPAN_KEYS))}, got {_short(span)}")
+        start, count = (_int(span[key], f"{place}.{key}") for key in ("start", "num_tokens"))
+        if start < end or count < 0 or start + count > num_tokens:
+            what = f"{count} tokens from {start} are not within {end}..{num_tokens}"
+            raise _fault(place, what)
+        end = start + count
+        version = span["weight_version"]
+        if not isinstance(version, str) or version.isdecimal():
+            _int(int(version) if isinstance(version, str) else version, f"{place}.weight_version")
+    return list(map(dict, spans))
 
 
 def _check_distillation(group: Mapping[str, Any], lengths: NDArray[Any]) -> dict[str, Ragged]:

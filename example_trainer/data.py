@@ -110,8 +110,8 @@ class MicroBatch:
     trained_N: Tensor
     """int64 index of each trained position in the flattened [B * T]."""
     positions: Positions
-    version_S: Tensor
-    """int64 policy version that sampled the sequence; -1 if unknown."""
+    version_N: Tensor
+    """int64 policy version that sampled each label; -1 if unknown."""
     rows: Sequence[Row]
     """[S] the sequences, on the CPU."""
     is_filler: bool = False
@@ -160,7 +160,8 @@ class Row:
     """Whether the environment set its advantage to zero, which normalisation must not change."""
     temperature: float
     """Of the distribution whose logprobs are trained; 1 for supervised sequences."""
-    version: int
+    versions: NDArray[np.int64]
+    """Policy version that sampled each token; UNKNOWN_VERSION if unknown."""
     rollout: int
     """Number of its rollout in the group."""
     weight: float = 0.0
@@ -195,7 +196,7 @@ class Batch:
     scores: NDArray[np.float64]
     """Per rollout received."""
     versions: NDArray[np.int64]
-    """Per sequence received; -1 if unknown."""
+    """Per trained position received; -1 if unknown."""
 
     def num_skipped(self, reason: SkipReason) -> int:
         return list(self.skipped.values()).count(reason)
@@ -253,7 +254,7 @@ def make_batch(groups: Sequence[ScoredGroup], options: DataOptions) -> Batch:
             [samples.rollout_scores(group.scores, group.rollout)[0] for group in groups]
             or [np.zeros(0)]
         ),
-        versions=np.array([row.version for row in all_rows], dtype=np.int64),
+        versions=np.concatenate([row.versions for row in all_rows] or [np.zeros(0, np.int64)]),
     )
 
 
@@ -313,9 +314,20 @@ def _rows(group: ScoredGroup, number: int, options: DataOptions) -> Iterator[Row
             temperature=_temperature(group, override or {})
             if options.processed_logprobs and not sequence.is_supervised
             else 1.0,
-            version=UNKNOWN_VERSION if group.policy_version is None else group.policy_version,
+            versions=_versions(group, i)[1:][at],
             rollout=sequence.rollout,
         )
+
+
+def _versions(group: ScoredGroup, sequence: int) -> NDArray[np.int64]:
+    """Return [num_tokens] the policy version of each token: its span's, else the group's."""
+    known = UNKNOWN_VERSION if group.policy_version is None else group.policy_version
+    found = np.full(group.lengths[sequence], known, dtype=np.int64)
+    for span in group.weight_versions[sequence] if group.weight_versions else ():
+        version = str(span["weight_version"])
+        place = slice(span["start"], span["start"] + span["num_tokens"])
+        found[place] = int(version) if version.isdecimal() else UNKNOWN_VERSION
+    return found
 
 
 def _teacher(group: ScoredGroup, tokens: NDArray[np.int64]) -> Teacher | None:
@@ -477,7 +489,7 @@ def collate(rows: Sequence[Row], options: DataOptions) -> MicroBatch:
             teacher_ids_NK=None if teacher is None else torch.from_numpy(teacher.ids),
             teacher_logprobs_NK=None if teacher is None else torch.from_numpy(teacher.logprobs),
         ),
-        version_S=torch.tensor([row.version for row in rows]),
+        version_N=joined("versions", torch.int64),
         rows=rows,
     )
 

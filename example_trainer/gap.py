@@ -1,6 +1,6 @@
 """Check that engines sample from the published weights: compare sampled logprobs with the trainer's own.
 
-The comparison uses the training forward, so it is always on. It covers sequences of the current and of an unknown
+The comparison uses the training forward, so it is always on. It covers tokens of the current and of an unknown
 policy version; `sampled_kl_mean` and `ratio_mean` show how far older ones differ. Sums stay on the device until the
 step ends. Called by `step.py`.
 """
@@ -70,10 +70,10 @@ class LogprobGap:
         """Add the logprobs that a training forward computed with the weights of `version`."""
         positions = micro_batch.positions
         difference_N = logprobs_N.detach().double() - positions.sampled_logprobs_N
-        version_N = micro_batch.version_S[positions.sequence_N]
         for i, compared in enumerate((version, UNKNOWN_VERSION)):
-            d_N = difference_N * ((version_N == compared) & ~positions.is_supervised_N)
-            count = ((version_N == compared) & ~positions.is_supervised_N).sum()
+            is_compared_N = (micro_batch.version_N == compared) & ~positions.is_supervised_N
+            d_N = difference_N * is_compared_N
+            count = is_compared_N.sum()
             self._sums[i] += torch.stack([count, d_N.abs().sum(), (d_N.exp() - 1 - d_N).sum()])
             self._largest[i] = torch.maximum(self._largest[i], d_N.abs().amax())
 

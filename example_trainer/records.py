@@ -160,7 +160,7 @@ def gpu_memory(device: torch.device) -> dict[str, float]:
 
 
 def describe_batch(batch: Batch, version: int) -> dict[str, Any]:
-    """Return the metrics of a batch; staleness is in steps, over sequences of known version."""
+    """Return the metrics of a batch; staleness is in steps, over trained positions of known version."""
     staleness = version - batch.versions[batch.versions != UNKNOWN_VERSION]
     known = bool(len(staleness))
     return {

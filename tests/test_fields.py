@@ -11,6 +11,7 @@ import pytest
 
 from atroposlib import wire
 from atroposlib.api.schemas import ScoredData
+from atroposlib.errors import GroupError
 from atroposlib.scored_data import (
     FIELDS,
     WIRE_KEYS,
@@ -41,7 +42,7 @@ def test_blobs_digests_and_json_keep_their_bytes(name: str) -> None:
 
 
 def test_golden_groups_hold_every_field() -> None:
-    assert set(GOLDEN["rollouts"]["group"]) == {field.name for field in FIELDS}
+    assert set(GOLDEN["versions"]["group"]) == {field.name for field in FIELDS}
 
 
 def test_types_have_the_fields_of_the_table() -> None:
@@ -53,11 +54,15 @@ def test_types_have_the_fields_of_the_table() -> None:
     assert by_sequence <= set(ScoredDataItem.__annotations__) <= set(names)
 
 
+def span(start: Any, num_tokens: Any, version: Any = "3") -> dict[str, Any]:
+    return {"start": start, "num_tokens": num_tokens, "weight_version": version}
+
+
 def row(field: Field) -> str:
     """Return the field's row in the README."""
-    kind = {int: "int", float: "float", str: "string", object: "any JSON"}.get(
-        field.kind, "list of messages" if field.kind is list else "object"
-    )
+    lists = {"messages": "list of messages", "weight_versions": "list of spans"}
+    kinds = {int: "int", float: "float", str: "string", object: "any JSON", dict: "object"}
+    kind = lists.get(field.name) or kinds[field.kind]
     per = f"{field.level.value}, or sequence" if field.may_be_per_sequence else field.level.value
     said = ["*Required.* "] if field.is_required else [] if field.is_original else ["*Native.* "]
     return f"| `{field.name}` | {kind} | {per} | {''.join(said)}{field.meaning} |"
@@ -67,3 +72,28 @@ def test_the_readme_has_the_table() -> None:
     rows = [row(field) for field in FIELDS]
     table = "\n".join(["| key | value | one per | meaning |", "|---|---|---|---|", *rows])
     assert f"<!-- fields -->\n{table}\n\n" in (ROOT / "atroposlib/api/README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("spans", "fault"),
+    [
+        ([[{"start": 0}], []], r"\[0\]\.weight_versions\[0\]: expected num_tokens, start"),
+        ([[7], []], r"\[0\]\.weight_versions\[0\]: expected num_tokens, start"),
+        ([[], 7], r"\[1\]\.weight_versions: expected one list"),
+        ([[]], "1 entries for 2 sequences"),
+        ([[], [span(1, 2)]], r"\[1\]\.weight_versions\[0\]: 2 tokens from 1 are not within 0\.\.2"),
+        (
+            [[span(1, 1), span(1, 1)], []],
+            r"\[0\]\.weight_versions\[1\]: 1 tokens from 1 are not wi",
+        ),
+        ([[span(-1, 1)], []], "1 tokens from -1"),
+        ([[span(0, -1)], []], "-1 tokens from 0"),
+        ([[span(0, 1.5)], []], "num_tokens: expected a 64-bit integer"),
+        ([[span(0, 1, None)], []], "weight_version: expected a 64-bit integer"),
+        ([[span(0, 1, "9" * 30)], []], "weight_version: expected a 64-bit integer"),
+    ],
+)
+def test_spans_of_versions_lie_in_their_sequence(spans: Any, fault: str) -> None:
+    group = {**GOLDEN["rollouts"]["group"], "weight_versions": spans}
+    with pytest.raises(GroupError, match=fault):
+        check_group(group, strictness=Strictness.WIRE)

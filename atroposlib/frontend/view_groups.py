@@ -37,7 +37,10 @@ _BASE64_STARTS = {"/9j/": "jpeg", "iVBORw0KGgo": "png"}
 """First characters of the two formats in base64, for images without a type."""
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]+(?:={1,2}\s*)?")
 
-_PLACED = {"scores", "messages", "images", "env_id", "group_id", "policy_version", "rollout"}
+_PLACED = {
+    *("scores", "messages", "images", "env_id", "group_id", "policy_version", "rollout"),
+    "weight_versions",
+}
 """Fields of a group or a sequence that have a place of their own."""
 _FACTS = (
     *("duration_s", "usage", "turns_not_continued"),

@@ -162,7 +162,7 @@ def group_line(
         if (
             key in ALWAYS_WRITTEN
             or (key in record and key != "env_id")
-            or (key == "messages" and value)
+            or (key in ("messages", "weight_versions") and value)
         ):
             record[key] = value
     for key, value in more.items():

@@ -244,7 +244,7 @@ class Outbox:
         groups = [scored_data] if isinstance(scored_data, Mapping) else scored_data
         for group in map(without_tensors, groups):
             checked = await in_thread_if_large(group, self._check, group)
-            self._hold(self._with_notes(checked, group))
+            self._hold(await in_thread_if_large(group, self._with_notes, checked, group))
 
     async def run(self, hub: HubClient, *, reregister: Reregister) -> None:
         """Send held groups until cancelled; retry while the hub is unavailable, register again if it lost the id.
@@ -376,7 +376,7 @@ class Outbox:
     async def _judge(self, group: Mapping[str, Any], abort_on_max_length: bool) -> ScoredGroup:
         """Apply `check_group`, then the drop rules in the original's order."""
         checked = await in_thread_if_large(group, self._check, group)
-        checked = self._with_notes(checked, group)
+        checked = await in_thread_if_large(group, self._with_notes, checked, group)
         config = self._env.config
         verdict = drop_rule(
             checked,
@@ -404,6 +404,9 @@ class Outbox:
             return checked
         if "policy_version" not in group:
             checked = checked.replace(policy_version=notes.oldest)
+        if checked.weight_versions is None and notes.has_several_versions:
+            tokens = checked.to_dict(["tokens"])["tokens"]
+            checked = checked.replace(weight_versions=notes.versions_in(tokens))
         if notes.temperatures <= {1.0} or _gives_temperature(checked):
             return checked
         if len(notes.temperatures) == 1:
@@ -455,10 +458,8 @@ class Outbox:
             return
         fields = await in_thread_if_large(group, checked.to_dict, FIELD)
         more: dict[str, Any] = {"group_id": checked.group_id, "environment": self._environment}
-        if (notes := noted()) is not None:
-            more["weight_versions"] = notes.versions_in(fields["tokens"])
-            more["turns_not_continued"] = dict(notes.broken_prefixes)
-            more = {name: value for name, value in more.items() if value}
+        if (notes := noted()) is not None and notes.broken_prefixes:
+            more |= {"turns_not_continued": dict(notes.broken_prefixes)}
         if (record := recorded()) is not None:
             more |= self._provenance.of(fields["tokens"], item, record)
         line = await in_thread_if_large(group, group_line, group, fields, more)

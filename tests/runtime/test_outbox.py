@@ -415,6 +415,23 @@ async def test_flush_gives_up_after_its_time_and_says_how_many_remain() -> None:
     assert await outbox.flush(0.01) == 1
 
 
+async def test_a_group_of_several_versions_is_sent_with_its_spans() -> None:
+    outbox = make_outbox(ScriptedEnv())
+    for versions in ([[("3", 2)], [("3", 2)]], [[("3", 1), ("4", 1)], [("4", 2)]]):
+        with noting_sampling():
+            note_sampling({}, versions, prompt=[5], outputs=[[6, 7], [6, 8]])
+            await outbox.accept(make_group())
+    one, several = outbox.held
+    assert one.weight_versions is None
+    assert several.weight_versions == [
+        [
+            {"start": 1, "num_tokens": 1, "weight_version": "3"},
+            {"start": 2, "num_tokens": 1, "weight_version": "4"},
+        ],
+        [{"start": 1, "num_tokens": 2, "weight_version": "4"}],
+    ]
+
+
 async def test_log_line_says_which_version_sampled_each_token(tmp_path: Path) -> None:
     log = GroupLog.open(tmp_path / "g.jsonl")
     outbox = make_outbox(ScriptedEnv(), log)

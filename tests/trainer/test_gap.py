@@ -64,6 +64,29 @@ def test_samples_of_another_version_are_not_taken_for_those_of_this_one(
     assert gap.settle(VERSION).mean is None
 
 
+def test_tokens_of_one_sequence_are_compared_by_the_version_of_each() -> None:
+    spans = [
+        {"start": 0, "num_tokens": 4, "weight_version": str(VERSION - 1)},
+        {"start": 4, "num_tokens": 2, "weight_version": str(VERSION)},
+        {"start": 6, "num_tokens": 2, "weight_version": "default"},
+    ]
+    group = make_group(
+        [1.0, 0.0], length=8, policy_version=VERSION - 1, weight_versions=[spans] * 2
+    )
+    batch = make_batch([group], OPTIONS)
+    [micro_batch] = batch.micro_batches
+    trained = [row.trained + 1 for row in micro_batch.rows]
+    known = {**dict.fromkeys((4, 5), VERSION), **dict.fromkeys((6, 7), -1)}
+    expected = [known.get(int(place), VERSION - 1) for row in trained for place in row]
+    assert VERSION in expected
+    assert micro_batch.version_N.tolist() == expected
+    assert sorted(batch.versions) == sorted(expected)
+    gap = gap_for()
+    d = observe(gap, [micro_batch], 0.3)
+    current = [abs(each) for each, version in zip(d, expected, strict=True) if version == VERSION]
+    assert gap.settle(VERSION).mean == pytest.approx(sum(current) / len(current))
+
+
 def test_the_noise_of_bfloat16_kernels_is_normal(caplog: pytest.LogCaptureFixture) -> None:
     """A standard deviation of 0.05 per token on unchanged weights has a maximum far above it."""
     gap = gap_for(torch.bfloat16)

@@ -62,8 +62,13 @@ class SamplingNotes:
         """The oldest version; None if one is unknown or nothing was sampled."""
         return oldest_version(self._versions)
 
-    def versions_in(self, sequences: Iterable[Sequence[int]]) -> list[list[dict[str, Any]]] | None:
-        """Return the spans of each sequence (`place_spans`); None unless several versions sampled the item.
+    @property
+    def has_several_versions(self) -> bool:
+        """Whether several known versions sampled the item."""
+        return len({version for turn in self.turns for version, _ in turn.spans}) > 1
+
+    def versions_in(self, sequences: Iterable[Sequence[int]]) -> list[list[dict[str, Any]]]:
+        """Return the spans of each sequence (`place_spans`).
 
         Of equal completions, each sequence gets one.
 
@@ -72,8 +77,6 @@ class SamplingNotes:
         >>> [[span["weight_version"] for span in spans] for spans in notes.versions_in([[5, 7, 8], [5, 7, 8], [5]])]
         [['3'], ['4'], []]
         """
-        if len({version for turn in self.turns for version, _ in turn.spans}) < 2:
-            return None
         found: list[list[dict[str, Any]]] = []
         used: set[int] = set()
         for tokens in sequences:
@@ -84,7 +87,7 @@ class SamplingNotes:
                 if is_better and _is_at(turn, tokens):
                     by_start[turn.start] = number
             used.update(by_start.values())
-            turns = [self.turns[number] for number in by_start.values()]
+            turns = [self.turns[by_start[start]] for start in sorted(by_start)]
             found.append(
                 [span for turn in turns for span in place_spans(turn.spans, start=turn.start)]
             )

@@ -32,6 +32,7 @@ from atroposlib.api.http.limits import (
     RequestBodies,
     is_native,
     refusal,
+    return_memory,
 )
 from atroposlib.api.http.metrics import HubMetrics, Observe
 from atroposlib.api.http.payloads import DecoderUnavailable, GroupCodec
@@ -111,6 +112,7 @@ def create_app(
         watchers = [
             asyncio.create_task(_let_time_pass(hub, may_recover=replica is not None)),
             asyncio.create_task(_watch_lag(metrics)),
+            asyncio.create_task(return_memory(batches, bodies.received, bodies.inflated)),
         ]
         if sender is not None:
             await sender.open()
@@ -136,12 +138,13 @@ def create_app(
         + [{"url": "/runs/{run}", "variables": {"run": {"default": DEFAULT_RUN}}}],
     )
     app.state.hub = hub
+    batches = ByteBudget(limits.max_inflight_bytes)
     app.state.services = Services(
         hub=hub,
         limits=limits,
         codec=codec,
         metrics=metrics,
-        batches=ByteBudget(limits.max_inflight_bytes),
+        batches=batches,
         lookups=ByteBudget(limits.max_lookup_bytes),
         replica=replica,
     )
@@ -151,8 +154,8 @@ def create_app(
     _handle_errors(app)
     app.add_middleware(GZipMiddleware, minimum_size=1000, compresslevel=1)
     # From the inside out: access rights, room and body are checked before a handler is called.
-    front: ASGIApp = RequestBodies(app.serve, limits)
-    front = Ladder(front, limits=limits, runs=hub.runs, metrics=metrics)
+    bodies = RequestBodies(app.serve, limits)
+    front: ASGIApp = Ladder(bodies, limits=limits, runs=hub.runs, metrics=metrics)
     sender = None
     if replica is not None:
         metrics.watch_replica(replica)

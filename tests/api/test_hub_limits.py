@@ -328,7 +328,7 @@ async def test_client_that_leaves_while_sending_reaches_no_handler() -> None:
 
     bodies = RequestBodies(app, HubLimits(max_inflight_bytes=10))
     await bodies(scope_of("/scored_data", 100_000), receive, unexpected_send)
-    assert bodies._received.free_bytes == 10
+    assert bodies.received.free_bytes == 10
 
 
 # Sending time
@@ -385,7 +385,7 @@ async def test_slow_sender_is_408_and_its_connection_is_closed(
         await bodies(scope_of("/scored_data", announced), sender.receive, sender.answers.send)
     assert sender.answers[0]["status"] == 408
     assert (b"connection", b"close") in sender.answers[0]["headers"]
-    assert bodies._received.free_bytes == bodies._received.total_bytes
+    assert bodies.received.free_bytes == bodies.received.total_bytes
 
 
 async def test_rate_is_what_gets_the_announced_body_here_in_time() -> None:
@@ -511,7 +511,7 @@ async def test_bodies_that_do_not_come_hold_no_memory_of_others(announced: int |
 
     dawdlers = [asyncio.create_task(dawdle()) for _ in range(16)]
     await settle()
-    assert bodies._received.free_bytes == bodies._received.total_bytes
+    assert bodies.received.free_bytes == bodies.received.total_bytes
     sent = Answers()
     async with asyncio.timeout(30):
         await bodies(scope_of("/scored_data", 40 * MIB), sending(b" " * 40 * MIB), sent.send)
@@ -546,7 +546,7 @@ async def test_bodies_wait_while_others_are_handled_and_acks_do_not() -> None:
         assert handled == ["a", "b", "ack"]
         finish.set()
     assert handled == ["a", "b", "ack", "c"]
-    assert bodies._received.free_bytes == 150_000
+    assert bodies.received.free_bytes == 150_000
 
 
 async def test_inflated_bodies_have_a_budget_too() -> None:
@@ -572,7 +572,7 @@ async def test_inflated_bodies_have_a_budget_too() -> None:
 
     await asyncio.gather(*[request() for _ in range(4)])
     assert most == 1
-    assert bodies._inflated.free_bytes == bodies._received.free_bytes == 3 * MIB
+    assert bodies.inflated.free_bytes == bodies.received.free_bytes == 3 * MIB
 
 
 # The ladder of a full run

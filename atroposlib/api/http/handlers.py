@@ -24,7 +24,12 @@ from pydantic import BaseModel, ValidationError
 from atroposlib.api import schemas
 from atroposlib.api.http.limits import ByteBudget, HeldBytes, HubLimits, is_native
 from atroposlib.api.http.metrics import HubMetrics
-from atroposlib.api.http.payloads import GroupCodec, choose_encoding, is_packed
+from atroposlib.api.http.payloads import (
+    MAX_JSON_RATIO,
+    GroupCodec,
+    choose_encoding,
+    is_packed,
+)
 from atroposlib.api.http.routes import Route, RouteTable, Scope
 from atroposlib.api.http.sending import BatchResponse, JsonPieces, PlainBatchResponse
 from atroposlib.api.run.coordinator import Coordinator, Delivery
@@ -294,11 +299,14 @@ async def _batch_response(
             "epoch": row.epoch,
             "expires_in_s": row.ttl_s,
         }
+    packed = is_packed(request.headers.get("accept", ""))
     try:
+        if not packed:
+            await held.grow(held.num_bytes * (1 + MAX_JSON_RATIO))
         body = await services.codec.encode_batch(
             delivery.payloads,
             meta,
-            packed=is_packed(request.headers.get("accept", "")),
+            packed=packed,
             encoding=choose_encoding(request.headers.get("accept-encoding", "")),
         )
     except BaseException:

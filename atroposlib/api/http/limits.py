@@ -8,6 +8,7 @@ parses a body: payloads.py checks groups. README.md lists the responses.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -48,6 +49,9 @@ _INLINE_JOIN_BYTES = _MIB
 """Pieces of a body up to this size are joined on the event loop."""
 _UNCOUNTED_BYTES = 64 * 2**10
 """Bodies up to this size never wait for the budget: acks must get through under load."""
+_TRIM_EVERY_S = 5.0
+_TRIM_FROM_BYTES = 32 * _MIB
+"""Freed since memory was returned last."""
 _STEP_BYTES = _MIB
 """Taken from the budget per step while a body arrives."""
 
@@ -64,7 +68,7 @@ class HubLimits:
     """Inflated to sent bytes, checked beyond 1 MiB of output. Groups of real text stay far below 50."""
     max_control_body_bytes: int = _MIB
     """Body of any other request, as sent and inflated."""
-    max_inflight_bytes: int = 512 * _MIB
+    max_inflight_bytes: int = 256 * _MIB
     """Each of three budgets: bodies received or handled, inflated bodies, batches being sent. Requests wait for it."""
     max_lookup_bytes: int = 64 * _MIB
     """Budget of other large responses, which are encoded piece by piece."""
@@ -188,6 +192,8 @@ class ByteBudget:
     def __init__(self, total_bytes: int) -> None:
         self.total_bytes = total_bytes
         self.free_bytes = total_bytes
+        self.lowest_free_bytes = total_bytes
+        """Since `return_memory` set it to `free_bytes`."""
         self.holders: dict[HeldBytes, None] = {}
         """Those that hold or want bytes, oldest first."""
         self.waiting: dict[HeldBytes, tuple[int, asyncio.Future[None]]] = {}
@@ -203,6 +209,7 @@ class ByteBudget:
                 return
             del self.waiting[held]
             self.free_bytes -= wanted - held.num_bytes
+            self.lowest_free_bytes = min(self.lowest_free_bytes, self.free_bytes)
             held.num_bytes = wanted
             if not turn.done():
                 turn.set_result(None)
@@ -248,6 +255,7 @@ class HeldBytes:
         """Hold exactly `num_bytes`, even beyond the total, for bytes that are already in memory."""
         budget = self._budget
         budget.free_bytes += self.num_bytes - num_bytes
+        budget.lowest_free_bytes = min(budget.lowest_free_bytes, budget.free_bytes)
         self.num_bytes = num_bytes
         if num_bytes:
             budget.holders[self] = None
@@ -256,20 +264,31 @@ class HeldBytes:
         budget.serve()
 
 
+async def return_memory(*budgets: ByteBudget) -> None:
+    """Return to the system, until cancelled, what large bodies have freed: glibc keeps it for later allocations."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    while trim is not None:
+        await asyncio.sleep(_TRIM_EVERY_S)
+        if sum(each.free_bytes - each.lowest_free_bytes for each in budgets) >= _TRIM_FROM_BYTES:
+            for each in budgets:
+                each.lowest_free_bytes = each.free_bytes
+            await asyncio.to_thread(trim, 0)
+
+
 class RequestBodies:
     """ASGI middleware: passes every body on inflated, within the limits; budgets count it until the answer is sent."""
 
     def __init__(self, app: ASGIApp, limits: HubLimits) -> None:
         self._app = app
         self._limits = limits
-        self._received = ByteBudget(limits.max_inflight_bytes)
-        self._inflated = ByteBudget(limits.max_inflight_bytes)
+        self.received = ByteBudget(limits.max_inflight_bytes)
+        self.inflated = ByteBudget(limits.max_inflight_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        with HeldBytes(self._received) as received, HeldBytes(self._inflated) as inflated:
+        with HeldBytes(self.received) as received, HeldBytes(self.inflated) as inflated:
             try:
                 body = await self._read(scope, receive, received, inflated)
             except BodyRefused as e:

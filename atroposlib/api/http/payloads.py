@@ -49,6 +49,9 @@ logger = logging.getLogger(__name__)
 COMPRESS_FROM_BYTES: Final = 1000
 """Smaller bodies are sent uncompressed."""
 
+MAX_JSON_RATIO: Final = 6
+"""Bytes of JSON per packed byte, at most: a number of 4 bytes takes up to 24 characters, a token and its label 22."""
+
 _GZIP_LEVEL: Final = 2  # of ISA-L, whose levels cost the same
 _ZSTD_LEVEL: Final = 1  # of packed arrays, level 3 is no smaller
 _GZIP_WBITS: Final = 16 + isal_zlib.MAX_WBITS
@@ -149,7 +152,7 @@ class GroupCodec:
         """
         texts = packed_pieces(payloads, meta) if packed else _batch_json(payloads, meta)
         media_type = CONTENT_TYPE_PACKED if packed else CONTENT_TYPE_JSON
-        pieces = await self._in_turns(even_pieces(await self._in_turns(texts)))
+        pieces = await self._in_turns(even_pieces(_taken(await self._in_turns(texts))))
         num_bytes = sum(map(len, pieces))
         if encoding is None or num_bytes < COMPRESS_FROM_BYTES:
             return EncodedBody(pieces=pieces, media_type=media_type)
@@ -308,6 +311,13 @@ def even_pieces(pieces: Iterable[bytes], max_bytes: int = _PIECE_BYTES) -> Itera
             num_held += len(piece)
     if held:
         yield b"".join(held)
+
+
+def _taken(pieces: list[bytes]) -> Iterator[bytes]:
+    """Yield the pieces in order and release each, so that a body is not in memory twice."""
+    pieces.reverse()
+    while pieces:
+        yield pieces.pop()
 
 
 def _compress(pieces: Iterable[bytes], encoding: str) -> list[bytes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from typing import Any
 
@@ -17,6 +18,7 @@ from atroposlib.errors import GroupError
 from atroposlib.scored_data import ScoredGroup, Strictness, check_group
 from atroposlib.wire import json_decoding, json_encoding
 from atroposlib.wire.packed import MAX_GROUPS, MAX_SEQUENCES
+from tests.builders.packed_groups import BAD_PACKED, blob
 
 floats = st.floats(allow_nan=False, allow_infinity=False, width=64)
 text = st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=8)
@@ -492,56 +494,12 @@ def packed(**changes: Any) -> bytes:
     return msgspec.msgpack.encode(msgspec.msgpack.decode(blob) | changes)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"tokens": b"1234"}, "tokens: 4 bytes, expected 3 x 4"),
-        ({"lengths": b"123"}, "lengths: 3 bytes, expected a multiple of 4"),
-        ({"scores": b""}, "scores: 0 bytes, expected 1 x 8"),
-        ({"scores": struct.pack("<d", float("nan"))}, r"scores\[0\]: nan is not finite"),
-        ({"trained": None}, "masks: required"),
-        ({"trained": b""}, "trained: 0 bytes, expected 1 x 1"),
-        ({"tokens": struct.pack("<3I", 1, 2**31, 3)}, r"tokens\[1\]: token id 2147483648"),
-        ({"arrays": {"rewards": ["f4", b""]}}, "arrays.rewards: unknown"),
-        ({"arrays": {"advantages": ["f2", b""]}}, "arrays.advantages: unknown array or width"),
-        (
-            {"arrays": {"advantages": ["f4", struct.pack("<3f", 0, float("inf"), 0)]}},
-            r"sequences\[0\].advantages\[1\]: inf is not finite",
-        ),
-        (
-            {"distill": {"distill_token_ids": [b"", "i4", b""]}},
-            "distill_token_ids.lengths: 0 bytes",
-        ),
-        (
-            {"distill": {"distill_logprobs": [struct.pack("<3I", 1, 0, 0), "f4", b""]}},
-            "distill_logprobs: 0 bytes, expected 1 x 4",
-        ),
-        ({"distill": {"distill_logprobs": [bytes(12), "i4", b""]}}, "unknown array or width 'i4'"),
-        ({"tail": {"messages": b"[1]"}}, r"sequences\[0\].messages: expected a list of messages"),
-        ({"tail": {"messages": b"[[{]]"}}, "messages: JSON is malformed"),
-        ({"tail": {"tokens": b"[[1]]"}}, "tail: unknown field 'tokens'"),
-        ({"tail": b"[]"}, "tail: expected a JSON object"),
-        ({"tail": b"[" * DEEP}, "tail: expected a JSON object"),
-        ({"tail": {"images": b"[" * DEEP + b"]" * DEEP}}, "images: nested more than 500"),
-        ({"tail": {"messages": b"5"}, "empty": ["messages"]}, "messages: given twice"),
-        ({"tail": {"overrides": b"5"}, "empty": ["overrides"]}, "overrides: given twice"),
-        ({"tail": b'{"messages":5}', "empty": ["messages"]}, "messages: given twice"),
-        ({"empty": ["distill_token_ids"]}, "distill_token_ids: given twice"),
-        ({"tail": {"distill_logprobs": b"[[[],[],[]]]"}}, "distill_logprobs: given twice"),
-        ({"empty": ["inference_logprobs"]}, "inference_logprobs: given twice"),
-        ({"empty": ["ref_logprobs", "ref_logprobs"]}, "ref_logprobs: given twice"),
-        ({"empty": ["images"]}, "empty: unknown field 'images'"),
-        ({"empty": ["tokens"]}, "empty: unknown field 'tokens'"),
-        ({"empty": ["notes"]}, "empty: unknown field 'notes'"),
-        ({"empty": [""] * 100}, "not a packed group: Expected `array` of length <= 32"),
-        ({"env_id": 2**64 - 1}, "env_id: expected a 64-bit integer"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), BAD_PACKED)
 def test_a_packed_group_that_lies_is_refused_with_its_path(
     changes: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(GroupError, match=message):
-        wire.unpack_group(packed(**changes), strictness=Strictness.WIRE)
+    with pytest.raises(GroupError, match=re.escape(message)):
+        wire.unpack_group(blob(**changes), strictness=Strictness.WIRE)
 
 
 def test_a_tail_in_one_piece_is_read_too() -> None:

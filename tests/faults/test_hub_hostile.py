@@ -140,6 +140,9 @@ def group_cases() -> Iterator[Case]:
     for name, changes in ODD_BUT_VALID:
         body = to_json(a_group(**changes))
         yield Case(name=name, target="/scored_data", body=body, statuses=(200,))
+    for body in CONTROL_BODIES:
+        if body != b"[]":
+            yield Case(name="no list", target="/scored_data_list", body=body)
     for name, body, says in LIST_BODIES:
         yield Case(name=f"list: {name}", target="/scored_data_list", body=body, says=says)
     yield Case(
@@ -179,6 +182,23 @@ def coding_cases() -> Iterator[Case]:
     ]
     for name, coding, body, status, says in rows:
         yield headed(name, body, "Content-Encoding", coding, statuses=(status,), says=says)
+    everywhere = [
+        ("a stack of gzip", "gzip, gzip", gzip.compress(packed), (415,)),
+        ("gzip of gzip", "gzip", gzip.compress(packed), (400, 422)),
+        ("gzip of nothing", "gzip", gzip.compress(b""), (400, 422)),
+        ("gzip of an empty key", "gzip", gzip.compress(b'{"tokens":' * 100_000), (400, 422)),
+        ("a gzip bomb around a group", "gzip", gzip.compress(good + b" " * 10 * 2**20), (413,)),
+        (
+            "a zstd bomb around a group",
+            "zstd",
+            zstandard.compress(good + b" " * 10 * 2**20),
+            (413,),
+        ),
+        ("a bomb of tokens", "gzip", gzip.compress(b'{"tokens":[[' + b"0," * 5 * 2**20), (413,)),
+    ]
+    for name, coding, body, statuses in everywhere:
+        for target in ("/scored_data", "/scored_data_list", "/register"):
+            yield headed(name, body, "Content-Encoding", coding, target=target, statuses=statuses)
     for encoding, whole in (("gzip", packed), ("zstd", zstandard.compress(good))):
         for end in range(1, len(whole), 5):
             name = f"{encoding} cut after {end} bytes"

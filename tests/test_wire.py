@@ -86,9 +86,7 @@ PARSERS = {"quick": 2**20, "thorough": -1}
 
 @given(groups(), st.integers(1, 9), st.integers(1, 3), st.sampled_from(list(PARSERS)))
 @settings(
-    max_examples=40,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_both_encodings_hand_back_what_was_sent_for_every_parser_and_chunk(
     monkeypatch: pytest.MonkeyPatch,

@@ -22,13 +22,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from atroposlib.api.http.handlers import ROUTES
-from atroposlib.api.http.limits import (
-    ByteBudget,
-    HeldBytes,
-    HubLimits,
-    RequestBodies,
-    inflate,
-)
+from atroposlib.api.http.limits import ByteBudget, HeldBytes, HubLimits, RequestBodies, inflate
 from atroposlib.api.http.security import Access
 from atroposlib.api.run.types import Overloaded
 from atroposlib.http_bodies import BodyRefused

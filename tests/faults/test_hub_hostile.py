@@ -520,10 +520,7 @@ COSTLY: dict[str, tuple[str, bytes]] = {
     ),
     "backslashes": ("/scored_data", b'{"a": "' + b"\\" * 60_001 + b"\x01"),
     "empty strings and a NaN": ("/scored_data", b'{"a": [' + b'"",' * 20_000 + b"NaN]}"),
-    "a megabyte of escaped quotes": (
-        "/scored_data",
-        b'{"tokens": "' + b'\\"' * 500_000 + b"\\x",
-    ),
+    "a megabyte of escaped quotes": ("/scored_data", b'{"tokens": "' + b'\\"' * 500_000 + b"\\x"),
     "a megabyte of digits": ("/scored_data", to_json(a_group(scores=[Literal("9" * 2**20), 0]))),
     "numbers and a boolean": (
         "/scored_data",
@@ -533,10 +530,7 @@ COSTLY: dict[str, tuple[str, bytes]] = {
         "/scored_data",
         to_json(a_group(distill_token_ids=[Literal("[" + "[1]," * 900 + "[1.5]]"), []])),
     ),
-    "100k wrong numbers": (
-        "/dead/requeue",
-        b'{"numbers": [' + b'"x",' * 99_000 + b'"x"]}',
-    ),
+    "100k wrong numbers": ("/dead/requeue", b'{"numbers": [' + b'"x",' * 99_000 + b'"x"]}'),
     "330k objects in an unknown field": (
         "/policy",
         b'{"version": -1, "x": [' + b"{}," * 330_000 + b"{}]}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from typing import Any
 
@@ -17,6 +18,8 @@ from atroposlib.errors import GroupError
 from atroposlib.scored_data import ScoredGroup, Strictness, check_group
 from atroposlib.wire import json_decoding, json_encoding
 from atroposlib.wire.packed import MAX_GROUPS, MAX_SEQUENCES
+from tests.builders.json_groups import BAD_BODIES, BAD_FIELDS
+from tests.builders.packed_groups import BAD_PACKED, blob
 
 floats = st.floats(allow_nan=False, allow_infinity=False, width=64)
 text = st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=8)
@@ -83,9 +86,7 @@ PARSERS = {"quick": 2**20, "thorough": -1}
 
 @given(groups(), st.integers(1, 9), st.integers(1, 3), st.sampled_from(list(PARSERS)))
 @settings(
-    max_examples=40,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_both_encodings_hand_back_what_was_sent_for_every_parser_and_chunk(
     monkeypatch: pytest.MonkeyPatch,
@@ -96,9 +97,11 @@ def test_both_encodings_hand_back_what_was_sent_for_every_parser_and_chunk(
 ) -> None:
     monkeypatch.setattr(json_encoding, "_CHUNK_BYTES", num_bytes)
     monkeypatch.setattr(json_encoding, "_CHUNK_VALUES", num_values)
+    # A bracket in a bare string is left to the thorough parser.
+    is_bracketed = isinstance(sent["images"], str) and "[" in sent["images"]
     for body in (json.dumps(sent).encode(), json.dumps(sent, indent=1).encode()):
         listed = b"[" + body + b"," + body + b"]"
-        assert json_decoding._quick_fields(body) is not None
+        assert is_bracketed or json_decoding._quick_fields(body) is not None
         with monkeypatch.context() as patch:
             patch.setattr(json_decoding, "_QUICK_BYTES", PARSERS[parser])
             [group] = decoded(body)
@@ -255,99 +258,16 @@ def test_numpy_arrays_are_accepted_and_sent() -> None:
 BODY = json.dumps(minimal()).encode()
 
 
-def with_tokens(row: bytes) -> bytes:
-    return BODY.replace(b"[1, 2, 3]", row)
-
-
-def with_score(text: bytes) -> bytes:
-    return BODY.replace(b"1.0", text)
-
-
 def with_field(text: bytes) -> bytes:
     return BODY[:-1] + b"," + text + b"}"
 
 
-DEEP = 100_000
-
-
 @pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        (b"", "body: not JSON"),
-        (b"{", "body: not JSON"),
-        (b"\xff\xfe", "body: not JSON"),
-        (b"[]", "body: expected object, got array"),
-        (b'{"tokens": 1}', "tokens: expected array, got int"),
-        (b'{"masks": [[1]]}', "tokens: required, but missing"),
-        (BODY + b" x", "body: not JSON: .*trailing characters"),
-        (b"[" * DEEP, "body: expected object"),
-        (
-            with_tokens(b"[" * DEEP + b"]" * DEEP),
-            r"sequences\[0\].tokens\[0\]: expected int, got array",
-        ),
-        (
-            with_tokens(b"[" * 800 + b"]" * 800),
-            r"sequences\[0\].tokens\[0\]: expected int, got array",
-        ),
-        (with_field(b'"images":' + b"[" * DEEP + b"]" * DEEP), "body: nested too deeply"),
-        (with_field(b'"images":' + b'{"a":' * DEEP + b"1" + b"}" * DEEP), "nested too deeply"),
-        (with_field(b'"images":' + b"[" * 501 + b"]" * 501), "images: nested more than 500"),
-        (with_field(b'"unknown":' + b"[" * DEEP + b"]" * DEEP), "nested too deeply"),
-        (with_tokens(b"[1," + b"9" * 10_000 + b",3]"), r"tokens\[1\]: integer value out of range"),
-        (with_tokens(b"[1,-9223372036854775809,3]"), r"sequences\[0\].tokens: not all fit 64 bits"),
-        (with_tokens(b"[1,2147483648,3]"), r"tokens\[1\]: token id 2147483648 is not in 0..2147"),
-        (with_tokens(b'[1,"7",3]'), r"sequences\[0\].tokens\[1\]: expected int, got str"),
-        (with_tokens(b"[1,[2],3]"), r"sequences\[0\].tokens\[1\]: expected int, got array"),
-        (with_tokens(b"[1,2.0,3]"), r"sequences\[0\].tokens\[1\]: expected int, got float"),
-        (with_tokens(b"[1,2,true]"), r"sequences\[0\].tokens\[2\]: expected int, got bool"),
-        (with_tokens(b"[1,null,3]"), r"sequences\[0\].tokens\[1\]: expected int, got null"),
-        (
-            with_tokens(b"[1,2,3,]"),
-            r"^sequences\[0\].tokens\[3\]: not JSON: .*trailing comma in array",
-        ),
-        (with_tokens(b"[1,2 3]"), r"^sequences\[0\].tokens\[2\]: not JSON: .*byte"),
-        (with_tokens(b"[1,x]"), r"^sequences\[0\].tokens\[1\]: not JSON: .*byte"),
-        (b'{"tokens":[[1,2', r"^sequences\[0\].tokens\[2\]: not JSON: .*; it ends early"),
-        (with_tokens(b"null"), r"sequences\[0\].tokens: expected array, got null"),
-        (with_score(b"9" * 10_000), r"scores\[0\]: number out of range"),
-        (with_score(b"1e400"), r"scores\[0\]: number out of range"),
-        (with_score(b"NaN"), r"scores\[0\]: nan is not finite; send a number"),
-        (with_score(b"-Infinity"), r"scores\[0\]: -inf is not finite"),
-        (with_score(b'"1"'), r"scores\[0\]: expected float, got str"),
-        (with_field(b'"env_id":' + b"9" * 10_000), "env_id: integer value out of range"),
-        (with_field(b'"env_id":' + str(2**70).encode()), "env_id: expected a 64-bit integer"),
-        (with_field(b'"env_id":true'), "env_id: expected int | null, got bool"),
-        (with_field(b'"images":[1,{"a":NaN}]'), "body: byte 82: nan is not finite"),
-        (with_field(b'"images":[1,1e400]'), r"images.*: Number out of range"),
-        (with_field(b'"images":' + b"9" * 10_000), "images: Integer value out of range"),
-        (with_field(b'"images":"\xff"'), "images: 'utf-8' codec can't decode"),
-        (with_field(b'"images":"\\ud800"'), "half of a surrogate pair"),
-        (with_field(b'"images":["\\udc00x"]'), "body: not JSON: .*surrogate pair"),
-        (with_field(b'"group_id":"\xff"'), "body: not JSON: 'utf-8'"),
-        (
-            with_field(b'"distill_token_ids":[[[1],[[2]],[3]]]'),
-            r"sequences\[0\].distill_token_ids\[1\]\[0\]: expected int, got array",
-        ),
-        (
-            with_field(b'"distill_token_ids":[[[1],2,[[3]]]]'),
-            r"sequences\[0\].distill_token_ids\[1\]: expected array, got int",
-        ),
-        (
-            with_field(b'"distill_logprobs":[[[1],[],[0,null]]]'),
-            r"sequences\[0\].distill_logprobs\[2\]\[1\]: expected float, got null",
-        ),
-        (
-            with_field(b'"distill_logprobs":[[["]"],[],[]]]'),
-            r"sequences\[0\].distill_logprobs\[0\]\[0\]: expected float, got str",
-        ),
-        (
-            with_field(b'"distill_token_ids":[[[1],[2],[3]]],"distill_logprobs":[[[1],[2],[3,4]]]'),
-            r"sequences\[0\].distill_logprobs\[2\]: 2 values for 1 ids",
-        ),
-    ],
+    ("body", "says"),
+    [pytest.param(body, says, id=name) for name, body, says in [*BAD_FIELDS, *BAD_BODIES]],
 )
-def test_a_body_that_is_no_group_is_a_group_error_with_its_place(body: bytes, message: str) -> None:
-    with pytest.raises(GroupError, match=message):
+def test_a_body_that_is_no_group_is_a_group_error_with_its_place(body: bytes, says: str) -> None:
+    with pytest.raises(GroupError, match=re.escape(says)):
         decoded(body)
     in_a_list = b"[" + BODY + b"," + body + b"]"
     with pytest.raises(GroupError):
@@ -492,56 +412,12 @@ def packed(**changes: Any) -> bytes:
     return msgspec.msgpack.encode(msgspec.msgpack.decode(blob) | changes)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"tokens": b"1234"}, "tokens: 4 bytes, expected 3 x 4"),
-        ({"lengths": b"123"}, "lengths: 3 bytes, expected a multiple of 4"),
-        ({"scores": b""}, "scores: 0 bytes, expected 1 x 8"),
-        ({"scores": struct.pack("<d", float("nan"))}, r"scores\[0\]: nan is not finite"),
-        ({"trained": None}, "masks: required"),
-        ({"trained": b""}, "trained: 0 bytes, expected 1 x 1"),
-        ({"tokens": struct.pack("<3I", 1, 2**31, 3)}, r"tokens\[1\]: token id 2147483648"),
-        ({"arrays": {"rewards": ["f4", b""]}}, "arrays.rewards: unknown"),
-        ({"arrays": {"advantages": ["f2", b""]}}, "arrays.advantages: unknown array or width"),
-        (
-            {"arrays": {"advantages": ["f4", struct.pack("<3f", 0, float("inf"), 0)]}},
-            r"sequences\[0\].advantages\[1\]: inf is not finite",
-        ),
-        (
-            {"distill": {"distill_token_ids": [b"", "i4", b""]}},
-            "distill_token_ids.lengths: 0 bytes",
-        ),
-        (
-            {"distill": {"distill_logprobs": [struct.pack("<3I", 1, 0, 0), "f4", b""]}},
-            "distill_logprobs: 0 bytes, expected 1 x 4",
-        ),
-        ({"distill": {"distill_logprobs": [bytes(12), "i4", b""]}}, "unknown array or width 'i4'"),
-        ({"tail": {"messages": b"[1]"}}, r"sequences\[0\].messages: expected a list of messages"),
-        ({"tail": {"messages": b"[[{]]"}}, "messages: JSON is malformed"),
-        ({"tail": {"tokens": b"[[1]]"}}, "tail: unknown field 'tokens'"),
-        ({"tail": b"[]"}, "tail: expected a JSON object"),
-        ({"tail": b"[" * DEEP}, "tail: expected a JSON object"),
-        ({"tail": {"images": b"[" * DEEP + b"]" * DEEP}}, "images: nested more than 500"),
-        ({"tail": {"messages": b"5"}, "empty": ["messages"]}, "messages: given twice"),
-        ({"tail": {"overrides": b"5"}, "empty": ["overrides"]}, "overrides: given twice"),
-        ({"tail": b'{"messages":5}', "empty": ["messages"]}, "messages: given twice"),
-        ({"empty": ["distill_token_ids"]}, "distill_token_ids: given twice"),
-        ({"tail": {"distill_logprobs": b"[[[],[],[]]]"}}, "distill_logprobs: given twice"),
-        ({"empty": ["inference_logprobs"]}, "inference_logprobs: given twice"),
-        ({"empty": ["ref_logprobs", "ref_logprobs"]}, "ref_logprobs: given twice"),
-        ({"empty": ["images"]}, "empty: unknown field 'images'"),
-        ({"empty": ["tokens"]}, "empty: unknown field 'tokens'"),
-        ({"empty": ["notes"]}, "empty: unknown field 'notes'"),
-        ({"empty": [""] * 100}, "not a packed group: Expected `array` of length <= 32"),
-        ({"env_id": 2**64 - 1}, "env_id: expected a 64-bit integer"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), BAD_PACKED)
 def test_a_packed_group_that_lies_is_refused_with_its_path(
     changes: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(GroupError, match=message):
-        wire.unpack_group(packed(**changes), strictness=Strictness.WIRE)
+    with pytest.raises(GroupError, match=re.escape(message)):
+        wire.unpack_group(blob(**changes), strictness=Strictness.WIRE)
 
 
 def test_a_tail_in_one_piece_is_read_too() -> None:

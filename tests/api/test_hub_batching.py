@@ -121,11 +121,7 @@ floors_st = st.dictionaries(st.sampled_from([0, 1]), st.integers(1, 4), max_size
 @settings(deadline=None, max_examples=200)
 @given(sizes_st, envs_st, st.integers(1, 14), floors_st, st.integers(1, 7))
 def test_adding_a_group_never_takes_a_batch_away(
-    sizes: list[int],
-    env_ids: list[int | None],
-    batch_size: int,
-    floors: dict[int, int],
-    added: int,
+    sizes: list[int], env_ids: list[int | None], batch_size: int, floors: dict[int, int], added: int
 ) -> None:
     queue = queue_of(sizes, env_ids[: len(sizes)])
     if isinstance(plan_batch(queue, batch_size=batch_size, floors=floors), Plan):

@@ -308,12 +308,7 @@ async def test_no_spelling_of_a_path_destroys_anything_through_a_proxy(route: Ro
                 f"{path}{end}"
                 for end in ("%0A", "%00", ";", ";x=1", ".", "%2E", "/", "//", "%20", "%0D%0A")
             ]
-            spelled += [
-                path.upper(),
-                path.replace("/", "//"),
-                f"/.{path}",
-                f"/x/..{path}",
-            ]
+            spelled += [path.upper(), path.replace("/", "//"), f"/.{path}", f"/x/..{path}"]
             spelled += [
                 path,
                 f"{path}%0A/",

@@ -22,21 +22,8 @@ from atroposlib.api.stores.memory import MemoryStore
 from atroposlib.api.stores.runs import DirectoryRuns, MemoryRuns
 from atroposlib.errors import ConfigError
 from atroposlib.scored_data import Strictness, check_group
-from atroposlib.wire import (
-    CONTENT_TYPE_PACKED,
-    join_packed,
-    pack_group,
-    split_packed,
-    unpack_group,
-)
-from tests.api.helpers_api import (
-    FOURTEEN_KEYS,
-    Hub,
-    environment,
-    group,
-    registration,
-    running_hub,
-)
+from atroposlib.wire import CONTENT_TYPE_PACKED, join_packed, pack_group, split_packed, unpack_group
+from tests.api.helpers_api import FOURTEEN_KEYS, Hub, environment, group, registration, running_hub
 
 
 @pytest.fixture

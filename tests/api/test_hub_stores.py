@@ -221,17 +221,8 @@ async def test_everything_comes_back_after_a_restart(store: GroupStore, reopen: 
     assert saved.batches == [batch, new_batch(6, BatchState.TRAINED)]
     assert saved.ended == {Fate.EXPIRED: 1, Fate.TRAINED: 1}
     assert saved.next_number == 8
-    leased = StoredGroup(
-        header=groups[1].header,
-        place=Place.LEASED,
-        batch=5,
-        deliveries=2,
-    )
-    dead = StoredGroup(
-        header=groups[2].header,
-        place=Place.DEAD,
-        reason="too often",
-    )
+    leased = StoredGroup(header=groups[1].header, place=Place.LEASED, batch=5, deliveries=2)
+    dead = StoredGroup(header=groups[2].header, place=Place.DEAD, reason="too often")
     assert saved.groups == [leased, dead, *(stored(group) for group in groups[4:])]
     assert await again.read([2, 7]) == [groups[2].payload, groups[7].payload]
 

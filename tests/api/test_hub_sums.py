@@ -35,9 +35,7 @@ def test_sums_of_are_those_of_every_choice(num_groups: dict[int, int], limit: in
 
 @settings(deadline=None, max_examples=300)
 @given(st.lists(st.tuples(num_groups_st, st.integers(1, 8)), min_size=1, max_size=4))
-def test_added_sets_hold_every_sum_of_one_of_each(
-    parts: list[tuple[dict[int, int], int]],
-) -> None:
+def test_added_sets_hold_every_sum_of_one_of_each(parts: list[tuple[dict[int, int], int]]) -> None:
     """Sets as environments with floors make them: sums from the floor on."""
     together = 1
     expected = {0}

@@ -359,7 +359,7 @@ faults(Sums, "collects")(
 )
 faults(Sums, "collects", method="change")(NeverAGroup=lambda *_: None)
 faults(Sums, "group_size", "group_overrides", method="change")(
-    OneSequenceShort=lambda self, group, nodes: keep(group, range(len(nodes) - 1)),
+    OneSequenceShort=lambda self, group, nodes: keep(group, range(len(nodes) - 1))
 )
 
 
@@ -480,18 +480,18 @@ faults(Sums, "reward_ignores_order")(
 )
 faults(Sums, "reward_varies")(ConstantReward=lambda *_: 1.0)
 faults(Sums, "reward_varies", "example_answers")(  # the parser looks for what no model writes
-    WrongField=lambda self, item, text, _: float(text == f"#### {item['question']} ####"),
+    WrongField=lambda self, item, text, _: float(text == f"#### {item['question']} ####")
 )
 faults(Sums, "reward_finite")(  # a score that is no number makes the whole group useless
-    NanForWords=lambda self, item, text, _: right(item, text) if text.isdigit() else math.nan,
+    NanForWords=lambda self, item, text, _: right(item, text) if text.isdigit() else math.nan
 )
 faults(
     Sums, "grader_survives"
 )(  # raises for the first answer that is no number, and loses the group
-    FloatOfAnyText=lambda self, item, text, _: float(float(text) == float(item["answer"])),
+    FloatOfAnyText=lambda self, item, text, _: float(float(text) == float(item["answer"]))
 )
 faults(Sums, "empty_unrewarded")(
-    EmptyIsRight=lambda self, item, text, _: float(text.strip() in item["answer"]),
+    EmptyIsRight=lambda self, item, text, _: float(text.strip() in item["answer"])
 )
 
 
@@ -532,11 +532,10 @@ class TaskForgotten(Sums):
 
 SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
 faults(Sums, "no_leaked_handles", method="change")(
-    FileLeftOpen=leaving(functools.partial(open, __file__)),
-    SocketLeftOpen=leaving(socket.socket),
+    FileLeftOpen=leaving(functools.partial(open, __file__)), SocketLeftOpen=leaving(socket.socket)
 )
 faults(Sums, "no_leaked_processes", method="change")(
-    ProcessLeftRunning=leaving(lambda: subprocess.Popen(SLEEP, stdin=subprocess.PIPE)),
+    ProcessLeftRunning=leaving(lambda: subprocess.Popen(SLEEP, stdin=subprocess.PIPE))
 )
 
 
@@ -585,10 +584,10 @@ class EvaluateFails(Sums):
 faults(Sums, "evaluates", "evaluate_log", method="evaluate")(EvaluateSilent=nothing)
 faults(Sums, "evaluates", method="evaluate")(EvaluateHangs=never)
 faults(Sums, "checkpoint_is_json", method="save_checkpoint")(
-    SavesAnObject=lambda self, step: Sums.save_checkpoint(self, step, {"it": random.Random(0)}),
+    SavesAnObject=lambda self, step: Sums.save_checkpoint(self, step, {"it": random.Random(0)})
 )
 faults(SavesUnderAnotherName, "checkpoint_restores", method="load_checkpoint")(
-    LoadsUnderAnotherName=lambda self: BaseEnv.load_checkpoint(self),
+    LoadsUnderAnotherName=lambda self: BaseEnv.load_checkpoint(self)
 )
 faults(Sums, "checkpoint_restores", method="load_checkpoint")(LoadsNothing=lambda self: None)
 

@@ -59,9 +59,7 @@ def _sound(env_cls: type[BaseEnv]) -> Any:
 
 
 @pytest.mark.parametrize("env_cls", [_sound(env_cls) for env_cls in SOUND])
-def test_sound_environment_fails_no_rule(
-    env_cls: type[BaseEnv],
-) -> None:
+def test_sound_environment_fails_no_rule(env_cls: type[BaseEnv]) -> None:
     report = report_of(env_cls)
     assert report.failed == [], report.to_text()
 

@@ -184,7 +184,7 @@ def test_hubs_that_share_a_database_serve_the_environments_in_turn(
     advertised = "--advertise=http://127.0.0.1:8001" in found["hub-1"].argv
     assert advertised == ("command" not in hub)
     assert [found[f"gsm8k_server-{i}"].env["HUB_URL"][-4:] for i in range(3)] == [
-        *("8000", "8001", "8000"),
+        *("8000", "8001", "8000")
     ]
 
 
@@ -321,14 +321,9 @@ def test_several_hubs_on_slurm_call_each_other_by_their_nodes_addresses(tmp_path
     subprocess.run(["bash", "-n"], input=script.encode(), check=True)
     start, _, _ = script.partition("run_part ")
     words = words_of_python(
-        f"{start}PROGRAM",
-        tmp_path,
-        SLURM_ARRAY_TASK_ID="1",
-        RUN_FILES=str(tmp_path / "jobs"),
+        f"{start}PROGRAM", tmp_path, SLURM_ARRAY_TASK_ID="1", RUN_FILES=str(tmp_path / "jobs")
     )
-    assert words[-3:] == [
-        *("--host=0.0.0.0", "--port=8001", "--advertise=http://10.0.0.7:8001"),
-    ]
+    assert words[-3:] == [*("--host=0.0.0.0", "--port=8001", "--advertise=http://10.0.0.7:8001")]
     client = (tmp_path / "jobs" / "gsm8k_server.sbatch").read_text()
     assert "wait_for hub-1 /healthz" in client
     assert 'HUB_URL=$(address "hub-$((INDEX % 2))")' in client
@@ -356,10 +351,7 @@ def test_several_hubs_on_skypilot_call_each_other_by_their_nodes_names(tmp_path:
     assert by_name["hub"]["num_nodes"] == 2
     assert by_name["hub"]["secrets"]["ATROPOS_DATABASE"] is None
     words = words_of_python(
-        by_name["hub"]["run"],
-        tmp_path,
-        SKYPILOT_NODE_RANK="1",
-        SKYPILOT_JOBGROUP_NAME="full",
+        by_name["hub"]["run"], tmp_path, SKYPILOT_NODE_RANK="1", SKYPILOT_JOBGROUP_NAME="full"
     )
     assert words[-1] == "--advertise=http://hub-1.full:8000"
     script = by_name["gsm8k-server"]["run"]

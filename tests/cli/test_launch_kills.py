@@ -10,13 +10,7 @@ import pytest
 
 from tests.builders.programs import processes, wait_until
 from tests.builders.rows import rows_in
-from tests.cli.helpers_launch import (
-    atropos,
-    check_end,
-    environment,
-    make_model,
-    short_demo,
-)
+from tests.cli.helpers_launch import atropos, check_end, environment, make_model, short_demo
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(600)]
 

@@ -72,9 +72,7 @@ def tasks(tmp_path: Path, target: Target) -> dict[str, Any]:
 def expanded(text: str, values: dict[str, str]) -> str:
     """Replace `$(NAME)` and `$$` in a command or a value as Kubernetes does."""
     return re.sub(
-        r"\$(\$|\((\w+)\))",
-        lambda m: "$" if m[1] == "$" else values.get(m[2], m[0]),
-        text,
+        r"\$(\$|\((\w+)\))", lambda m: "$" if m[1] == "$" else values.get(m[2], m[0]), text
     )
 
 

@@ -321,11 +321,7 @@ async def test_number_that_is_not_finite_never_gets_in(hub: Hub, field: str, lit
     ],
 )
 async def test_buffered_groups_leave_oldest_first_as_separate_groups(
-    hub: Hub,
-    expected_size: int,
-    sizes: list[int],
-    buffer_sizes: list[int],
-    queued: list[int],
+    hub: Hub, expected_size: int, sizes: list[int], buffer_sizes: list[int], queued: list[int]
 ) -> None:
     await hub.start(environment(group_size=expected_size), batch_size=sum(queued) or 16)
     for number, (size, buffer_size) in enumerate(zip(sizes, buffer_sizes, strict=True)):

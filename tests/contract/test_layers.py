@@ -58,9 +58,7 @@ LAYERS = {
 The longest name that fits a module is its row.
 """
 
-UPWARD = {
-    ("atroposlib.envs.base", "atroposlib.runtime"),
-}
+UPWARD = {("atroposlib.envs.base", "atroposlib.runtime")}
 """`BaseEnv.cli()`, `serve` and `process` start the runtime: imports inside of functions."""
 
 

@@ -79,9 +79,7 @@ async def test_a_rollout_of_the_other_side_is_trained_with_its_reward(
         assert metrics["metrics/identical_score_rate"] == 0.0
 
 
-async def test_a_rollout_that_fails_on_the_other_side_has_no_score(
-    bridged: Any,
-) -> None:
+async def test_a_rollout_that_fails_on_the_other_side_has_no_score(bridged: Any) -> None:
     def respond(request: HarnessRequest) -> str:
         return "nothing" if request.call == 0 else str(request.call)
 

@@ -224,10 +224,7 @@ CASES = [
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.module, indirect=True)
 every_rule = pytest.mark.parametrize(
-    "case",
-    [case for case in CASES if case.has_rule],
-    ids=lambda case: case.module,
-    indirect=True,
+    "case", [case for case in CASES if case.has_rule], ids=lambda case: case.module, indirect=True
 )
 
 

@@ -68,9 +68,7 @@ async def test_blackjack_has_no_drawing_and_can_be_played(made: Any) -> None:
 @pytest.mark.parametrize("answer", ["", "2", "<action>4</action>", "<action>-1</action>"])
 async def test_an_answer_without_an_action_costs_what_is_configured(made: Any, answer: str) -> None:
     env = await made(
-        gymnasium_env.GymnasiumEnv,
-        lambda env, item, request: answer,
-        invalid_reward=-7.0,
+        gymnasium_env.GymnasiumEnv, lambda env, item, request: answer, invalid_reward=-7.0
     )
     [rollout] = await env.roll_out(0, 1, split="train")
     assert (rollout.finish_reason, rollout.outcome) == ("invalid_action", -7.0)
@@ -157,9 +155,7 @@ async def test_every_turn_of_a_thoughtful_hand_is_a_group_of_alternatives(made: 
     """Seed 10 starts with 7 against 10; hitting gives 14. Sticking on 7 loses, and so does a call that is missing."""
     answers = [call("hit"), call("stick"), "I wait.", call("hit").replace("I hit.", "")]
     env = await made(
-        thinking.BlackjackEnv,
-        lambda env, item, request: answers[request.choice],
-        group_size=4,
+        thinking.BlackjackEnv, lambda env, item, request: answers[request.choice], group_size=4
     )
     groups, _ = await env.collect_trajectories(10)
     first, second = groups[0], groups[1]
@@ -176,8 +172,7 @@ async def test_the_alternatives_of_a_hand_are_played_in_one_game(
     made: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     env = await made(
-        thinking.BlackjackEnv,
-        lambda env, item, request: call(["hit", "stick"][request.choice % 2]),
+        thinking.BlackjackEnv, lambda env, item, request: call(["hit", "stick"][request.choice % 2])
     )
     make_game = Mock(wraps=env.make_game)
     monkeypatch.setattr(env, "make_game", make_game)
@@ -188,8 +183,7 @@ async def test_the_alternatives_of_a_hand_are_played_in_one_game(
 async def test_the_better_action_has_the_higher_score_on_average(made: Any) -> None:
     good, bad = [], []
     env = await made(
-        thinking.BlackjackEnv,
-        lambda env, item, request: call(["hit", "stick"][request.choice % 2]),
+        thinking.BlackjackEnv, lambda env, item, request: call(["hit", "stick"][request.choice % 2])
     )
     for seed in range(100):
         for group in (await env.collect_trajectories(seed))[0]:

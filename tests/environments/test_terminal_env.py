@@ -44,10 +44,7 @@ async def test_files_last_from_command_to_command_and_are_compared_at_the_end(pl
     answers = [call("mkdir x; mv a x/c; cat none"), call("cd x && mv c ../b && ls .."), "Done."]
     score, printed = await played(*answers)
     assert score == 1.0
-    assert printed == [
-        "exit status 1\ncat: none: No such file or directory",
-        "exit status 0\nb\nx",
-    ]
+    assert printed == ["exit status 1\ncat: none: No such file or directory", "exit status 0\nb\nx"]
 
 
 @has_namespaces

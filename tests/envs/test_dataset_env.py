@@ -420,9 +420,7 @@ async def test_rows_come_from_the_configured_files(tmp_path: Path) -> None:
             return row if row[0] < 7 else None
 
     env = make(
-        FromFiles,
-        dataset_path=str(tmp_path / "train"),
-        eval_dataset_path=str(tmp_path / "eval"),
+        FromFiles, dataset_path=str(tmp_path / "train"), eval_dataset_path=str(tmp_path / "eval")
     )
     await env.setup()
     assert (env.train_rows, env.eval_rows) == ([[1, 2], [3, 4]], [[5, 6]])

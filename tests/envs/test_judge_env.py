@@ -12,11 +12,7 @@ from aiohttp.test_utils import TestServer
 from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.judge_env import JudgeEnv, JudgeEnvConfig, pairings
 from atroposlib.errors import ConfigError, EngineProtocolError, EnvError
-from atroposlib.inference.harness import (
-    HarnessRequest,
-    ServerHarness,
-    create_chat_completion,
-)
+from atroposlib.inference.harness import HarnessRequest, ServerHarness, create_chat_completion
 from atroposlib.inference.servers.sampling_notes import noting_sampling
 from atroposlib.runtime.env_command import build_environment
 from atroposlib.scored_data import Strictness, check_group

@@ -20,11 +20,7 @@ from atroposlib.envs.reward_fns.cosine_scaled_reward import CosineScaledReward, 
 from atroposlib.envs.reward_fns.crossword_format_reward import CrosswordFormatReward
 from atroposlib.envs.reward_fns.format_reward import FormatReward, format_reward
 from atroposlib.envs.reward_fns.math_worker import BlockingWorkers, math_workers
-from atroposlib.envs.reward_fns.r1_reward import (
-    FormatReasoningReward,
-    R1Reward,
-    r1_reward,
-)
+from atroposlib.envs.reward_fns.r1_reward import FormatReasoningReward, R1Reward, r1_reward
 from atroposlib.envs.reward_fns.reasoning_steps_reward import ReasoningStepsReward
 from atroposlib.envs.reward_fns.registry import LegacyFunctionWrapper, RewardRegistry
 from atroposlib.envs.reward_fns.repetition_penalty_reward import (

@@ -29,7 +29,7 @@ from atroposlib.envs.sandbox import (
 )
 from atroposlib.errors import EnvError
 from tests.builders.rows import rows_in
-from tests.faults import hostile_programs
+from tests.faults.hostile_programs import ATTACKS
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
@@ -197,13 +197,13 @@ def test_nothing_outlives_a_program(any_box: Sandbox, monkeypatch: pytest.Monkey
         program = program.replace("'note'", repr(token)).replace("0x41746F70", str(key))
         return run(any_box, program, token)
 
-    assert found_by(hostile_programs.LEAVE_NOTES).stderr == ""
+    assert found_by(ATTACKS["leave_notes"].source).stderr == ""
     for folder in ("/", "/tmp", "/var/tmp", "/dev/shm", "/run", "/run/lock"):
         assert not os.path.lexists(f"{folder}/{token}")
     os.rmdir(own)  # it is empty
     os.mkdir(own, 0o777)
     assert str(key) not in Path("/proc/sysvipc/shm").read_text().split()
-    left = found_by(hostile_programs.READ_NOTES)
+    left = found_by(ATTACKS["read_the_notes_of_siblings"].source)
     assert left == SandboxResult(reason="exit", stdout="", stderr="", exit_code=0)
     os.rmdir(own)
 
@@ -212,7 +212,8 @@ def test_files_and_shared_memory_have_a_limit(box: Sandbox) -> None:
     """4 MiB of /tmp; bubblewrap and Docker have as many in /dev/shm, and keep shared memory until the program ends."""
     allowed = 4 if isinstance(box, ProcessSandbox) else 24
     limits = SandboxLimits(wall_s=60, file_mb=4)
-    assert 4 <= int(run(box, hostile_programs.FILL_MEMORY, limits=limits).stdout) <= allowed
+    printed = run(box, ATTACKS["fill_memory_that_is_not_its_own"].source, limits=limits).stdout
+    assert 4 <= int(printed) <= allowed
 
 
 @pytest.mark.parametrize("has_namespaces", [True, False])

@@ -495,10 +495,7 @@ class Traffic:
 
 @asynccontextmanager
 async def traffic(
-    url: str,
-    *,
-    trainer: LeaseTrainer,
-    num_producers: int = 4,
+    url: str, *, trainer: LeaseTrainer, num_producers: int = 4
 ) -> AsyncIterator[Traffic]:
     """Producers and a trainer at work for the length of the block; call `finish` for the verdict."""
     running = Traffic([], trainer)

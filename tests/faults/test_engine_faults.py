@@ -84,9 +84,7 @@ async def collect(manager: ServerManager, name: str, *, num_turns: int) -> Group
         async with manager.managed_server(tokenizer=ByteTokenizer()) as managed:
             for turn in range(num_turns):
                 answer = await managed.chat_completion(
-                    messages=messages,
-                    n=GROUP_SIZE if num_turns == 1 else 1,
-                    max_tokens=NUM_TOKENS,
+                    messages=messages, n=GROUP_SIZE if num_turns == 1 else 1, max_tokens=NUM_TOKENS
                 )
                 messages += [
                     {"role": "assistant", "content": answer.choices[0].message.content},
@@ -98,11 +96,7 @@ async def collect(manager: ServerManager, name: str, *, num_turns: int) -> Group
 
 
 async def collect_all(
-    manager: ServerManager,
-    num_groups: int,
-    *,
-    name: str = "",
-    num_turns: int = 1,
+    manager: ServerManager, num_groups: int, *, name: str = "", num_turns: int = 1
 ) -> list[Group]:
     """Collect groups at the same time; `name` keeps their questions apart from those of other calls."""
     async with asyncio.timeout(50):

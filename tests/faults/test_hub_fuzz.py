@@ -260,11 +260,7 @@ def dressed(
         if value is not None:
             headers.append((key, value))
     return Generated(
-        operation=operation,
-        method=operation.split()[0],
-        target=target,
-        headers=headers,
-        body=body,
+        operation=operation, method=operation.split()[0], target=target, headers=headers, body=body
     )
 
 

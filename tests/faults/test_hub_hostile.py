@@ -26,6 +26,8 @@ from atroposlib.api.server import create_app
 from atroposlib.scored_data import Strictness
 from atroposlib.wire import CONTENT_TYPE_PACKED, split_packed, unpack_group
 from tests.api.helpers_api import registration
+from tests.builders.json_groups import BAD_BODIES, BAD_FIELDS
+from tests.builders.packed_groups import BAD_PACKED, IDS, SAMPLED, blob, f64, u32
 from tests.faults.asgi_calls import Answer, Caller, Headers, hub_on_disk
 from tests.faults.drivers import assert_balanced
 
@@ -47,7 +49,7 @@ class Case:
     headers: Headers = JSON
     statuses: tuple[int, ...] = (422,)
     says: str = ""
-    """Part of the answer's text."""
+    """Parts of the answer's text, separated by ": ": a place, and what is said of it."""
 
 
 def a_group(**changes: Any) -> dict[str, Any]:
@@ -78,127 +80,9 @@ def to_json(value: Any) -> bytes:
 
 
 HUGE = Literal("9" * 10_000)
-DEEP = Literal("[" * 900 + "]" * 900)
-BOTTOMLESS = Literal("[" * 100_000 + "]" * 100_000)
 LONE = Literal(r'"\ud800"')
 NAN = Literal("NaN")
 
-
-def with_last(rows: list[Any], *values: Any) -> list[Any]:
-    """The rows, once with each of the values at the end of the last row."""
-    return [[*rows[:-1], [*rows[-1], value]] for value in values]
-
-
-TOKENS, MASKS = [[1, 2], [3]], [[-100, 2], [-100]]
-"""Those of a group, without the last one."""
-ROWS: dict[str, dict[str, list[Any]]] = {
-    "tokens": {
-        "required": [...],
-        "tokens": [
-            *(None, 7, "12", True, {}, {"0": [1, 2]}),
-            *with_last(TOKENS, HUGE, NAN, Literal("Infinity")),
-        ],
-        "masks": [[], [[1, 2]], [[1, 2]] * 5],
-        "sequences[0].tokens": [[1, 2], [None, None], ["12", "34"], [{}, {}]],
-        "sequences[1].masks": [[[1, 2], [3]], [[1, 2], [3, 4, 5]]],
-        "sequences[1].tokens[1]": with_last(
-            TOKENS, -4, 2**31, 4.0, 4.5, Literal("4e0"), "4", True, None, [4], {}
-        ),
-        "sequences[1].tokens": [
-            *with_last(TOKENS, 2**63, 2**64, 2**70, -(2**70)),
-            [[1, 2], DEEP],
-        ],
-        "not JSON": with_last(TOKENS, *map(Literal, ("04", "+4", "0x4", "4,"))),
-        "": [*with_last(TOKENS, LONE), [[1, 2], BOTTOMLESS]],
-    },
-    "masks": {
-        "required": [...],
-        "masks": [None, 0, [], *with_last(MASKS, NAN)],
-        "sequences[0].masks": [[1, 2]],
-        "1 entries": [[[-100, 2]]],
-        "3 entries": [[[-100, 2]] * 3],
-        "0 values": [[[-100, 2], []]],
-        "1 values": [[[-100, 2], [4]]],
-        "3 values": [[[-100, 2], [-100, 4, 5]]],
-        "sequences[1].masks[1]": with_last(MASKS, "4", True, None, 4.5, 2**31, -(2**31) - 1, [4]),
-        "sequences[1].masks": [*with_last(MASKS, 2**70), [[-100, 2], HUGE]],
-    },
-    "scores": {
-        "required": [...],
-        "scores": [None, 0.5, "0.5", {}, [0.0, HUGE]],
-        "0 entries": [[]],
-        "1 entries": [[0.0]],
-        "3 entries": [[0.0, 1.0, 2.0]],
-        "scores[1]": [
-            [0.0, second]
-            for second in (
-                *("1", None, True, [1.0], {}, NAN, DEEP),
-                *map(Literal, ("Infinity", "-Infinity", "1e400", "-1e400")),
-            )
-        ],
-        "not JSON": [[0.0, Literal("1.")], [0.0, Literal(".5")]],
-    },
-    "messages": {
-        "messages": [1, "hello", {}],
-        "1 entries": [[1], [[1]]],
-        "sequences[0].messages": [[1, 2], [None, None]],
-        "sequences[0].messages[0]": [[[1], [2]], [["hi"], ["ho"]]],
-        "sequences[0].messages[0].content": [[[{"role": "user"}], []]],
-        "sequences[0].messages[0].role": [
-            [[{}], [{}]],
-            [[{"content": "x"}], []],
-            [[{"role": 1, "content": "x"}], []],
-            [[{"role": None, "content": "x"}], []],
-        ],
-        "": [[[{"role": "user", "content": each}], []] for each in (LONE, NAN, BOTTOMLESS)],
-    },
-    "overrides": {
-        "overrides": [{}, "x"],
-        "1 entries": [[{}]],
-        "sequences[0].overrides": [[1, 2], [None, None]],
-        "sequences[1].overrides": [[{}, []]],
-        "": [[{"temperature": NAN}, {}]],
-    },
-    "generation_params": {
-        "generation_params": [[], 1, "x", True],
-        "": [{"a": each} for each in (NAN, Literal("1e400"), BOTTOMLESS)],
-    },
-    "group_overrides": {"group_overrides": [[], 1, "x"], "": [{"a": Literal("-Infinity")}]},
-    "images": {"": [NAN, LONE, BOTTOMLESS, Literal("undefined")]},
-    "env_id": {
-        "env_id": ["0", 0.5, True, [0], {}, 2**63, 2**64, 2**70, -(2**63) - 1],
-        "": [HUGE, NAN],
-    },
-    "group_id": {"group_id": ["", "x" * 129, 5, True, ["a"], {}], "": [LONE]},
-    "policy_version": {"policy_version": ["3", 3.5, False, [3], 2**63, 2**70]},
-    "distill_token_ids": {
-        "1 entries": [[[[1], [2]]]],
-        "sequences[0].distill_token_ids": [[[[1]], [[2], [3]]]],
-        "distill_token_ids": [
-            *(1, [[1, 2], [3, 4]], [[None, None], [None, None]]),
-            *([[[1], [each]], [[3], [4]]] for each in ("2", 2.5, True, 2**70, [2])),
-        ],
-    },
-    "distill_logprobs": {
-        "sequences[0].distill_logprobs": [[[[0.1]], [[0.1], [0.1]]]],
-        "distill_logprobs": [
-            *([[[0.1], [each]], [[0.1], [0.1]]] for each in (Literal("1e400"), "x")),
-            "x",
-        ],
-        "": [[[[0.1], [NAN]], [[0.1], [0.1]]]],
-    },
-}
-"""Field -> part of the answer -> values of the field that get it."""
-for _name in ("advantages", "ref_logprobs", "inference_logprobs"):
-    ROWS[_name] = {
-        _name: [1.5, "x", {}],
-        "1 entries": [[[0.0, 0.0]]],
-        f"sequences[0].{_name}": [] if _name == "advantages" else [[0.0, 0.0]],
-        f"sequences[1].{_name}": [[[0.0, 0.0], [0.0]], [[0.0, 0.0], None]],
-        f"sequences[1].{_name}[1]": with_last(
-            [[0.0, 0.0], [0.0]], NAN, Literal("1e400"), "0", False, [0.0]
-        ),
-    }
 
 ODD_BUT_VALID: list[tuple[str, dict[str, Any]]] = [
     ("unknown environment", {"env_id": 999}),
@@ -230,44 +114,6 @@ ODD_BUT_VALID: list[tuple[str, dict[str, Any]]] = [
     ("group id of 128 emoji", {"group_id": "\U0001f600" * 128}),
 ]
 
-BODIES: list[tuple[str, bytes, str]] = [
-    ("empty", b"", "not JSON"),
-    ("a space", b" ", "not JSON"),
-    ("null", b"null", "expected object"),
-    ("a number", b"1", "expected object"),
-    ("a string", b'"x"', "expected object"),
-    ("a list", b"[]", "expected object"),
-    ("a list of a group", b"[" + to_json(a_group()) + b"]", "expected object"),
-    ("an empty object", b"{}", "tokens"),
-    ("no JSON", b"tokens=1&masks=2", "not JSON"),
-    ("XML", b"<?xml version='1.0'?><!DOCTYPE x>", "not JSON"),
-    ("half an object", b'{"tokens": [[1', "not JSON"),
-    ("a group and a comma", to_json(a_group()) + b",", "not JSON"),
-    ("two groups", to_json(a_group()) * 2, "not JSON"),
-    ("a group and a null byte", to_json(a_group()) + b"\0", "not JSON"),
-    ("a byte order mark", b"\xef\xbb\xbf" + to_json(a_group()), "not JSON"),
-    ("UTF-16", json.dumps(a_group()).encode("utf-16"), "not JSON"),
-    ("UTF-32", json.dumps(a_group()).encode("utf-32"), "not JSON"),
-    ("invalid UTF-8", b"\xff\xfe\xfd", "not JSON"),
-    ("invalid UTF-8 in a key", b'{"\xff": 1}', ""),
-    ("invalid UTF-8 in an id", to_json(a_group(group_id="@")).replace(b"@", b"\xc3\x28"), ""),
-    ("overlong UTF-8 in an id", to_json(a_group(group_id="@")).replace(b"@", b"\xc0\xaf"), ""),
-    ("a control character", to_json(a_group(group_id="@")).replace(b"@", b"\x01"), ""),
-    ("a comment", b"/* */" + to_json(a_group()), "not JSON"),
-    ("single quotes", to_json(a_group()).replace(b'"', b"'"), "not JSON"),
-    ("nesting of 900", b"[" * 900 + b"]" * 900, "expected object"),
-    ("nesting of 900, no end", b"[" * 900, "expected object"),
-    ("nesting of 100k", b"[" * 100_000 + b"]" * 100_000, ""),
-    ("nesting of 100k objects", b'{"a":' * 100_000, ""),
-    ("nesting in an unknown key", to_json(a_group(unknown=BOTTOMLESS)), ""),
-    ("an integer of 10k digits", b"9" * 10_000, ""),
-    ("a gzip body without its header", gzip.compress(to_json(a_group())), "not JSON"),
-    ("a packed body without its header", msgspec.msgpack.encode({"version": 1}), "not JSON"),
-    ("a mebibyte of null bytes", bytes(2**20), ""),
-    ("a mebibyte of quotes", b'"' * 2**20, ""),
-    ("a mebibyte of brackets", b"[" * 2**20, ""),
-    ("100k keys", b"{" + b",".join(b'"%d":1' % i for i in range(100_000)) + b"}", "tokens"),
-]
 LIST_BODIES: list[tuple[str, bytes, str]] = [
     ("an object", to_json(a_group()), "expected array"),
     ("null", b"null", "expected array"),
@@ -286,20 +132,17 @@ LIST_BODIES: list[tuple[str, bytes, str]] = [
 
 def group_cases() -> Iterator[Case]:
     """Groups in JSON."""
-    rows = [
-        (field, says, each) for field in ROWS for says in ROWS[field] for each in ROWS[field][says]
-    ]
-    for field, says, value in rows:
-        bad = to_json(a_group(**{field: value}))
-        name = f"{field} = {to_json(value)[:60]!r}" if value is not ... else f"no {field}"
-        yield Case(name=name, target="/scored_data", body=bad, says=says)
-        listed = b"[" + to_json(a_group()) + b"," + bad + b"]"
+    for name, body, says in [*BAD_FIELDS, *BAD_BODIES]:
+        yield Case(name=name, target="/scored_data", body=body, says=says)
+    for name, body, _ in BAD_FIELDS:
+        listed = b"[" + to_json(a_group()) + b"," + body + b"]"
         yield Case(name=f"second of a list: {name}", target="/scored_data_list", body=listed)
     for name, changes in ODD_BUT_VALID:
         body = to_json(a_group(**changes))
         yield Case(name=name, target="/scored_data", body=body, statuses=(200,))
-    for name, body, says in BODIES:
-        yield Case(name=f"body: {name}", target="/scored_data", body=body, says=says)
+    for body in CONTROL_BODIES:
+        if body != b"[]":
+            yield Case(name="no list", target="/scored_data_list", body=body)
     for name, body, says in LIST_BODIES:
         yield Case(name=f"list: {name}", target="/scored_data_list", body=body, says=says)
     yield Case(
@@ -339,6 +182,23 @@ def coding_cases() -> Iterator[Case]:
     ]
     for name, coding, body, status, says in rows:
         yield headed(name, body, "Content-Encoding", coding, statuses=(status,), says=says)
+    everywhere = [
+        ("a stack of gzip", "gzip, gzip", gzip.compress(packed), (415,)),
+        ("gzip of gzip", "gzip", gzip.compress(packed), (400, 422)),
+        ("gzip of nothing", "gzip", gzip.compress(b""), (400, 422)),
+        ("gzip of an empty key", "gzip", gzip.compress(b'{"tokens":' * 100_000), (400, 422)),
+        ("a gzip bomb around a group", "gzip", gzip.compress(good + b" " * 10 * 2**20), (413,)),
+        (
+            "a zstd bomb around a group",
+            "zstd",
+            zstandard.compress(good + b" " * 10 * 2**20),
+            (413,),
+        ),
+        ("a bomb of tokens", "gzip", gzip.compress(b'{"tokens":[[' + b"0," * 5 * 2**20), (413,)),
+    ]
+    for name, coding, body, statuses in everywhere:
+        for target in ("/scored_data", "/scored_data_list", "/register"):
+            yield headed(name, body, "Content-Encoding", coding, target=target, statuses=statuses)
     for encoding, whole in (("gzip", packed), ("zstd", zstandard.compress(good))):
         for end in range(1, len(whole), 5):
             name = f"{encoding} cut after {end} bytes"
@@ -362,138 +222,26 @@ def coding_cases() -> Iterator[Case]:
 ZSTD_4_EIB = b"\x28\xb5\x2f\xfd\xe0" + struct.pack("<Q", 2**62) + bytes(8)
 
 
-def u32(*values: int) -> bytes:
-    return struct.pack(f"<{len(values)}I", *values)
-
-
-def f64(*values: float) -> bytes:
-    return struct.pack(f"<{len(values)}d", *values)
-
-
-def blob(**changes: Any) -> bytes:
-    """A packed group of two sequences of two tokens."""
-    parts = {
-        "lengths": u32(2, 2),
-        "tokens": u32(1, 2, 3, 4),
-        "scores": f64(0.0, 1.0),
-        "trained": b"\x50",
-    }
-    kept = {key: value for key, value in (parts | changes).items() if value is not ...}
-    return msgspec.msgpack.encode(kept)
-
-
 def envelope(*blobs: bytes, **changes: Any) -> bytes:
     parts = {"version": 1, "meta": {}, "groups": list(blobs)} | changes
     return msgspec.msgpack.encode({k: v for k, v in parts.items() if v is not ...})
 
 
 RICH = blob(
-    arrays={"inference_logprobs": ("f4", struct.pack("<4f", 1, -1, 1, -2))},
-    distill={"distill_token_ids": (u32(1, 0, 2, 1), "i4", struct.pack("<4i", 1, 2, 3, 4))},
+    arrays=SAMPLED,
+    distill=IDS,
     tail={"messages": b'[[{"role":"user","content":"x"}],[]]', "images": b"null"},
     empty=["overrides"],
     env_id=999,
     policy_version=3,
 )
 
-BLOBS: list[tuple[str, dict[str, Any], str]] = [
-    ("no lengths", {"lengths": ...}, "lengths"),
-    ("no tokens", {"tokens": ...}, "tokens"),
-    ("no scores", {"scores": ...}, "scores"),
-    ("no masks of either kind", {"trained": ...}, "masks"),
-    ("lengths of 7 bytes", {"lengths": bytes(7)}, "lengths"),
-    ("lengths too short", {"lengths": u32(2)}, "tokens"),
-    ("lengths that do not add up", {"lengths": u32(2, 3)}, "tokens"),
-    ("lengths that overflow 32 bits", {"lengths": u32(2**32 - 1, 5)}, "tokens"),
-    ("lengths of 2**32 - 1", {"lengths": u32(*[2**32 - 1] * 4)}, "tokens"),
-    ("lengths as u64", {"lengths": struct.pack("<2Q", 2, 2)}, "scores"),
-    ("lengths as big-endian", {"lengths": struct.pack(">2I", 2, 2)}, "tokens"),
-    ("lengths as a list", {"lengths": [2, 2]}, "lengths"),
-    ("lengths as a string", {"lengths": "\2\0\0\0"}, "lengths"),
-    ("lengths null", {"lengths": None}, "lengths"),
-    ("tokens of 15 bytes", {"tokens": bytes(15)}, "tokens"),
-    ("tokens as u16", {"tokens": struct.pack("<4H", 1, 2, 3, 4)}, "tokens"),
-    ("tokens as u64", {"tokens": struct.pack("<4Q", 1, 2, 3, 4)}, "tokens"),
-    ("token -1", {"tokens": u32(1, 2, 3, 2**32 - 1)}, "sequences[1].tokens[1]"),
-    ("token 2**31", {"tokens": u32(1, 2, 3, 2**31)}, "sequences[1].tokens[1]"),
-    ("tokens as a map", {"tokens": {}}, "tokens"),
-    ("scores as f4", {"scores": struct.pack("<2f", 0, 1)}, "scores"),
-    ("scores missing one", {"scores": f64(0)}, "scores"),
-    ("scores with one more", {"scores": f64(0, 1, 2)}, "scores"),
-    ("score NaN", {"scores": f64(0, float("nan"))}, "scores[1]"),
-    ("score infinite", {"scores": f64(float("-inf"), 0)}, "scores[0]"),
-    ("no bits of trained", {"trained": b""}, "trained"),
-    ("bits of trained too many", {"trained": b"\x50\x00"}, "trained"),
-    ("trained as a number", {"trained": 80}, "trained"),
-    ("masks of 3 values", {"trained": ..., "masks": u32(1, 2, 3)}, "masks"),
-    ("masks of 5 values", {"trained": ..., "masks": u32(1, 2, 3, 4, 5)}, "masks"),
-    ("unknown array", {"arrays": {"x": ("f4", bytes(16))}}, "arrays.x"),
-    ("array of unknown width", {"arrays": {"advantages": ("f2", bytes(8))}}, "arrays.advantages"),
-    ("array of objects", {"arrays": {"advantages": ("O", bytes(32))}}, "arrays.advantages"),
-    ("array as i4", {"arrays": {"advantages": ("i4", bytes(16))}}, "arrays.advantages"),
-    ("array too short", {"arrays": {"advantages": ("f4", bytes(12))}}, "advantages"),
-    ("array as f8 said f4", {"arrays": {"advantages": ("f4", bytes(32))}}, "advantages"),
-    ("array as f4 said f8", {"arrays": {"advantages": ("f8", bytes(16))}}, "advantages"),
-    ("array without a width", {"arrays": {"advantages": [bytes(16)]}}, "arrays"),
-    ("array NaN", {"arrays": {"advantages": ("f4", b"\xff" * 16)}}, "sequences[0].advantages"),
-    ("arrays as a list", {"arrays": []}, "arrays"),
-    ("33 arrays", {"arrays": {str(i): ("f4", b"") for i in range(33)}}, "arrays"),
-    ("an array named by bytes", {"arrays": {b"advantages": ("f4", bytes(16))}}, "arrays"),
-    ("unknown distillation", {"distill": {"x": (u32(0, 0, 0, 0), "i4", b"")}}, "distill.x"),
-    (
-        "ids as floats",
-        {"distill": {"distill_token_ids": (u32(1, 0, 0, 0), "f4", bytes(4))}},
-        "distill",
-    ),
-    (
-        "distillation lengths that overflow",
-        {"distill": {"distill_token_ids": (u32(*[2**32 - 1] * 4), "i4", bytes(16))}},
-        "distill_token_ids",
-    ),
-    (
-        "distillation for 3 of 4 tokens",
-        {"distill": {"distill_token_ids": (u32(1, 1, 1), "i4", bytes(12))}},
-        "distill_token_ids",
-    ),
-    (
-        "distillation with values missing",
-        {"distill": {"distill_token_ids": (u32(1, 1, 1, 1), "i4", bytes(12))}},
-        "distill_token_ids",
-    ),
-    (
-        "distilled NaN",
-        {"distill": {"distill_logprobs": (u32(1, 0, 0, 0), "f4", b"\xff" * 4)}},
-        "distill_logprobs",
-    ),
-    ("tail that is no JSON", {"tail": b"x"}, "tail"),
-    ("tail that is a list", {"tail": b"[]"}, "tail"),
-    ("tail with an unknown key", {"tail": b'{"x":1}'}, "tail"),
-    ("tail with tokens", {"tail": b'{"tokens":[[1]]}'}, "tail"),
-    ("tail with NaN", {"tail": {"generation_params": b'{"a":NaN}'}}, "generation_params"),
-    ("tail nested 100k", {"tail": {"images": b"[" * 100_000}}, ""),
-    ("tail with a lone surrogate", {"tail": {"images": rb'"\ud800"'}}, "images"),
-    ("tail with invalid UTF-8", {"tail": {"images": b'"\xff"'}}, "images"),
-    ("tail with an empty member", {"tail": {"images": b""}}, "images"),
-    ("tail with a tail", {"tail": {"images": b"1 2"}}, "images"),
-    ("tail with messages [1]", {"tail": {"messages": b"[1]"}}, "messages"),
-    ("tail as a number", {"tail": 1}, "tail"),
-    ("empty names a wrong type", {"empty": [1]}, "empty"),
-    ("33 empty names", {"empty": ["overrides"] * 33}, "empty"),
-    ("environment as text", {"env_id": "0"}, "env_id"),
-    ("environment 2**63", {"env_id": 2**63}, "env_id"),
-    ("environment as a float", {"env_id": 0.5}, "env_id"),
-    ("group id of bytes", {"group_id": b"x"}, "group_id"),
-    ("group id empty", {"group_id": ""}, "group_id"),
-    ("group id of 129", {"group_id": "x" * 129}, "group_id"),
-    ("policy version 2**64 - 1", {"policy_version": 2**64 - 1}, "policy_version"),
-    ("five sequences", {"lengths": u32(0, 0, 0, 2, 2), "scores": f64(0, 0, 0, 0, 0)}, "tokens"),
-    (
-        "a million sequences",
-        {"lengths": bytes(4_000_000), "scores": bytes(8_000_000), "tokens": b"", "trained": b""},
-        "",
-    ),
-    ("no sequences", {"lengths": b"", "scores": b"", "tokens": b"", "trained": b""}, ""),
+NO_BATCH_HOLDS: list[tuple[dict[str, Any], str]] = [
+    ({"lengths": u32(0, 0, 0, 2, 2), "scores": f64(0, 0, 0, 0, 0)}, "tokens: 5 sequences"),
+    ({"lengths": bytes(4_000_000), "scores": bytes(8_000_000), "tokens": b"", "trained": b""}, ""),
+    ({"lengths": b"", "scores": b"", "tokens": b"", "trained": b""}, ""),
 ]
+"""Changes to a packed group that a trainer could read, and what the hub says."""
 ENVELOPES: list[tuple[str, bytes, str]] = [
     ("nothing", b"", "not a packed message"),
     ("JSON", to_json(a_group()), "not a packed message"),
@@ -542,8 +290,8 @@ def packed(name: str, body: bytes, *, target: str = "/scored_data", **answer: An
 
 def packed_cases() -> Iterator[Case]:
     """Groups in the packed encoding."""
-    for name, changes, says in BLOBS:
-        yield packed(name, envelope(blob(**changes)), says=says)
+    for changes, says in [*BAD_PACKED, *NO_BATCH_HOLDS]:
+        yield packed(f"{str(changes)[:60]}", envelope(blob(**changes)), says=says)
     for name, body, says in ENVELOPES:
         yield packed(name, body, says=says)
     whole = envelope(RICH)
@@ -695,7 +443,7 @@ def problem(case: Case, answer: Answer) -> str | None:
         return f"an answer of {len(answer.body)} bytes"
     if not answer.body:
         return "an empty answer"
-    if case.says and case.says not in answer.text():
+    if not all(part in answer.text() for part in case.says.split(": ")):
         return f"{answer.status} without {case.says!r}: {answer.text()[:300]}"
     return None
 
@@ -772,10 +520,7 @@ COSTLY: dict[str, tuple[str, bytes]] = {
     ),
     "backslashes": ("/scored_data", b'{"a": "' + b"\\" * 60_001 + b"\x01"),
     "empty strings and a NaN": ("/scored_data", b'{"a": [' + b'"",' * 20_000 + b"NaN]}"),
-    "a megabyte of escaped quotes": (
-        "/scored_data",
-        b'{"tokens": "' + b'\\"' * 500_000 + b"\\x",
-    ),
+    "a megabyte of escaped quotes": ("/scored_data", b'{"tokens": "' + b'\\"' * 500_000 + b"\\x"),
     "a megabyte of digits": ("/scored_data", to_json(a_group(scores=[Literal("9" * 2**20), 0]))),
     "numbers and a boolean": (
         "/scored_data",
@@ -785,10 +530,7 @@ COSTLY: dict[str, tuple[str, bytes]] = {
         "/scored_data",
         to_json(a_group(distill_token_ids=[Literal("[" + "[1]," * 900 + "[1.5]]"), []])),
     ),
-    "100k wrong numbers": (
-        "/dead/requeue",
-        b'{"numbers": [' + b'"x",' * 99_000 + b'"x"]}',
-    ),
+    "100k wrong numbers": ("/dead/requeue", b'{"numbers": [' + b'"x",' * 99_000 + b'"x"]}'),
     "330k objects in an unknown field": (
         "/policy",
         b'{"version": -1, "x": [' + b"{}," * 330_000 + b"{}]}",

@@ -197,10 +197,7 @@ async def test_lease_and_ack_cut_at_any_byte_train_each_batch_once(
     received: list[GroupKey] = []
     num_posted = 0
 
-    async with (
-        fresh_run(hub) as proxy,
-        HubClient(hub.url) as producer,
-    ):
+    async with fresh_run(hub) as proxy, HubClient(hub.url) as producer:
         with TrainerClient(proxy.url, timeout_s=TIMEOUT_S, retry_for_s=0) as trainer:
 
             async def persist(call: Callable[..., T], *args: Any) -> T:

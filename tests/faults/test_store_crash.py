@@ -193,9 +193,7 @@ def kill_producers(run: Path) -> set[int]:
     acknowledged: set[int] = set()
     for cycle in range(2):
         child = subprocess.Popen(
-            [sys.executable, "-c", _CHILD, str(run), str(ROOT)],
-            stdout=subprocess.PIPE,
-            text=True,
+            [sys.executable, "-c", _CHILD, str(run), str(ROOT)], stdout=subprocess.PIPE, text=True
         )
         assert child.stdout is not None
         assert child.stdout.readline() == "open\n"

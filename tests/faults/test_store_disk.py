@@ -395,11 +395,7 @@ async def test_appends_that_come_together_share_a_transaction(
     [(100, 2.2, True), (100, 1.9, False), (10, 1.2, True), (10, 0.9, False)],
 )
 async def test_two_percent_of_the_disk_and_at_least_one_gib_stay_free(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    total_gib: int,
-    free_gib: float,
-    is_room: bool,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, total_gib: int, free_gib: float, is_room: bool
 ) -> None:
     usage = SimpleNamespace(total=total_gib << 30, free=int(free_gib * (1 << 30)))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)

@@ -76,8 +76,7 @@ async def end_one_by_one(store: DiskStore, numbers: range) -> None:
     for number in numbers:
         await store.commit(
             Change(
-                moves=[Move(number=number, place=Place.LEASED, batch=number)],
-                document=bytes(2000),
+                moves=[Move(number=number, place=Place.LEASED, batch=number)], document=bytes(2000)
             )
         )
         await store.commit(Change(ends=[End(number=number, fate=Fate.TRAINED)]))

@@ -68,10 +68,7 @@ class StoreMachine(RuleBasedStateMachine):
     def make(self) -> GroupStore:
         if self.kind == "memory":
             return MemoryStore()
-        return open_store(
-            self.home / str(self.num_lives),
-            durability=Durability(self.kind),
-        )
+        return open_store(self.home / str(self.num_lives), durability=Durability(self.kind))
 
     def wait(self, *calls: Any) -> list[Any]:
         """Make the calls at the same moment and return what each returned or raised."""

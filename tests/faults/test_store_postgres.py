@@ -20,9 +20,7 @@ from atroposlib.api.stores.base import Change, GroupStore, TermLost
 from atroposlib.cli import hub_database
 from atroposlib.errors import ConfigError
 from tests.conftest import require_postgres
-from tests.faults.drivers import (
-    hub_process,
-)
+from tests.faults.drivers import hub_process
 from tests.faults.proxy import Direction, Proxy, Toxics
 from tests.faults.store_faults import Judge, Workload
 from tests.faults.test_store_model import StoreMachine, run_machine

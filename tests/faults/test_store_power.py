@@ -23,13 +23,7 @@ from pathlib import Path
 import pytest
 
 from atroposlib.api.stores import run_file
-from atroposlib.api.stores.base import (
-    Appended,
-    Change,
-    CorruptGroups,
-    StoreBroken,
-    UnreadableRun,
-)
+from atroposlib.api.stores.base import Appended, Change, CorruptGroups, StoreBroken, UnreadableRun
 from atroposlib.api.stores.run_file import RunFile
 from tests.faults.sqlite_vfs import SqliteFiles, interposed, require_interposable
 from tests.faults.store_faults import (

@@ -5,12 +5,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.frontend.view_groups import (
-    images_in,
-    view_of_group,
-    view_of_row,
-    views_of_samples,
-)
+from atroposlib.frontend.view_groups import images_in, view_of_group, view_of_row, views_of_samples
 from atroposlib.scored_data import Strictness, check_group
 
 PNG = "iVBORw0KGgoAAAANSUhEUg=="

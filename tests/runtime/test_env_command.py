@@ -107,10 +107,7 @@ def assert_exits_0(argv: list[str]) -> None:
     ("text", "message"),
     [
         ("envs: {group_size: 3}", "'envs' in the config file; did you mean env"),
-        (
-            "env: {groupsize: 3}",
-            "'env.groupsize' in the config file; did you mean env.group_size",
-        ),
+        ("env: {groupsize: 3}", "'env.groupsize' in the config file; did you mean env.group_size"),
         ("openai: [{base-url: http://a}]", "did you mean openai.base_url"),
         ("openai: {modelname: m}", "did you mean openai.model_name"),
         ("teacher: {modelname: m}", "did you mean teacher.model_name"),

@@ -83,9 +83,7 @@ async def assert_the_next_run_sends(hub: LoopbackHub, path: Path, *, num_groups:
     assert hub.coordinator.ledger().duplicates == 0
 
 
-async def test_undelivered_groups_are_in_a_file_and_the_next_run_sends_them(
-    tmp_path: Path,
-) -> None:
+async def test_undelivered_groups_are_in_a_file_and_the_next_run_sends_them(tmp_path: Path) -> None:
     path = tmp_path / "groups.jsonl"
     async with LoopbackHub() as hub:
         message = await leave_groups_behind(hub, path, num_groups=3)

@@ -79,9 +79,7 @@ def test_items_without_a_group_say_why(finished: Finished) -> None:
     assert len({span.context.trace_id for span in found}) == 3
 
 
-def test_a_sampler_keeps_or_drops_a_group_in_every_process(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_sampler_keeps_or_drops_a_group_in_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
     monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0.5")
     kept = []

@@ -197,6 +197,8 @@ class Session:
 
     @property
     def num_nodes(self) -> int:
+        if isinstance(self.managed, ManagedServer):
+            return self.managed.num_nodes
         return len(self.nodes())
 
     async def ask(

@@ -38,6 +38,7 @@ from atroposlib.inference.sessions.sequences import (
     train_once,
 )
 from atroposlib.inference.sessions.text_sessions import DummyManagedServer
+from atroposlib.utils.number_list import array_of
 from tests.inference.helpers_templates import CHATML, ToldEngine, make_tokenizer, told_session, user
 
 TOKENIZER = make_tokenizer(CHATML, eos="<|im_end|>")
@@ -593,3 +594,42 @@ async def test_the_memory_of_a_session_is_in_proportion_to_its_tokens() -> None:
         return held
 
     assert await bytes_of(60) < 2.5 * await bytes_of(30)
+
+
+async def test_a_turn_copies_the_tokens_before_it_once() -> None:
+    class Terse(ToldEngine):
+        async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> Any:
+            return kwargs["input_ids"], [[5, 6]], [[-1.0, -2.0]], ["length"]
+
+    managed = ManagedServer(Terse(TOKENIZER))
+    messages = [user("12" * 20_000)]
+    allocated: list[int] = []
+    for i in range(5):
+        tracemalloc.start()
+        reply = await managed.chat_completion(messages=messages)
+        allocated.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        messages += [dict(reply.choices[0].message), user(str(i))]
+    [node] = managed.nodes
+    # The prompt's list takes 8 bytes per token, and the text is held several times. Lists grow in leaps.
+    assert min(allocated[1:]) < 8 * len(node.tokens) + 6 * len(node.full_text)
+
+
+async def test_nodes_that_the_caller_has_stay_as_they_are() -> None:
+    _, managed = session("one", "two", "three")
+    first = await managed.chat_completion(messages=[user("a")])
+    history = [user("a"), first.choices[0].message, user("b")]
+    [node] = managed.nodes
+    held = node.model_copy(deep=True)
+    node.masked_tokens[-1] = -100  # changes by the caller are kept in later turns
+    second = await managed.chat_completion(messages=history)
+    assert node.tokens == held.tokens
+    assert node.metadata == held.metadata
+    await managed.chat_completion(messages=[*history, second.choices[0].message, user("c")])
+    [longer] = managed.nodes
+    assert longer.tokens[: len(node.tokens)] == node.tokens
+    assert longer.masked_tokens[: len(node.tokens)] == node.masked_tokens
+    assert trained_text(longer) == "onetwo<|im_end|>three<|im_end|>"
+    for name in ("tokens", "masked_tokens", "logprobs"):
+        values = getattr(longer, name)
+        assert array_of(values).tolist() == list(values)

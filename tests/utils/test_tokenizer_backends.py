@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import itertools
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from jinja2 import TemplateError
 from tokenizers import AddedToken
+from transformers import PreTrainedTokenizerFast
 
-from atroposlib.utils.tokenizers.backends import decode, encode
+from atroposlib.utils.tokenizers.backends import decode, encode, write_chat
+from tests.inference import helpers_templates
 from tests.inference.helpers_templates import CHATML, make_tokenizer
 from tests.tiny_model import make_tiny_tokenizer
 
@@ -79,3 +86,83 @@ def test_control_tokens_can_be_split_into_their_characters() -> None:
     assert len(split) > 1
     whole = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert encode(tokenizer, "<|im_end|>") == [whole]
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": None}}}
+CHATS: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": " a "}],
+    [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}],
+    [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>b</think>\nc"}],
+    [
+        {"role": "user", "content": "a", "name": "n"},
+        {"role": "assistant", "content": "b"},
+        {"role": "tool", "content": "c", "tool_call_id": "1"},
+    ],
+    # What transformers changes before it runs the template.
+    [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    ],
+    [{"role": "assistant", "content": "b", "reasoning": "why"}, {"role": "user", "content": "a"}],
+    [{"role": "user", "content": None}],
+]
+VARIABLES: list[dict[str, Any]] = [
+    {},
+    {"tools": [CALL], "enable_thinking": False, "bos_token": "<b>"},
+    {"chat_template": "{{ reasoning }}{{ messages | length }}{{ messages[0] | tojson }}"},
+    {"continue_final_message": True},
+    {"tools": [object()], "at": object()},
+]
+OTHERS = ["{% for m in messages %}{{ m.reasoning_content }}{{ at }}{% endfor %}", "{{ 1 / 0 }}"]
+
+
+@pytest.mark.parametrize(
+    "template",
+    [*[t for n, t in vars(helpers_templates).items() if n.isupper() and "{%" in t], *OTHERS],
+)
+def test_a_chat_is_written_as_by_transformers(template: str) -> None:
+    def result_of(write: Callable[..., str], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return write(*args, **kwargs)
+        except (ArithmeticError, TemplateError, TypeError, ValueError) as e:
+            return type(e), str(e)
+
+    tokenizer = make_tokenizer(template, bos="<|begin_of_text|>")
+    transformers_own = functools.partial(tokenizer.apply_chat_template, tokenize=False)
+    for chat, variables, prompt in itertools.product(CHATS * 2, VARIABLES, (True, False)):
+        given, how = copy.deepcopy(chat), {"add_generation_prompt": prompt}
+        found = result_of(write_chat, tokenizer, given, variables=variables, **how)
+        assert given == chat
+        assert found == result_of(transformers_own, chat, **how, **variables)
+
+
+def test_transformers_does_not_visit_plain_messages_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = make_tokenizer(CHATML + "{# compared once #}")
+    chat = [{"role": "user", "content": "a"}]
+    texts = [write_chat(tokenizer, chat, add_generation_prompt=True, variables={})]
+    monkeypatch.delattr("transformers.tokenization_utils_base.render_jinja_template")
+    texts += [write_chat(tokenizer, chat, add_generation_prompt=True, variables={})]
+    assert texts == ["<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"] * 2
+
+
+def test_a_replaced_apply_chat_template_is_the_one_that_is_asked() -> None:
+    class Own(PreTrainedTokenizerFast):
+        def apply_chat_template(self, *args: Any, **kwargs: Any) -> str:
+            return "own"
+
+    own = Own(tokenizer_object=make_tokenizer(CHATML).backend_tokenizer, chat_template=CHATML)
+    chat = [{"role": "user", "content": "a"}]
+    assert write_chat(own, chat, add_generation_prompt=True, variables={}) == "own"
+
+
+def test_a_template_that_comes_out_otherwise_is_left_to_transformers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokenizer = make_tokenizer(CHATML + "{# another result #}")
+    chat = [{"role": "user", "content": "a"}]
+    monkeypatch.setattr(
+        "transformers.tokenization_utils_base.render_jinja_template",
+        lambda **_: (["later version"], [[]]),
+    )
+    texts = [write_chat(tokenizer, chat, add_generation_prompt=True, variables={}) for _ in "ab"]
+    assert texts == ["later version"] * 2

@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 
 from atroposlib.errors import ConfigError
 from atroposlib.inference.sessions.messages import Message, is_opened, with_parsed
-from atroposlib.utils.tokenizers.backends import decode, encode
+from atroposlib.utils.tokenizers.backends import decode, encode, write_chat
 
 logger = logging.getLogger(__name__)
 
@@ -259,13 +259,11 @@ class ChatTemplate:
                     "The chat template has no place for tools: the model does not see them"
                 )
         try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    messages,
-                    tokenize=False,
-                    add_generation_prompt=add_generation_prompt,
-                    **variables,
-                )
+            return write_chat(
+                self._tokenizer,
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                variables=variables,
             )
         except Exception as e:
             is_refusal = _is_of_jinja(e)

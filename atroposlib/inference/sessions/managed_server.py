@@ -54,7 +54,6 @@ from atroposlib.inference.tools.tool_messages import (
     completion_with_tool_calls,
 )
 from atroposlib.utils.answer_bodies import completion_body
-from atroposlib.utils.number_list import joined
 from atroposlib.utils.off_loop import off_loop
 from atroposlib.utils.tokenizers import load_tokenizer
 
@@ -268,6 +267,11 @@ class ManagedServer:
         labelled; `sequences.train_once` keeps every sampled token in one of them."""
         return self._store.nodes
 
+    @property
+    def num_nodes(self) -> int:
+        """How many `nodes` there are; turns take less time while nobody asked for these."""
+        return len(self._store)
+
     def get_state(self) -> dict[str, Any]:
         """Return the sequences as `sequences.state_of` does."""
         return state_of(self.nodes, track_tree=self.track_tree)
@@ -338,7 +342,7 @@ class ManagedServer:
         order = self._store.next_order()
         return PendingTurn(
             order=order,
-            tokens=joined(tokens),
+            tokens=tokens,
             full_text=text,
             visible_text=VisibleText(text),
             **rest,
@@ -388,7 +392,7 @@ class ManagedServer:
         added_tokens, added_text = self._template.join(kept, added)
         return PendingTurn(
             order=self._store.next_order(),
-            tokens=joined(kept, added_tokens),
+            tokens=[*kept, *added_tokens],
             full_text=full_text + added_text,
             visible_text=VisibleText(added, after=match.stage.visible_text),
             parent=match,
@@ -453,7 +457,7 @@ class ManagedServer:
         self.server = answer.stand_in or self.server  # later turns find their prefix in its cache
         if turn.chat is not None:
             turn = self._with_tokens(turn, answer.prompt_tokens)
-        elif answer.prompt_tokens != turn.tokens:
+        elif answer.prompt_tokens is not turn.tokens and answer.prompt_tokens != turn.tokens:
             if turn.parent is not None:
                 raise EngineProtocolError(
                     f"the engine sampled after {len(answer.prompt_tokens)} prompt tokens that are"

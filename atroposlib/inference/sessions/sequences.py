@@ -23,7 +23,7 @@ from atroposlib.inference.servers.sampling_notes import oldest_version, place_sp
 from atroposlib.inference.sessions.messages import Message, call_ids
 from atroposlib.inference.sessions.recognition import Difference, SaidTurn, given_after
 from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
-from atroposlib.utils.number_list import first, joined, repeated
+from atroposlib.utils.number_list import first, grow, joined, repeated
 
 
 class SequenceNode(BaseModel):
@@ -123,6 +123,8 @@ class _Tracked:
     node: SequenceNode
     last: Stage
     """The end of the node."""
+    is_shown: bool = False
+    """Whether the caller has the node, which then stays as it is: the next turn grows a copy."""
 
     def __len__(self) -> int:
         return len(self.node.tokens)
@@ -237,8 +239,14 @@ class SequenceStore:
         """Every stage, with the node that it was added to; branches share the stages before them."""
         self._chats = _Point()
 
+    def __len__(self) -> int:
+        return len(self._tracked)
+
     @property
     def nodes(self) -> list[SequenceNode]:
+        """The nodes so far; later turns do not change them."""
+        for tracked in self._tracked:
+            tracked.is_shown = True
         return [tracked.node for tracked in self._tracked]
 
     def next_order(self) -> int:
@@ -336,13 +344,23 @@ class SequenceStore:
         """
         if turn.order <= self._num_cleared:
             return
-        grown = [self._grow(turn, i, completion) for i, completion in enumerate(completions)]
-        added = grown
-        parent = turn.parent
-        if parent is not None and not self.keep_parents and turn.num_kept == len(parent.tracked):
-            first, *added = grown
-            parent.tracked.node, parent.tracked.last = first.node, first.last
-            self._index(parent.tracked, turn)
+        for sampled in completions:
+            if len(sampled.tokens) != len(sampled.logprobs):
+                raise EngineProtocolError(
+                    f"{len(sampled.logprobs)} logprobs for {len(sampled.tokens)} sampled tokens"
+                )
+        parent = None if self.keep_parents or turn.parent is None else turn.parent.tracked
+        added = []
+        for choice, sampled in enumerate(completions):
+            if choice == 0 and parent is not None and turn.num_kept == len(parent):
+                if parent.is_shown:
+                    parent.node, parent.is_shown = self._prompt_node(turn), False
+                parent.last = self._append(parent.node, turn, choice, sampled)
+                self._index(parent, turn)
+            else:
+                node = self._prompt_node(turn)
+                last = self._append(node, turn, choice, sampled)
+                added.append(_Tracked(order=turn.order, choice=choice, node=node, last=last))
         place = bisect_right(self._tracked, turn.order, key=lambda tracked: tracked.order)
         self._tracked[place:place] = added
         for tracked in added:
@@ -367,29 +385,44 @@ class SequenceStore:
         # Of equally long prefixes the end of a node is preferred: continuing there grows it instead of branching.
         return match.stage is match.tracked.last and match.stage not in self._continued
 
-    def _grow(self, turn: PendingTurn, choice: int, sampled: SampledTurn) -> _Tracked:
-        if len(sampled.tokens) != len(sampled.logprobs):
-            raise EngineProtocolError(
-                f"{len(sampled.logprobs)} logprobs for {len(sampled.tokens)} sampled tokens"
-            )
+    def _prompt_node(self, turn: PendingTurn) -> SequenceNode:
+        """Return a node of a turn's prompt, labelled as in the node that it continues."""
+        tokens: list[int] = []
         labels: list[int] = []
         logprobs: list[float] = []
         spans: list[dict[str, Any]] | None = []
         turns: list[dict[str, Any]] = []
-        if turn.parent is not None and not self.keep_parents:
+        if turn.parent is not None:
             kept, node = turn.num_kept, turn.parent.tracked.node
-            labels, logprobs = first(node.masked_tokens, kept), first(node.logprobs, kept)
-            metadata = node.metadata or {}
-            spans = _spans_before(metadata.get("weight_versions"), end=kept)
-            turns = _spans_before(metadata["turns"], end=kept) or []
+            tokens = first(node.tokens, kept)
+            if not self.keep_parents:
+                labels, logprobs = first(node.masked_tokens, kept), first(node.logprobs, kept)
+                metadata = node.metadata or {}
+                spans = _spans_before(metadata.get("weight_versions"), end=kept)
+                turns = _spans_before(metadata["turns"], end=kept) or []
         num_given = len(turn.tokens) - len(labels)
-        labels = joined(labels, repeated(IGNORE_INDEX, num_given), sampled.tokens)
-        given = repeated(MASKED_LOGPROB, num_given)
-        logprobs = joined(logprobs, given, sampled.logprobs)
-        tokens = joined(turn.tokens, sampled.tokens)
-        new_spans = sampled.weight_versions
-        if spans is not None and new_spans is not None:
-            spans = [*spans, *place_spans(new_spans, start=len(turn.tokens))]
+        # Validation would visit every token.
+        return SequenceNode.model_construct(
+            full_text=turn.full_text,
+            tokens=joined(tokens, turn.tokens[len(tokens) :]),
+            masked_tokens=joined(labels, repeated(IGNORE_INDEX, num_given)),
+            logprobs=joined(logprobs, repeated(MASKED_LOGPROB, num_given)),
+            metadata={"weight_versions": spans, "turns": turns},
+        )
+
+    def _append(
+        self, node: SequenceNode, turn: PendingTurn, choice: int, sampled: SampledTurn
+    ) -> Stage:
+        """Add to a node what a turn adds to it, and return its end. Takes time linear in that, not in the node."""
+        given = turn.tokens[len(node.tokens) :]
+        grow(node.tokens, given, sampled.tokens)
+        grow(node.masked_tokens, repeated(IGNORE_INDEX, len(given)), sampled.tokens)
+        grow(node.logprobs, repeated(MASKED_LOGPROB, len(given)), sampled.logprobs)
+        node.full_text = turn.full_text + sampled.full_text
+        metadata = node.metadata or {}
+        spans, turns = metadata["weight_versions"], metadata["turns"]
+        if spans is not None and sampled.weight_versions is not None:
+            spans += place_spans(sampled.weight_versions, start=len(turn.tokens))
         else:
             spans = None
         if sampled.tokens:
@@ -400,30 +433,21 @@ class SequenceStore:
                     "turn": f"{self._name}.{turn.order}.{choice}",
                 }
             )
-        full_text = turn.full_text + sampled.full_text
-        # Validation would visit every token.
-        node = SequenceNode.model_construct(
-            full_text=full_text,
-            tokens=tokens,
-            masked_tokens=labels,
-            logprobs=logprobs,
-            metadata={
-                "finish_reason": sampled.finish_reason,
-                "policy_version": oldest_version(s["weight_version"] for s in spans or ()),
-                "weight_versions": spans,
-                "turns": turns,
-            },
-        )
-        stage = Stage(
-            num_tokens=len(tokens),
-            num_chars=len(full_text),
+        node.metadata = {
+            "finish_reason": sampled.finish_reason,
+            "policy_version": oldest_version(s["weight_version"] for s in spans or ()),
+            "weight_versions": spans,
+            "turns": turns,
+        }
+        return Stage(
+            num_tokens=len(node.tokens),
+            num_chars=len(node.full_text),
             end=sampled.end,
             visible_text=VisibleText(sampled.visible_text, after=turn.visible_text),
             place=turn.place,
             message=sampled.message,
             cut=sampled.cut,
         )
-        return _Tracked(order=turn.order, choice=choice, node=node, last=stage)
 
 
 def _recognised(point: _Point, message: Message) -> tuple[_Point | None, Difference | None]:

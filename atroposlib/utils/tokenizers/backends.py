@@ -1,11 +1,14 @@
-"""Encode and decode with the Rust tokenizer behind one of transformers: the same ids and texts in less time.
+"""Encode, decode and write chats as tokenizers of transformers do: the same ids and texts in less time.
 
 Other tokenizers, and classes that replace transformers' methods, are called themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -94,6 +97,82 @@ def _token_bytes(tokenizer: Any) -> _TokenBytes | None:
     ):
         return None
     return _TokenBytes(tokenizer.backend_tokenizer.id_to_token)
+
+
+_IS_RUN_ALIKE: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+"""By compiled chat template: whether its first chat came out as from `apply_chat_template`."""
+
+
+def write_chat(
+    tokenizer: Any,
+    messages: list[dict[str, Any]],
+    *,
+    add_generation_prompt: bool,
+    variables: Mapping[str, Any],
+) -> str:
+    """Return the text of a chat, as `tokenizer.apply_chat_template` does with `variables` as further keywords.
+
+    transformers copies each message several times, which takes longer than running most templates. A copy of plain
+    texts is equal to them, so the template is run on the messages themselves; its first text is compared.
+    """
+    template = _template_to_run(tokenizer, messages, variables)
+    is_alike = template is not None and _IS_RUN_ALIKE.get(template)
+    expected = ""
+    if not is_alike:
+        expected = str(
+            tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=add_generation_prompt, **variables
+            )
+        )
+        if template is None or is_alike is False:
+            return expected
+    assert template is not None
+    seen = {"tools": None, "documents": None, **tokenizer.special_tokens_map, **variables}
+    seen |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
+    seen.pop("chat_template", None)
+    text = str(template.render(seen))
+    if is_alike:
+        return text
+    _IS_RUN_ALIKE[template] = text == expected
+    return expected
+
+
+def _template_to_run(
+    tokenizer: Any, messages: list[dict[str, Any]], variables: Mapping[str, Any]
+) -> Any:
+    """Return the compiled chat template; None if transformers does more than to run it on equal messages."""
+    if not is_of_transformers(tokenizer, "apply_chat_template", "get_chat_template"):
+        return None
+    # Of a long conversation only these three lines visit every message.
+    are_texts = (
+        set(map(type, messages)) == {dict}
+        and set(chain.from_iterable(messages)) <= {"role", "content", "name", "tool_call_id"}
+        and set(map(type, chain.from_iterable(map(dict.values, messages)))) == {str}
+    )
+    own = _parameters_of(type(tokenizer).apply_chat_template) - {"tools", "chat_template"}
+    if not are_texts or not own.isdisjoint(variables) or not _is_plain(dict(variables)):
+        return None
+    try:
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+    except ImportError:  # it is private
+        return None
+    tools, template = variables.get("tools"), variables.get("chat_template")
+    return _compile_jinja_template(tokenizer.get_chat_template(template, tools))
+
+
+@functools.cache
+def _parameters_of(method: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(method).parameters)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is JSON of Python's own types, which transformers copies unchanged."""
+    kind = type(value)
+    if kind is dict:
+        return set(map(type, value)) <= {str} and all(map(_is_plain, value.values()))
+    if kind is list:
+        return all(map(_is_plain, value))
+    return value is None or kind in (str, int, float, bool)
 
 
 def is_of_transformers(tokenizer: Any, *methods: str) -> bool:

@@ -145,9 +145,9 @@ class TrainerConfig(BaseModel):
     clip_eps_high: float | None = Field(None, gt=0)
     """Clip the ratio above at 1 + clip_eps_high; None: clip_eps."""
     correction: Correction = "none"
-    """Correction for engines that sample from another policy. none: the ratio is to the sampled logprobs; else it is to
-    the trainer's own, with weights truncated (tis), masked above the cap (mis), masked outside floor and cap (icepop)
-    or unchanged (decoupled)."""
+    """Weight w of the tokens that the clip lets through, w = exp(own - sampled logprob). none: the ratio; tis: w, at
+    most the cap; mis: w, 0 above the cap; icepop: w, 0 outside floor and cap; decoupled: w. The clip is on the ratio to
+    the sampled logprobs with each."""
     correction_level: RatioLevel = "token"
     """Correction weight per token, or the product over the sequence."""
     correction_cap: float = Field(2.0, gt=0)
@@ -319,21 +319,10 @@ class TrainerConfig(BaseModel):
 
     @model_validator(mode="after")
     def _warn_of_clips(self) -> Self:
-        if self.surrogate == "reinforce":
-            return self
-        sets_clip = {"clip_eps", "clip_eps_high"} & (
-            self.model_fields_set | OBJECTIVES[self.objective].keys()
-        )
-        if self.correction != "none" and sets_clip:
-            logger.warning(
-                "--correction %s: the ratio is to the trainer's own logprobs and 1 in value, so that --%s does nothing",
-                self.correction,
-                " and --".join(sorted(sets_clip)),
-            )
         smallest = min(self.clip_eps, self.clip_eps_high or self.clip_eps)
         if (
-            self.ratio_level == "sequence"
-            and self.correction == "none"
+            self.surrogate != "reinforce"
+            and self.ratio_level == "sequence"
             and smallest < NOISE_OF_A_SEQUENCE
         ):
             logger.warning(

@@ -106,23 +106,26 @@ def policy_loss(
     if config.distill_coef and config.distill_loss == "reverse_kl":
         advantages_N = advantages_N + config.distill_coef * reverse_kl_advantages(positions)
     gap_N = gap_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    correction_N = correction_weights(config, gap_N.detach(), positions)
-    # With a correction the ratio is to the trainer's own logprobs: its value is 1, its gradient is not 0.
-    log_ratio_N = gap_N if config.correction == "none" else gap_N - gap_N.detach()
+    log_ratio_N = gap_N
     if config.ratio_level == "sequence":
-        log_ratio_N = sequence_mean(log_ratio_N, positions)
+        log_ratio_N = sequence_mean(gap_N, positions)
     ratio_N = log_ratio_N.exp()
+    correction_N = correction_weights(config, gap_N.detach(), positions)
     low, high = 1 - config.clip_eps, 1 + (config.clip_eps_high or config.clip_eps)
-    outside_N = ((ratio_N > high) & (advantages_N > 0)) | ((ratio_N < low) & (advantages_N < 0))
+    is_corrected = config.correction != "none"
     if config.surrogate == "clip":
+        outside_N = ((ratio_N > high) & (advantages_N > 0)) | ((ratio_N < low) & (advantages_N < 0))
         gain_N = torch.minimum(ratio_N * advantages_N, ratio_N.clamp(low, high) * advantages_N)
+        if is_corrected:  # the correction's weight in place of the ratio's value
+            gain_N = gain_N * (correction_N / ratio_N.detach())
     elif config.surrogate == "cispo":
-        gain_N = ratio_N.detach().clamp(low, high) * advantages_N * logprobs_N
         outside_N = (ratio_N > high) | (ratio_N < low)
+        limited_N = correction_N.clamp(max=high) if is_corrected else ratio_N.clamp(low, high)
+        gain_N = limited_N.detach() * advantages_N * logprobs_N
     else:
-        gain_N = advantages_N * logprobs_N
-        outside_N = torch.zeros_like(outside_N)
-    loss_N = torch.where(is_policy_N, -correction_N * gain_N, -positions.advantages_N * logprobs_N)
+        outside_N = torch.zeros_like(is_policy_N)
+        gain_N = correction_N * advantages_N * logprobs_N
+    loss_N = torch.where(is_policy_N, -gain_N, -positions.advantages_N * logprobs_N)
     kl_N = torch.zeros_like(gap_N)
     if ref_logprobs_N is not None and config.kl_coef:
         kl_N = kl_estimate(ref_logprobs_N - logprobs_N, config.kl_estimator)
@@ -151,11 +154,11 @@ def policy_loss(
 
 
 def correction_weights(config: TrainerConfig, gap_N: Tensor, positions: Positions) -> Tensor:
-    """Return the factor of each position's gain that corrects for the sampling policy; w = exp(own - sampled).
+    """Return the weight of each position that the clip lets through, instead of the ratio; w = exp(own - sampled).
 
     "tis" min(w, cap) (truncated importance sampling, Ionides 2008); "mis" w where w <= cap, else 0 (masked); "icepop" w
     where floor <= w <= cap, else 0 (masked on both sides, arXiv 2510.18855); "decoupled" w (arXiv 2110.00641). At the
-    sequence level w is the product over the sequence.
+    sequence level w is the product over the sequence. Without a correction all are 1.
     """
     if config.correction == "none":
         return torch.ones_like(gap_N)

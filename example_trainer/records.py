@@ -177,6 +177,15 @@ def describe_batch(batch: Batch, version: int) -> dict[str, Any]:
     }
 
 
+def faults_of(record: Mapping[str, Any], config: TrainerConfig) -> Iterator[str]:
+    """Yield a sentence for each thing in the step's metrics that spoils what the model learns."""
+    if config.surrogate == "reinforce" and record["staleness_max"]:
+        yield (
+            "groups of an older policy are trained with --surrogate reinforce, which has no clip: tokens that the "
+            "policy has moved away from are pushed without limit; use --surrogate clip or cispo"
+        )
+
+
 def progress_line(record: dict[str, Any], num_steps: int) -> str:
     def show(name: str) -> str:
         value = record[name]

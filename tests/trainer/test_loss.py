@@ -133,6 +133,56 @@ def test_the_clip_stops_the_gradient_only_past_its_own_side(
     assert share.num_clipped.item() == (0 if has_gradient else 1)
 
 
+@pytest.mark.parametrize(
+    ("correction", "advantage", "ratio", "weight"),
+    [
+        ("tis", 1.0, 1.1, 1.1),  # the weight once, not squared
+        ("tis", 1.0, 1.5, 0.0),  # past the clip
+        ("tis", -1.0, 0.7, 0.0),
+        ("tis", -1.0, 1.5, 1.5),
+        ("tis", -1.0, 2.5, 2.0),  # truncated
+        ("mis", 1.0, 1.5, 0.0),
+        ("mis", -1.0, 1.9, 1.9),
+        ("mis", -1.0, 2.5, 0.0),
+        ("icepop", 1.0, 0.6, 0.6),
+        ("icepop", 1.0, 0.4, 0.0),  # below the floor
+        ("icepop", -1.0, 0.7, 0.0),
+        ("decoupled", 1.0, 1.1, 1.1),
+        ("decoupled", 1.0, 1.5, 0.0),
+        ("decoupled", -1.0, 2.5, 2.5),
+    ],
+)
+def test_a_correction_weighs_the_tokens_that_the_clip_lets_through(
+    correction: Any, advantage: float, ratio: float, weight: float
+) -> None:
+    case = dataclasses.replace(
+        random_case(0, lengths=[1]),
+        own=[[-1.0 + math.log(ratio)]],
+        sampled=[[-1.0]],
+        advantages=[[advantage]],
+    )
+    objective = TrainerConfig(model_name="m", correction=correction)
+    share, gradient = run(objective, case, positions_of(case, [1.0]))
+    assert gradient[0] == pytest.approx(-advantage * weight, abs=1e-9)
+    is_outside = ratio > 1.2 if advantage > 0 else ratio < 0.8
+    assert share.num_clipped.item() == is_outside
+
+
+@pytest.mark.parametrize(
+    ("correction", "weight"), [("none", 5.0), ("tis", 2.0), ("mis", 0.0), ("decoupled", 5.0)]
+)
+def test_a_correction_replaces_the_weight_of_cispo_within_its_upper_bound(
+    correction: Any, weight: float
+) -> None:
+    case = dataclasses.replace(
+        random_case(0, lengths=[1]), own=[[-1.0]], sampled=[[-3.0]], advantages=[[1.0]]
+    )
+    objective = objective_named("cispo", correction=correction)
+    share, gradient = run(objective, case, positions_of(case, [1.0]))
+    assert gradient[0] == pytest.approx(-weight)  # the ratio is 7.4
+    assert share.num_clipped.item() == 1
+
+
 def test_cispo_keeps_the_gradient_of_tokens_that_ppo_would_clip() -> None:
     case = dataclasses.replace(
         random_case(0, lengths=[1]), own=[[-1.0]], sampled=[[-3.0]], advantages=[[1.0]]

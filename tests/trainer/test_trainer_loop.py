@@ -86,6 +86,24 @@ def test_a_run_trains_publishes_saves_and_records(
     assert final.tokenizer.eos_token == policy.tokenizer.eos_token
 
 
+@pytest.mark.parametrize(("surrogate", "num_warnings"), [("reinforce", 1), ("clip", 0)])
+def test_stale_groups_without_a_clip_are_warned_of_once(
+    configure: Configure,
+    hub_url: str,
+    engine: RecordedEngine,
+    caplog: pytest.LogCaptureFixture,
+    surrogate: str,
+    num_warnings: int,
+) -> None:
+    config = configure(num_steps=3, surrogate=surrogate)
+    send(hub_url, pairs(6))
+    train(config)
+    assert [s["staleness_max"] for s in steps_of(config)] == [0, 1, 2]
+    found = [r for r in caplog.records if "has no clip" in r.getMessage()]
+    assert len(found) == num_warnings
+    assert all("step 2:" in r.getMessage() for r in found)
+
+
 def test_a_checkpoint_lets_the_hub_forget_what_was_trained_before_it(
     configure: Configure, hub_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

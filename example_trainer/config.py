@@ -144,6 +144,8 @@ class TrainerConfig(BaseModel):
     """Clip the ratio below at 1 - clip_eps."""
     clip_eps_high: float | None = Field(None, gt=0)
     """Clip the ratio above at 1 + clip_eps_high; None: clip_eps."""
+    dual_clip: float = Field(3.0, ge=1)
+    """Clip the ratio above at this where the advantage is negative (surrogate clip); inf: do not."""
     correction: Correction = "none"
     """Weight w of the tokens that the clip lets through, w = exp(own - sampled logprob). none: the ratio; tis: w, at
     most the cap; mis: w, 0 above the cap; icepop: w, 0 outside floor and cap; decoupled: w. The clip is on the ratio to

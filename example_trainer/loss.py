@@ -114,8 +114,12 @@ def policy_loss(
     low, high = 1 - config.clip_eps, 1 + (config.clip_eps_high or config.clip_eps)
     is_corrected = config.correction != "none"
     if config.surrogate == "clip":
-        outside_N = ((ratio_N > high) & (advantages_N > 0)) | ((ratio_N < low) & (advantages_N < 0))
-        gain_N = torch.minimum(ratio_N * advantages_N, ratio_N.clamp(low, high) * advantages_N)
+        # PPO's minimum of two products, with the upper bound of dual-clip PPO (arXiv 1912.09729) for A < 0.
+        limited_N = torch.where(
+            advantages_N > 0, ratio_N.clamp(max=high), ratio_N.clamp(low, config.dual_clip)
+        )
+        outside_N = (limited_N != ratio_N) & (advantages_N != 0)
+        gain_N = limited_N * advantages_N
         if is_corrected:  # the correction's weight in place of the ratio's value
             gain_N = gain_N * (correction_N / ratio_N.detach())
     elif config.surrogate == "cispo":

@@ -146,7 +146,8 @@ def train(config: TrainerConfig) -> None:
                     feed.announce(bridge.publish(policy, version))
             record = describe_batch(batch, step) | describe_result(result, batch)
             record |= {"num_lost_leases": feed.num_lost_leases} | clock.read()
-            for fault in set(faults_of(record, config)) - known_faults:
+            peak = None if result.peak.group is None else groups[result.peak.group]
+            for fault in set(faults_of(record, config, peak)) - known_faults:
                 logger.warning("step %d: %s", version, fault)
                 known_faults.add(fault)
             record |= {"step": version, "queue_size": feed.queue_size()} | gpu_memory(policy.device)

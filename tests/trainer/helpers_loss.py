@@ -84,6 +84,8 @@ def slow_loss(
             correction = slow_correction(objective, gaps, t)
             if objective.surrogate == "clip":
                 gain = min(ratio * advantage, min(max(ratio, low), high) * advantage)
+                if advantage < 0:
+                    gain = max(gain, objective.dual_clip * advantage)
                 if correction is not None:
                     gain *= correction / constant
             elif objective.surrogate == "cispo":

@@ -68,7 +68,12 @@ def test_loss_and_gradient_equal_a_slow_reference(
 ) -> None:
     for seed in range(3):
         objective = objective_named(
-            name, correction=correction, correction_cap=1.2, correction_floor=0.8, kl_coef=0.1
+            name,
+            correction=correction,
+            correction_cap=1.2,
+            correction_floor=0.8,
+            dual_clip=1.4,
+            kl_coef=0.1,
         )
         assert_equals_reference(objective, random_case(seed), loss_mean)
 
@@ -116,6 +121,8 @@ def test_an_entropy_bonus_lowers_the_loss_by_its_weighted_mean() -> None:
         (-1.0, 0.9, True),
         (1.0, 1.25, True),  # the upper bound is 1.3
         (-1.0, 0.75, False),  # the lower is 0.8
+        (-1.0, 2.9, True),
+        (-1.0, 3.1, False),  # the dual clip
     ],
 )
 def test_the_clip_stops_the_gradient_only_past_its_own_side(
@@ -150,6 +157,7 @@ def test_the_clip_stops_the_gradient_only_past_its_own_side(
         ("decoupled", 1.0, 1.1, 1.1),
         ("decoupled", 1.0, 1.5, 0.0),
         ("decoupled", -1.0, 2.5, 2.5),
+        ("tis", -1.0, 3.1, 0.0),  # past the dual clip
     ],
 )
 def test_a_correction_weighs_the_tokens_that_the_clip_lets_through(
@@ -164,7 +172,7 @@ def test_a_correction_weighs_the_tokens_that_the_clip_lets_through(
     objective = TrainerConfig(model_name="m", correction=correction)
     share, gradient = run(objective, case, positions_of(case, [1.0]))
     assert gradient[0] == pytest.approx(-advantage * weight, abs=1e-9)
-    is_outside = ratio > 1.2 if advantage > 0 else ratio < 0.8
+    is_outside = ratio > 1.2 if advantage > 0 else ratio < 0.8 or ratio > 3
     assert share.num_clipped.item() == is_outside
 
 

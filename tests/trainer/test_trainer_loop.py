@@ -1,6 +1,7 @@
 """The whole trainer against a real hub and a fake engine, in this process."""
 
 import json
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -102,6 +103,31 @@ def test_stale_groups_without_a_clip_are_warned_of_once(
     found = [r for r in caplog.records if "has no clip" in r.getMessage()]
     assert len(found) == num_warnings
     assert all("step 2:" in r.getMessage() for r in found)
+
+
+@pytest.mark.parametrize(("dual_clip", "is_warned"), [("inf", True), ("3", False)])
+def test_a_token_that_is_most_of_a_step_is_warned_of_with_its_group(
+    configure: Configure,
+    hub_url: str,
+    caplog: pytest.LogCaptureFixture,
+    dual_clip: str,
+    is_warned: bool,
+) -> None:
+    config = configure(num_steps=1, dual_clip=dual_clip)
+    model = load_policy(config).model
+    plain, odd = pairs(2, model=model)
+    # The policy has come to like a token of the worse answer 230 times more than its sampler did.
+    odd.inference_logprobs[-2] -= math.log(230)  # type: ignore[index]
+    send(hub_url, [plain], prefix="plain")
+    send(hub_url, [odd], prefix="odd")
+    train(config)
+    [step] = steps_of(config)
+    assert step["ratio_max"] == pytest.approx(230, rel=1e-3)
+    num_tokens = step["num_trained_tokens"]
+    # All others have a ratio of 1 and an advantage of 1 or -1.
+    share = 230 / (230 + num_tokens - 1) if is_warned else 1 / (num_tokens - 1)
+    assert step["token_share_max"] == pytest.approx(share, rel=1e-3)
+    assert ("one token of group odd0 of environment" in caplog.text) == is_warned
 
 
 def test_a_checkpoint_lets_the_hub_forget_what_was_trained_before_it(

@@ -159,7 +159,8 @@ class TrainerConfig(BaseModel):
     kl_coef: float = Field(0.0, ge=0)
     """Weight of the KL to the reference: the groups' ref_logprobs, else the initial model."""
     kl_estimator: KlEstimator = "k3"
-    """exp(d) - d - 1 (k3) or d * d / 2 (k2), with d = reference - own logprob."""
+    """Value that the KL adds to the loss: exp(d) - d - 1 (k3) or d * d / 2 (k2), with d = reference - own logprob. The
+    gradient of both is that of the KL."""
     entropy_coef: float = 0.0
     """Weight of an entropy bonus."""
     distill_coef: float = Field(0.0, ge=0)

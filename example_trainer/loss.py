@@ -34,7 +34,7 @@ class LossShare(NamedTuple):
     ratio_sum: Tensor
     """Ratio of trainer to sampler, before any clip."""
     kl_sum: Tensor
-    """Estimated KL to the reference; 0 without one."""
+    """Estimated KL to the reference, weighted by the ratio of trainer to sampler; 0 without one."""
     sampled_kl_sum: Tensor
     """Sampled minus own logprob: the k1 estimate of the KL of sampler to trainer."""
     entropy_sum: Tensor
@@ -59,6 +59,9 @@ class LogprobSums(NamedTuple):
 
 MAX_LOG_RATIO = 20.0
 """Nats beyond which a ratio stays as it is, and has no gradient: its exponential would overflow at 88."""
+
+MAX_KL_WEIGHT = 10.0
+"""Limit of the ratio of trainer to sampler that weighs the KL of a position, so that one token is never the step."""
 
 
 class PolicyLoss(NamedTuple):
@@ -132,7 +135,8 @@ def policy_loss(
     loss_N = torch.where(is_policy_N, -gain_N, -positions.advantages_N * logprobs_N)
     kl_N = torch.zeros_like(gap_N)
     if ref_logprobs_N is not None and config.kl_coef:
-        kl_N = kl_estimate(ref_logprobs_N - logprobs_N, config.kl_estimator)
+        kl_N = kl_estimate(logprobs_N, ref_logprobs_N, config.kl_estimator)
+        kl_N = gap_N.detach().exp().clamp(max=MAX_KL_WEIGHT) * kl_N
         loss_N = loss_N + config.kl_coef * kl_N
     if config.entropy_coef:
         loss_N = loss_N - config.entropy_coef * entropy_N
@@ -180,11 +184,16 @@ def correction_weights(config: TrainerConfig, gap_N: Tensor, positions: Position
     return weight_N
 
 
-def kl_estimate(log_ratio_N: Tensor, estimator: KlEstimator) -> Tensor:
-    """Estimate KL(own || reference) per position, d = reference - own: k3 `exp(d) - d - 1`, k2 `d * d / 2`."""
+def kl_estimate(own_N: Tensor, reference_N: Tensor, estimator: KlEstimator) -> Tensor:
+    """Estimate KL(own || reference) at tokens sampled from own.
+
+    k3 `exp(d) - d - 1`, k2 `d * d / 2`, d = reference - own (http://joschu.net/blog/kl-approx.html). k3 is multiplied by
+    own / own, 1 in value, because the probability of the sample also has a gradient (arXiv 2512.02556). The gradient of both is `-d` times that of the logprob, in expectation the gradient of the KL.
+    """
+    d_N = reference_N - own_N
     if estimator == "k2":
-        return log_ratio_N.square() / 2
-    return log_ratio_N.exp() - log_ratio_N - 1
+        return d_N.square() / 2
+    return (own_N - own_N.detach()).exp() * (d_N.exp() - d_N - 1)
 
 
 def forward_kl(teacher_NK: Tensor, own_NK: Tensor) -> Tensor:

@@ -98,7 +98,12 @@ def slow_loss(
             total -= weights[s] * gain
             if objective.kl_coef:
                 d = case.reference[s][t] - row[t]
-                kl = d * d / 2 if objective.kl_estimator == "k2" else math.exp(d) - d - 1
+                # Constant for k2 and live for k3, whose own gradient is that of another divergence.
+                kl = min(math.exp(gaps[t]), 10.0)
+                if objective.kl_estimator == "k2":
+                    kl *= d * d / 2
+                else:
+                    kl *= math.exp(row[t] - frozen[t]) * (math.exp(d) - d - 1)
                 total += weights[s] * objective.kl_coef * kl
             if objective.distill_coef and objective.distill_loss == "forward_kl":
                 named = {**case.own_teacher[s][t], 0: row[t]}

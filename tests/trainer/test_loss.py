@@ -109,6 +109,40 @@ def test_an_entropy_bonus_lowers_the_loss_by_its_weighted_mean() -> None:
     assert (plain - with_bonus).item() == pytest.approx(0.5 * entropy_N.mean().item())
 
 
+@pytest.mark.parametrize("drift", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_the_kl_term_has_the_gradient_of_the_kl_for_samples_of_an_older_policy(
+    estimator: Any, drift: float
+) -> None:
+    """The expectation is exact: one position per token of the vocabulary, weighted by its probability."""
+    num_tokens = 8
+    torch.manual_seed(3)
+    noise, own, reference = torch.randn(3, num_tokens, dtype=torch.float64)
+    own.requires_grad_()
+    sampled_N = (own.detach() + drift * noise).log_softmax(0)
+    case = random_case(0, lengths=[num_tokens])
+    positions = dataclasses.replace(
+        positions_of(case, [1.0]),
+        sampled_logprobs_N=sampled_N,
+        advantages_N=torch.zeros_like(sampled_N),
+        weights_N=sampled_N.exp(),
+    )
+    own_N, reference_N = own.log_softmax(0), reference.log_softmax(0)
+    loss = policy_loss(
+        TrainerConfig(model_name="m", kl_coef=1.0, kl_estimator=estimator),
+        positions,
+        own_N,
+        entropy_N=torch.zeros_like(sampled_N),
+        ref_logprobs_N=reference_N,
+    ).share.loss
+    kl = (own_N.exp() * (own_N - reference_N)).sum()
+    if estimator == "k3":
+        assert loss.item() == pytest.approx(kl.item())
+    [found] = torch.autograd.grad(loss, own, retain_graph=True)
+    [wanted] = torch.autograd.grad(kl, own)
+    torch.testing.assert_close(found, wanted)
+
+
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize(
     ("advantage", "ratio", "has_gradient"),

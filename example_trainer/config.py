@@ -99,6 +99,11 @@ class TrainerConfig(BaseModel):
     """Learning rate after the warm-up."""
     warmup_steps: int = Field(0, ge=0)
     """Steps of linear learning-rate warm-up."""
+    lr_schedule: Literal["constant", "linear", "cosine", "wsd"] = "linear"
+    """Learning rate after the warm-up: constant, or falling over num_steps (linear, cosine) or over the last fifth of
+    them (wsd)."""
+    lr_min_fraction: float = Field(0.0, ge=0, le=1)
+    """Share of lr towards which the schedule falls."""
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
     """adamw_8bit needs bitsandbytes and a single process."""
     adam_beta1: float = Field(0.9, ge=0, lt=1)

@@ -187,8 +187,9 @@ def correction_weights(config: TrainerConfig, gap_N: Tensor, positions: Position
 def kl_estimate(own_N: Tensor, reference_N: Tensor, estimator: KlEstimator) -> Tensor:
     """Estimate KL(own || reference) at tokens sampled from own.
 
-    k3 `exp(d) - d - 1`, k2 `d * d / 2`, d = reference - own (http://joschu.net/blog/kl-approx.html). k3 is multiplied by
-    own / own, 1 in value, because the probability of the sample also has a gradient (arXiv 2512.02556). The gradient of both is `-d` times that of the logprob, in expectation the gradient of the KL.
+    k3 `exp(d) - d - 1`, k2 `d * d / 2`, d = reference - own (http://joschu.net/blog/kl-approx.html). k3 is multiplied
+    by own / own, 1 in value, because the probability of the sample also has a gradient (arXiv 2512.02556). The gradient
+    of both is `-d` times that of the logprob, in expectation the gradient of the KL.
     """
     d_N = reference_N - own_N
     if estimator == "k2":

@@ -52,7 +52,7 @@ def steps_of(config: TrainerConfig) -> list[dict[str, Any]]:
 def test_a_run_trains_publishes_saves_and_records(
     configure: Configure, tmp_path: Path, hub_url: str, engine: RecordedEngine
 ) -> None:
-    config = configure(num_steps=3, checkpoint_interval=2, warmup_steps=2)
+    config = configure(num_steps=3, checkpoint_interval=2, warmup_steps=2, lr_schedule="constant")
     policy = load_policy(config)
     groups = pairs(4, model=policy.model)
     groups += [make_group([1.0, 1.0], seed=seed, model=policy.model) for seed in (8, 9)]

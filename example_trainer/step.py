@@ -266,6 +266,7 @@ def data_options(config: TrainerConfig, policy: Policy | None = None) -> DataOpt
     return DataOptions(
         baseline=config.baseline,
         scale_advantages=config.scale_advantages,
+        advantage_std=config.advantage_std,
         loss_mean=config.loss_mean,
         rollout_weight=config.rollout_weight,
         loss_constant=config.loss_constant or config.seq_len,

@@ -165,6 +165,10 @@ class TrainerConfig(BaseModel):
     """Upper limit of the correction weight."""
     correction_floor: float = Field(0.5, ge=0)
     """Lower limit of the correction weight (icepop)."""
+    reject_mean_ratio: float | None = Field(None, gt=1)
+    """Drop sequences whose ratio, as a geometric mean over their tokens, is above this or below 1 / this; None: off."""
+    veto_ratio: float | None = Field(None, gt=0, lt=1)
+    """Drop sequences with a token whose ratio is below this, such as 1e-4; None: off."""
     kl_coef: float = Field(0.0, ge=0)
     """Weight of the KL to the reference: the groups' ref_logprobs, else the initial model."""
     kl_estimator: KlEstimator = "k3"

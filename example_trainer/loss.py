@@ -7,6 +7,7 @@ and trainer, and the mean (computed in `data.py`, as weights). Called by `step.p
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ class LossShare(NamedTuple):
     num_clipped: Tensor
     """Positions where the clip removes or limits the gradient."""
     num_rejected: Tensor
-    """Positions with a correction weight of 0."""
+    """Positions with a correction weight of 0, and those of rejected sequences."""
     ratio_sum: Tensor
     """Ratio of trainer to sampler, before any clip."""
     kl_sum: Tensor
@@ -132,6 +133,8 @@ def policy_loss(
     else:
         outside_N = torch.zeros_like(is_policy_N)
         gain_N = correction_N * advantages_N * logprobs_N
+    rejected_N = rejected_positions(config, gap_N.detach(), positions)
+    gain_N = gain_N.masked_fill(rejected_N, 0.0)
     loss_N = torch.where(is_policy_N, -gain_N, -positions.advantages_N * logprobs_N)
     kl_N = torch.zeros_like(gap_N)
     if ref_logprobs_N is not None and config.kl_coef:
@@ -151,7 +154,7 @@ def policy_loss(
         loss=(loss_N * positions.weights_N).sum(),
         num_policy=is_policy_N.sum(),
         num_clipped=clipped_N.sum(),
-        num_rejected=((correction_N == 0) & is_policy_N).sum(),
+        num_rejected=(((correction_N == 0) | rejected_N) & is_policy_N).sum(),
         ratio_sum=(gap_N.detach().exp() * is_policy_N).sum(),
         kl_sum=kl_N.detach().sum(),
         sampled_kl_sum=-gap_N.detach().sum(),
@@ -182,6 +185,17 @@ def correction_weights(config: TrainerConfig, gap_N: Tensor, positions: Position
     if config.correction == "icepop":
         return torch.where((weight_N <= cap) & (weight_N >= floor), weight_N, 0.0)
     return weight_N
+
+
+def rejected_positions(config: TrainerConfig, gap_N: Tensor, positions: Positions) -> Tensor:
+    """Return whether `reject_mean_ratio` or `veto_ratio` drops the sequence of each position, `[N]`."""
+    rejected_N = torch.zeros_like(positions.is_supervised_N)
+    if config.reject_mean_ratio is not None:
+        rejected_N = sequence_mean(gap_N, positions).abs() > math.log(config.reject_mean_ratio)
+    if config.veto_ratio is not None:
+        is_far_N = (gap_N < math.log(config.veto_ratio)).to(gap_N.dtype)
+        rejected_N = rejected_N | (sequence_sum(is_far_N, positions)[positions.sequence_N] > 0)
+    return rejected_N
 
 
 def kl_estimate(own_N: Tensor, reference_N: Tensor, estimator: KlEstimator) -> Tensor:

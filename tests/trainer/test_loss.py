@@ -225,6 +225,37 @@ def test_a_correction_replaces_the_weight_of_cispo_within_its_upper_bound(
     assert share.num_clipped.item() == 1
 
 
+@pytest.mark.parametrize("surrogate", ["clip", "cispo", "reinforce"])
+@pytest.mark.parametrize(
+    ("changes", "kept"),
+    [
+        ({}, [True, True, True]),
+        ({"reject_mean_ratio": 1.5}, [True, False, True]),  # the mean of 0.1, of 0.5, of -0.2
+        ({"reject_mean_ratio": 1.2}, [True, False, False]),
+        ({"veto_ratio": 0.1}, [True, True, False]),
+        ({"veto_ratio": 0.01}, [True, True, True]),
+    ],
+    ids=str,
+)
+def test_sequences_too_far_from_the_sampler_are_rejected_whole(
+    changes: dict[str, Any], kept: list[bool], surrogate: Any
+) -> None:
+    gaps = [[0.1, 0.1], [0.5, 0.6, 0.4], [2.0, -2.6, 0.0]]
+    case = random_case(0, lengths=[2, 3, 3])
+    case = dataclasses.replace(
+        case,
+        sampled=[
+            [o - g for o, g in zip(*rows, strict=True)] for rows in zip(case.own, gaps, strict=True)
+        ],
+        advantages=[[-1.0] * len(row) for row in gaps],
+    )
+    objective = objective_named("grpo", surrogate=surrogate, clip_eps=1.0, dual_clip=10, **changes)
+    share, gradient = run(objective, case, positions_of(case, [0.1] * 3))
+    trained = [is_kept for is_kept, row in zip(kept, gaps, strict=True) for _ in row]
+    assert [slope != 0 for slope in gradient] == trained
+    assert share.num_rejected.item() == trained.count(False)
+
+
 def test_cispo_keeps_the_gradient_of_tokens_that_ppo_would_clip() -> None:
     case = dataclasses.replace(
         random_case(0, lengths=[1]), own=[[-1.0]], sampled=[[-3.0]], advantages=[[1.0]]

@@ -20,6 +20,9 @@ from atroposlib.scored_data import IGNORE_INDEX, FloatArray, IntArray, ScoredGro
 GroupBaseline = Literal["group", "rloo", "none"]
 """Baseline of a score: the group's mean, the mean of the others, none."""
 
+StandardDeviation = Literal["population", "sample"]
+"""The mean of the squares over n, or over n - 1."""
+
 LEAST_LOGPROB = math.log(2.0**-149)
 """-103 nats: the probability of anything lower is 0 in float32."""
 
@@ -80,6 +83,7 @@ def group_samples(
     scores: FloatArray | None = None,
     baseline: GroupBaseline = "group",
     scale: bool = True,
+    std: StandardDeviation = "population",
 ) -> Iterator[Sample]:
     """Yield the group's sequences with advantages computed from `scores` (None: the group's own).
 
@@ -100,7 +104,7 @@ def group_samples(
     given = group.scores if scores is None else scores
     rollout = np.arange(group.num_sequences) if group.rollout is None else group.rollout
     by_sequence[compared] = group_advantages(
-        given[compared], rollout[compared], baseline=baseline, scale=scale
+        given[compared], rollout[compared], baseline=baseline, scale=scale, std=std
     )
     by_sequence[silenced] = 0.0
     by_token = np.repeat(by_sequence, group.lengths)
@@ -192,12 +196,13 @@ def group_advantages(
     *,
     baseline: GroupBaseline = "group",
     scale: bool = True,
+    std: StandardDeviation = "population",
 ) -> FloatArray:
     """Return [S] advantages: a rollout's score minus a baseline, with `scale` divided by the standard deviation.
 
     Baseline and deviation are over rollouts, however many sequences each has; see `rollout_scores`. "group": the mean,
-    and the population std + 1e-4 (GRPO, arXiv 2402.03300; unscaled: Dr. GRPO, arXiv 2503.20783). "rloo": the mean of
-    the others (arXiv 2402.14740). "none": the scores, unscaled. In a group of one, the score is the advantage.
+    and the standard deviation + 1e-4 (GRPO, arXiv 2402.03300; unscaled: Dr. GRPO, arXiv 2503.20783). "rloo": the mean
+    of the others (arXiv 2402.14740). "none": the scores, unscaled. In a group of one, the score is the advantage.
 
     >>> group_advantages(np.array([1.0, 0.0, 0.5]), scale=False)
     array([ 0.5, -0.5,  0. ])
@@ -214,4 +219,5 @@ def group_advantages(
     centred: FloatArray = scores - scores.mean()
     if baseline == "rloo":
         centred = centred * (len(scores) / (len(scores) - 1))
-    return (centred / (scores.std() + 1e-4) if scale else centred)[place]
+    divisor = scores.std(ddof=int(std == "sample")) + 1e-4 if scale else 1.0
+    return (centred / divisor)[place]

@@ -57,6 +57,7 @@ def config_of(spec: Spec) -> TrainerConfig:
         max_microbatch_tokens=spec.micro_batch * spec.seq_len,
         seq_len=spec.seq_len,
         lr=spec.LR,
+        lr_schedule="constant",
         clip_eps=spec.CLIP,
         max_grad_norm=spec.MAX_GRAD_NORM,
         threads=spec.NUM_THREADS,

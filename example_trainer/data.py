@@ -49,6 +49,7 @@ class DataOptions:
 
     baseline: Baseline = "group"
     scale_advantages: bool = True
+    advantage_std: samples.StandardDeviation = "population"
     loss_mean: LossMean = "token"
     loss_constant: float = 1.0
     rollout_weight: RolloutWeight = "rollout"
@@ -293,6 +294,7 @@ def _rows(group: ScoredGroup, number: int, options: DataOptions) -> Iterator[Row
         scores=scores,
         baseline=_WITHIN_GROUP[options.baseline],
         scale=options.scale_advantages and options.baseline != "group_batch",
+        std=options.advantage_std,
     )
     for i, (start, sequence, override) in enumerate(
         zip(starts[:-1], sequences, overrides, strict=True)

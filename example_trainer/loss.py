@@ -7,6 +7,7 @@ and trainer, and the mean (computed in `data.py`, as weights). Called by `step.p
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -30,11 +31,11 @@ class LossShare(NamedTuple):
     num_clipped: Tensor
     """Positions where the clip removes or limits the gradient."""
     num_rejected: Tensor
-    """Positions with a correction weight of 0."""
+    """Positions with a correction weight of 0, and those of rejected sequences."""
     ratio_sum: Tensor
     """Ratio of trainer to sampler, before any clip."""
     kl_sum: Tensor
-    """Estimated KL to the reference; 0 without one."""
+    """Estimated KL to the reference, weighted by the ratio of trainer to sampler; 0 without one."""
     sampled_kl_sum: Tensor
     """Sampled minus own logprob: the k1 estimate of the KL of sampler to trainer."""
     entropy_sum: Tensor
@@ -59,6 +60,9 @@ class LogprobSums(NamedTuple):
 
 MAX_LOG_RATIO = 20.0
 """Nats beyond which a ratio stays as it is, and has no gradient: its exponential would overflow at 88."""
+
+MAX_KL_WEIGHT = 10.0
+"""Limit of the ratio of trainer to sampler that weighs the KL of a position, so that one token is never the step."""
 
 
 class PolicyLoss(NamedTuple):
@@ -106,26 +110,36 @@ def policy_loss(
     if config.distill_coef and config.distill_loss == "reverse_kl":
         advantages_N = advantages_N + config.distill_coef * reverse_kl_advantages(positions)
     gap_N = gap_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    correction_N = correction_weights(config, gap_N.detach(), positions)
-    # With a correction the ratio is to the trainer's own logprobs: its value is 1, its gradient is not 0.
-    log_ratio_N = gap_N if config.correction == "none" else gap_N - gap_N.detach()
+    log_ratio_N = gap_N
     if config.ratio_level == "sequence":
-        log_ratio_N = sequence_mean(log_ratio_N, positions)
+        log_ratio_N = sequence_mean(gap_N, positions)
     ratio_N = log_ratio_N.exp()
+    correction_N = correction_weights(config, gap_N.detach(), positions)
     low, high = 1 - config.clip_eps, 1 + (config.clip_eps_high or config.clip_eps)
-    outside_N = ((ratio_N > high) & (advantages_N > 0)) | ((ratio_N < low) & (advantages_N < 0))
+    is_corrected = config.correction != "none"
     if config.surrogate == "clip":
-        gain_N = torch.minimum(ratio_N * advantages_N, ratio_N.clamp(low, high) * advantages_N)
+        # PPO's minimum of two products, with the upper bound of dual-clip PPO (arXiv 1912.09729) for A < 0.
+        limited_N = torch.where(
+            advantages_N > 0, ratio_N.clamp(max=high), ratio_N.clamp(low, config.dual_clip)
+        )
+        outside_N = (limited_N != ratio_N) & (advantages_N != 0)
+        gain_N = limited_N * advantages_N
+        if is_corrected:  # the correction's weight in place of the ratio's value
+            gain_N = gain_N * (correction_N / ratio_N.detach())
     elif config.surrogate == "cispo":
-        gain_N = ratio_N.detach().clamp(low, high) * advantages_N * logprobs_N
         outside_N = (ratio_N > high) | (ratio_N < low)
+        limited_N = correction_N.clamp(max=high) if is_corrected else ratio_N.clamp(low, high)
+        gain_N = limited_N.detach() * advantages_N * logprobs_N
     else:
-        gain_N = advantages_N * logprobs_N
-        outside_N = torch.zeros_like(outside_N)
-    loss_N = torch.where(is_policy_N, -correction_N * gain_N, -positions.advantages_N * logprobs_N)
+        outside_N = torch.zeros_like(is_policy_N)
+        gain_N = correction_N * advantages_N * logprobs_N
+    rejected_N = rejected_positions(config, gap_N.detach(), positions)
+    gain_N = gain_N.masked_fill(rejected_N, 0.0)
+    loss_N = torch.where(is_policy_N, -gain_N, -positions.advantages_N * logprobs_N)
     kl_N = torch.zeros_like(gap_N)
     if ref_logprobs_N is not None and config.kl_coef:
-        kl_N = kl_estimate(ref_logprobs_N - logprobs_N, config.kl_estimator)
+        kl_N = kl_estimate(logprobs_N, ref_logprobs_N, config.kl_estimator)
+        kl_N = gap_N.detach().exp().clamp(max=MAX_KL_WEIGHT) * kl_N
         loss_N = loss_N + config.kl_coef * kl_N
     if config.entropy_coef:
         loss_N = loss_N - config.entropy_coef * entropy_N
@@ -140,7 +154,7 @@ def policy_loss(
         loss=(loss_N * positions.weights_N).sum(),
         num_policy=is_policy_N.sum(),
         num_clipped=clipped_N.sum(),
-        num_rejected=((correction_N == 0) & is_policy_N).sum(),
+        num_rejected=(((correction_N == 0) | rejected_N) & is_policy_N).sum(),
         ratio_sum=(gap_N.detach().exp() * is_policy_N).sum(),
         kl_sum=kl_N.detach().sum(),
         sampled_kl_sum=-gap_N.detach().sum(),
@@ -151,11 +165,11 @@ def policy_loss(
 
 
 def correction_weights(config: TrainerConfig, gap_N: Tensor, positions: Positions) -> Tensor:
-    """Return the factor of each position's gain that corrects for the sampling policy; w = exp(own - sampled).
+    """Return the weight of each position that the clip lets through, instead of the ratio; w = exp(own - sampled).
 
     "tis" min(w, cap) (truncated importance sampling, Ionides 2008); "mis" w where w <= cap, else 0 (masked); "icepop" w
     where floor <= w <= cap, else 0 (masked on both sides, arXiv 2510.18855); "decoupled" w (arXiv 2110.00641). At the
-    sequence level w is the product over the sequence.
+    sequence level w is the product over the sequence. Without a correction all are 1.
     """
     if config.correction == "none":
         return torch.ones_like(gap_N)
@@ -173,11 +187,28 @@ def correction_weights(config: TrainerConfig, gap_N: Tensor, positions: Position
     return weight_N
 
 
-def kl_estimate(log_ratio_N: Tensor, estimator: KlEstimator) -> Tensor:
-    """Estimate KL(own || reference) per position, d = reference - own: k3 `exp(d) - d - 1`, k2 `d * d / 2`."""
+def rejected_positions(config: TrainerConfig, gap_N: Tensor, positions: Positions) -> Tensor:
+    """Return whether `reject_mean_ratio` or `veto_ratio` drops the sequence of each position, `[N]`."""
+    rejected_N = torch.zeros_like(positions.is_supervised_N)
+    if config.reject_mean_ratio is not None:
+        rejected_N = sequence_mean(gap_N, positions).abs() > math.log(config.reject_mean_ratio)
+    if config.veto_ratio is not None:
+        is_far_N = (gap_N < math.log(config.veto_ratio)).to(gap_N.dtype)
+        rejected_N = rejected_N | (sequence_sum(is_far_N, positions)[positions.sequence_N] > 0)
+    return rejected_N
+
+
+def kl_estimate(own_N: Tensor, reference_N: Tensor, estimator: KlEstimator) -> Tensor:
+    """Estimate KL(own || reference) at tokens sampled from own.
+
+    k3 `exp(d) - d - 1`, k2 `d * d / 2`, d = reference - own (http://joschu.net/blog/kl-approx.html). k3 is multiplied
+    by own / own, 1 in value, because the probability of the sample also has a gradient (arXiv 2512.02556). The gradient
+    of both is `-d` times that of the logprob, in expectation the gradient of the KL.
+    """
+    d_N = reference_N - own_N
     if estimator == "k2":
-        return log_ratio_N.square() / 2
-    return log_ratio_N.exp() - log_ratio_N - 1
+        return d_N.square() / 2
+    return (own_N - own_N.detach()).exp() * (d_N.exp() - d_N - 1)
 
 
 def forward_kl(teacher_NK: Tensor, own_NK: Tensor) -> Tensor:

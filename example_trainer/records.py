@@ -16,6 +16,7 @@ import msgspec
 import torch
 
 from atroposlib.errors import ConfigError, require
+from atroposlib.scored_data import ScoredGroup
 from example_trainer.config import TrainerConfig
 from example_trainer.data import UNKNOWN_VERSION, Batch
 
@@ -175,6 +176,31 @@ def describe_batch(batch: Batch, version: int) -> dict[str, Any]:
         "staleness_mean": float(staleness.mean()) if known else None,
         "staleness_max": int(staleness.max()) if known else None,
     }
+
+
+LARGE_SHARE = 0.5
+"""Share of one token in a step's gradient above which it outweighs all others together."""
+
+
+def faults_of(
+    record: Mapping[str, Any], config: TrainerConfig, group: ScoredGroup | None
+) -> Iterator[str]:
+    """Yield a sentence for each thing in the step's metrics that spoils what the model learns.
+
+    `group` has the token with the largest share. Of one or two tokens, one has half by itself: that is no fault.
+    """
+    share = record["token_share_max"] or 0.0
+    if group is not None and share > max(LARGE_SHARE, 2 / record["num_trained_tokens"]):
+        yield (
+            f"one token of group {group.group_id} of environment {group.env_id} is {share:.0%} of the step's gradient "
+            f"(largest ratio of trainer to sampler: {record['ratio_max'] or 1:.3g}); look at its advantages and "
+            "sampled logprobs; --dual_clip and --correction tis limit its weight"
+        )
+    if config.surrogate == "reinforce" and record["staleness_max"]:
+        yield (
+            "groups of an older policy are trained with --surrogate reinforce, which has no clip: tokens that the "
+            "policy has moved away from are pushed without limit; use --surrogate clip or cispo"
+        )
 
 
 def progress_line(record: dict[str, Any], num_steps: int) -> str:

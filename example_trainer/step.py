@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,14 @@ from atroposlib.scored_data import ScoredGroup
 from example_trainer.config import TrainerConfig
 from example_trainer.data import Batch, DataOptions, MicroBatch, make_batch
 from example_trainer.gap import GapReport, LogprobGap
-from example_trainer.loss import LogprobSums, LossShare, PolicyLoss, logprob_sums, policy_loss
+from example_trainer.loss import (
+    MAX_LOG_RATIO,
+    LogprobSums,
+    LossShare,
+    PolicyLoss,
+    logprob_sums,
+    policy_loss,
+)
 from example_trainer.model import Policy, PolicyOutput, Reference
 from example_trainer.optim import set_learning_rate
 from example_trainer.parallel import whole
@@ -27,6 +34,17 @@ from example_trainer.trained_groups import StepTrace
 
 class NotFinite(AtroposError):
     """The gradient of a batch is not finite."""
+
+
+class Peak(NamedTuple):
+    """The largest values at one position of a step; None if no position has one."""
+
+    ratio: float | None
+    """Ratio of trainer to sampler, before any clip."""
+    share: float | None
+    """Absolute gradient of the loss with respect to the position's logprob, by the sum of all positions'."""
+    group: int | None
+    """Position in the batch of the group that has the largest share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +57,52 @@ class StepResult:
     sums: dict[str, float]
     """Fields of `LossShare` and `LogprobSums`, summed over the batch."""
     gap: GapReport
+    peak: Peak
+
+
+class Peaks:
+    """Watches the logprobs of a step for its `Peak`; a few numbers per micro-batch, read when the step ends."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._world = policy.world
+        self._ratios: list[Tensor] = []
+        self._pushes: list[Tensor] = []
+        """Of each micro-batch: sum of the absolute gradients, the largest, and its sequence."""
+        self._pushed: list[MicroBatch] = []
+
+    def observe(self, micro_batch: MicroBatch, logprobs_N: Tensor) -> None:
+        """Note the ratios now, and the gradient when the backward pass reaches the logprobs."""
+        positions = micro_batch.positions
+        gap_N = logprobs_N.detach() - positions.sampled_logprobs_N
+        self._ratios.append(gap_N.masked_fill(positions.is_supervised_N, -torch.inf).amax())
+
+        def note(gradient_N: Tensor) -> None:
+            push_N = gradient_N.abs().double()
+            largest, at = push_N.max(dim=0)
+            sequence = positions.sequence_N[at].double()
+            self._pushes.append(torch.stack([push_N.sum(), largest, sequence]))
+            self._pushed.append(micro_batch)
+
+        logprobs_N.register_hook(note)
+
+    def settle(self) -> Peak:
+        """Return the peak over all processes, each of which must call it."""
+        ratios = torch.stack(self._ratios).tolist() if self._ratios else []
+        pushes = torch.stack(self._pushes).tolist() if self._pushes else []
+        most, group = 0.0, -1
+        for (_, largest, sequence), micro_batch in zip(pushes, self._pushed, strict=True):
+            if largest > most:
+                most, group = largest, micro_batch.rows[int(sequence)].origin.group
+        total = sum(push[0] for push in pushes)
+        total = float(self._world.sum(torch.tensor(total, dtype=torch.float64)))
+        mine = torch.tensor([max(ratios, default=-math.inf), most], dtype=torch.float64)
+        ratio, highest = self._world.max(mine).tolist()
+        group = int(self._world.max(torch.tensor(group if most == highest else -1)))
+        return Peak(
+            ratio=math.exp(min(ratio, MAX_LOG_RATIO)) if ratio > -math.inf else None,
+            share=highest / total if total else None,
+            group=group if group >= 0 else None,
+        )
 
 
 def take_step(
@@ -59,10 +123,12 @@ def take_step(
     frozen = reference if batch.lacks_reference else None
     names = LossShare._fields + LogprobSums._fields
     totals = torch.zeros(len(names), dtype=torch.float64, device=policy.device)
+    peaks = Peaks(policy)
     for micro_batch, own, (share, clipped_N) in losses(policy, batch, config, frozen):
         if micro_batch.is_filler:
             continue
         gap.observe(micro_batch, own.logprobs_N, step)
+        peaks.observe(micro_batch, own.logprobs_N)
         sums_of_logprobs = logprob_sums(micro_batch.positions, own.logprobs_N)
         if trace is not None:
             trace.observe(micro_batch, own.logprobs_N, own.entropy_N, clipped_N)
@@ -71,7 +137,9 @@ def take_step(
     grad_norm = update_weights(policy, optimizer, config) if batch.micro_batches else None
     sums = dict(zip(names, policy.world.sum(totals).tolist(), strict=True))
     loss = sums["loss"] if batch.micro_batches else None
-    return StepResult(lr=lr, loss=loss, grad_norm=grad_norm, sums=sums, gap=report)
+    return StepResult(
+        lr=lr, loss=loss, grad_norm=grad_norm, sums=sums, gap=report, peak=peaks.settle()
+    )
 
 
 def losses(
@@ -169,6 +237,8 @@ def describe_result(result: StepResult, batch: Batch) -> dict[str, Any]:
         "grad_norm": result.grad_norm,
         "lr": result.lr,
         "ratio_mean": mean("ratio_sum"),
+        "ratio_max": result.peak.ratio,
+        "token_share_max": result.peak.share,
         "clip_fraction": mean("num_clipped"),
         "rejected_fraction": mean("num_rejected"),
         "entropy_mean": sums["entropy_sum"] / num_trained if batch.micro_batches else None,
@@ -196,6 +266,7 @@ def data_options(config: TrainerConfig, policy: Policy | None = None) -> DataOpt
     return DataOptions(
         baseline=config.baseline,
         scale_advantages=config.scale_advantages,
+        advantage_std=config.advantage_std,
         loss_mean=config.loss_mean,
         rollout_weight=config.rollout_weight,
         loss_constant=config.loss_constant or config.seq_len,

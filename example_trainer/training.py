@@ -40,6 +40,7 @@ from example_trainer.records import (
     Clock,
     MetricsLog,
     describe_batch,
+    faults_of,
     finite,
     gpu_memory,
     progress_line,
@@ -107,6 +108,7 @@ def train(config: TrainerConfig) -> None:
         options = data_options(config, policy)
         gap = LogprobGap(policy, limit=config.max_logprob_gap)
         version = saved_version = start
+        known_faults: set[str] = set()
         for step in range(start, config.num_steps):
             clock = Clock()
             num_refused = 0
@@ -144,6 +146,10 @@ def train(config: TrainerConfig) -> None:
                     feed.announce(bridge.publish(policy, version))
             record = describe_batch(batch, step) | describe_result(result, batch)
             record |= {"num_lost_leases": feed.num_lost_leases} | clock.read()
+            peak = None if result.peak.group is None else groups[result.peak.group]
+            for fault in set(faults_of(record, config, peak)) - known_faults:
+                logger.warning("step %d: %s", version, fault)
+                known_faults.add(fault)
             record |= {"step": version, "queue_size": feed.queue_size()} | gpu_memory(policy.device)
             record |= {"tokens_per_s": batch.num_tokens / record["train_s"], "save_s": None}
             with clock.phase("save_s"):

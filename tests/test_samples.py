@@ -78,6 +78,17 @@ def test_advantages_are_group_relative() -> None:
     assert all(s.advantages[0] == 0 and s.advantages[1] == s.advantages[2] for s in found)
 
 
+@pytest.mark.parametrize(("num_scores", "larger"), [(4, 1.155), (8, 1.069)])
+def test_the_standard_deviation_is_the_populations_or_the_samples(
+    num_scores: int, larger: float
+) -> None:
+    scores = np.random.default_rng(0).normal(size=num_scores)
+    wanted = (scores - scores.mean()) / (statistics.stdev(scores.tolist()) + 1e-4)
+    by_sample = group_advantages(scores, std="sample")
+    assert by_sample.tolist() == pytest.approx(wanted.tolist())
+    assert group_advantages(scores) / by_sample == pytest.approx(larger, abs=1e-3)
+
+
 def test_rloo_compares_with_the_mean_of_the_others() -> None:
     scores = np.array([1.0, 0.0, 0.25])
     found = group_advantages(scores, baseline="rloo", scale=False)

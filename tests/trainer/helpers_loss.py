@@ -72,31 +72,38 @@ def slow_loss(
             advantage = case.advantages[s][t]
             if objective.distill_coef and objective.distill_loss == "reverse_kl":
                 advantage += objective.distill_coef * (case.teacher[s][t][0] - case.sampled[s][t])
-            if objective.correction == "none":
-                base, live = case.sampled[s], row
+            base = case.sampled[s]
+            if objective.ratio_level == "sequence":
+                log_ratio = sum(row[i] - base[i] for i in range(length)) / length
+                still = sum(gaps) / length
             else:
-                base, live = frozen, row
-            log_ratios = [live[i] - base[i] for i in range(length)]
-            log_ratio = (
-                sum(log_ratios) / length if objective.ratio_level == "sequence" else log_ratios[t]
-            )
-            ratio = math.exp(log_ratio)
+                log_ratio, still = row[t] - base[t], gaps[t]
+            ratio, constant = math.exp(log_ratio), math.exp(still)
             low = 1 - objective.clip_eps
             high = 1 + (objective.clip_eps_high or objective.clip_eps)
+            correction = slow_correction(objective, gaps, t)
             if objective.surrogate == "clip":
                 gain = min(ratio * advantage, min(max(ratio, low), high) * advantage)
+                if advantage < 0:
+                    gain = max(gain, objective.dual_clip * advantage)
+                if correction is not None:
+                    gain *= correction / constant
             elif objective.surrogate == "cispo":
-                still = [frozen[i] - base[i] for i in range(length)]
-                constant = math.exp(
-                    sum(still) / length if objective.ratio_level == "sequence" else still[t]
-                )
-                gain = min(max(constant, low), high) * advantage * row[t]
+                weight = min(max(constant, low), high)
+                if correction is not None:
+                    weight = min(correction, high)
+                gain = weight * advantage * row[t]
             else:
-                gain = advantage * row[t]
-            total -= weights[s] * slow_correction(objective, gaps, t) * gain
+                gain = (1.0 if correction is None else correction) * advantage * row[t]
+            total -= weights[s] * gain
             if objective.kl_coef:
                 d = case.reference[s][t] - row[t]
-                kl = d * d / 2 if objective.kl_estimator == "k2" else math.exp(d) - d - 1
+                # Constant for k2 and live for k3, whose own gradient is that of another divergence.
+                kl = min(math.exp(gaps[t]), 10.0)
+                if objective.kl_estimator == "k2":
+                    kl *= d * d / 2
+                else:
+                    kl *= math.exp(row[t] - frozen[t]) * (math.exp(d) - d - 1)
                 total += weights[s] * objective.kl_coef * kl
             if objective.distill_coef and objective.distill_loss == "forward_kl":
                 named = {**case.own_teacher[s][t], 0: row[t]}
@@ -107,9 +114,9 @@ def slow_loss(
     return total
 
 
-def slow_correction(objective: TrainerConfig, gaps: Sequence[float], t: int) -> float:
+def slow_correction(objective: TrainerConfig, gaps: Sequence[float], t: int) -> float | None:
     if objective.correction == "none":
-        return 1.0
+        return None
     weight = math.exp(sum(gaps) if objective.correction_level == "sequence" else gaps[t])
     if objective.correction == "tis":
         return min(weight, objective.correction_cap)

@@ -77,6 +77,7 @@ def run(config: TrainerConfig, world: World, *, save_at: int | None = None) -> l
         batch = make_batch(groups, options)
         result = take_step(policy, optimizer, batch, config, step, gap)
         numbers += [result.loss, result.grad_norm, result.sums["ratio_sum"], result.gap.maximum]
+        numbers += result.peak
         if step + 1 == save_at:
             saved.save(policy, optimizer, save_at)
     with Gathered() as gathered:

@@ -68,7 +68,12 @@ def test_loss_and_gradient_equal_a_slow_reference(
 ) -> None:
     for seed in range(3):
         objective = objective_named(
-            name, correction=correction, correction_cap=1.2, correction_floor=0.8, kl_coef=0.1
+            name,
+            correction=correction,
+            correction_cap=1.2,
+            correction_floor=0.8,
+            dual_clip=1.4,
+            kl_coef=0.1,
         )
         assert_equals_reference(objective, random_case(seed), loss_mean)
 
@@ -104,6 +109,40 @@ def test_an_entropy_bonus_lowers_the_loss_by_its_weighted_mean() -> None:
     assert (plain - with_bonus).item() == pytest.approx(0.5 * entropy_N.mean().item())
 
 
+@pytest.mark.parametrize("drift", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_the_kl_term_has_the_gradient_of_the_kl_for_samples_of_an_older_policy(
+    estimator: Any, drift: float
+) -> None:
+    """The expectation is exact: one position per token of the vocabulary, weighted by its probability."""
+    num_tokens = 8
+    torch.manual_seed(3)
+    noise, own, reference = torch.randn(3, num_tokens, dtype=torch.float64)
+    own.requires_grad_()
+    sampled_N = (own.detach() + drift * noise).log_softmax(0)
+    case = random_case(0, lengths=[num_tokens])
+    positions = dataclasses.replace(
+        positions_of(case, [1.0]),
+        sampled_logprobs_N=sampled_N,
+        advantages_N=torch.zeros_like(sampled_N),
+        weights_N=sampled_N.exp(),
+    )
+    own_N, reference_N = own.log_softmax(0), reference.log_softmax(0)
+    loss = policy_loss(
+        TrainerConfig(model_name="m", kl_coef=1.0, kl_estimator=estimator),
+        positions,
+        own_N,
+        entropy_N=torch.zeros_like(sampled_N),
+        ref_logprobs_N=reference_N,
+    ).share.loss
+    kl = (own_N.exp() * (own_N - reference_N)).sum()
+    if estimator == "k3":
+        assert loss.item() == pytest.approx(kl.item())
+    [found] = torch.autograd.grad(loss, own, retain_graph=True)
+    [wanted] = torch.autograd.grad(kl, own)
+    torch.testing.assert_close(found, wanted)
+
+
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize(
     ("advantage", "ratio", "has_gradient"),
@@ -116,6 +155,8 @@ def test_an_entropy_bonus_lowers_the_loss_by_its_weighted_mean() -> None:
         (-1.0, 0.9, True),
         (1.0, 1.25, True),  # the upper bound is 1.3
         (-1.0, 0.75, False),  # the lower is 0.8
+        (-1.0, 2.9, True),
+        (-1.0, 3.1, False),  # the dual clip
     ],
 )
 def test_the_clip_stops_the_gradient_only_past_its_own_side(
@@ -131,6 +172,88 @@ def test_the_clip_stops_the_gradient_only_past_its_own_side(
     share, gradient = run(objective, case, positions_of(case, [1.0]))
     assert gradient[0] == pytest.approx(-advantage * ratio if has_gradient else 0.0, abs=1e-9)
     assert share.num_clipped.item() == (0 if has_gradient else 1)
+
+
+@pytest.mark.parametrize(
+    ("correction", "advantage", "ratio", "weight"),
+    [
+        ("tis", 1.0, 1.1, 1.1),  # the weight once, not squared
+        ("tis", 1.0, 1.5, 0.0),  # past the clip
+        ("tis", -1.0, 0.7, 0.0),
+        ("tis", -1.0, 1.5, 1.5),
+        ("tis", -1.0, 2.5, 2.0),  # truncated
+        ("mis", 1.0, 1.5, 0.0),
+        ("mis", -1.0, 1.9, 1.9),
+        ("mis", -1.0, 2.5, 0.0),
+        ("icepop", 1.0, 0.6, 0.6),
+        ("icepop", 1.0, 0.4, 0.0),  # below the floor
+        ("icepop", -1.0, 0.7, 0.0),
+        ("decoupled", 1.0, 1.1, 1.1),
+        ("decoupled", 1.0, 1.5, 0.0),
+        ("decoupled", -1.0, 2.5, 2.5),
+        ("tis", -1.0, 3.1, 0.0),  # past the dual clip
+    ],
+)
+def test_a_correction_weighs_the_tokens_that_the_clip_lets_through(
+    correction: Any, advantage: float, ratio: float, weight: float
+) -> None:
+    case = dataclasses.replace(
+        random_case(0, lengths=[1]),
+        own=[[-1.0 + math.log(ratio)]],
+        sampled=[[-1.0]],
+        advantages=[[advantage]],
+    )
+    objective = TrainerConfig(model_name="m", correction=correction)
+    share, gradient = run(objective, case, positions_of(case, [1.0]))
+    assert gradient[0] == pytest.approx(-advantage * weight, abs=1e-9)
+    is_outside = ratio > 1.2 if advantage > 0 else ratio < 0.8 or ratio > 3
+    assert share.num_clipped.item() == is_outside
+
+
+@pytest.mark.parametrize(
+    ("correction", "weight"), [("none", 5.0), ("tis", 2.0), ("mis", 0.0), ("decoupled", 5.0)]
+)
+def test_a_correction_replaces_the_weight_of_cispo_within_its_upper_bound(
+    correction: Any, weight: float
+) -> None:
+    case = dataclasses.replace(
+        random_case(0, lengths=[1]), own=[[-1.0]], sampled=[[-3.0]], advantages=[[1.0]]
+    )
+    objective = objective_named("cispo", correction=correction)
+    share, gradient = run(objective, case, positions_of(case, [1.0]))
+    assert gradient[0] == pytest.approx(-weight)  # the ratio is 7.4
+    assert share.num_clipped.item() == 1
+
+
+@pytest.mark.parametrize("surrogate", ["clip", "cispo", "reinforce"])
+@pytest.mark.parametrize(
+    ("changes", "kept"),
+    [
+        ({}, [True, True, True]),
+        ({"reject_mean_ratio": 1.5}, [True, False, True]),  # the mean of 0.1, of 0.5, of -0.2
+        ({"reject_mean_ratio": 1.2}, [True, False, False]),
+        ({"veto_ratio": 0.1}, [True, True, False]),
+        ({"veto_ratio": 0.01}, [True, True, True]),
+    ],
+    ids=str,
+)
+def test_sequences_too_far_from_the_sampler_are_rejected_whole(
+    changes: dict[str, Any], kept: list[bool], surrogate: Any
+) -> None:
+    gaps = [[0.1, 0.1], [0.5, 0.6, 0.4], [2.0, -2.6, 0.0]]
+    case = random_case(0, lengths=[2, 3, 3])
+    case = dataclasses.replace(
+        case,
+        sampled=[
+            [o - g for o, g in zip(*rows, strict=True)] for rows in zip(case.own, gaps, strict=True)
+        ],
+        advantages=[[-1.0] * len(row) for row in gaps],
+    )
+    objective = objective_named("grpo", surrogate=surrogate, clip_eps=1.0, dual_clip=10, **changes)
+    share, gradient = run(objective, case, positions_of(case, [0.1] * 3))
+    trained = [is_kept for is_kept, row in zip(kept, gaps, strict=True) for _ in row]
+    assert [slope != 0 for slope in gradient] == trained
+    assert share.num_rejected.item() == trained.count(False)
 
 
 def test_cispo_keeps_the_gradient_of_tokens_that_ppo_would_clip() -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from atroposlib.errors import GroupError
+from example_trainer.config import TrainerConfig
 from example_trainer.data import (
     Batch,
     DataOptions,
@@ -16,6 +17,7 @@ from example_trainer.data import (
     require_trainable,
 )
 from example_trainer.objective import LossMean, RolloutWeight
+from example_trainer.step import data_options
 from tests.trainer.helpers_trainer import PROMPT, make_group
 
 OPTIONS = DataOptions(seq_len=64, max_sequences=100, max_tokens=10_000)
@@ -67,6 +69,13 @@ def test_packed_rows_hold_whole_sequences_within_the_token_budget() -> None:
     for m in batch.micro_batches:  # the filling is a sequence of its own
         starts = int((m.position_ids_BT == 0).sum())
         assert starts in (m.positions.num_sequences, m.positions.num_sequences + 1)
+
+
+def test_advantages_are_divided_by_the_configured_standard_deviation() -> None:
+    config = TrainerConfig(model_name="m", advantage_std="sample")
+    batch = make_batch([make_group([1.0, 0.0, 0.0])], data_options(config))
+    advantages = sorted(row.advantages[0] for row in batch.rows)
+    assert advantages == pytest.approx([-0.577, -0.577, 1.155], abs=1e-3)
 
 
 def test_a_response_beyond_the_soft_limit_loses_score() -> None:

@@ -1,6 +1,7 @@
 """The whole trainer against a real hub and a fake engine, in this process."""
 
 import json
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -51,7 +52,7 @@ def steps_of(config: TrainerConfig) -> list[dict[str, Any]]:
 def test_a_run_trains_publishes_saves_and_records(
     configure: Configure, tmp_path: Path, hub_url: str, engine: RecordedEngine
 ) -> None:
-    config = configure(num_steps=3, checkpoint_interval=2, warmup_steps=2)
+    config = configure(num_steps=3, checkpoint_interval=2, warmup_steps=2, lr_schedule="constant")
     policy = load_policy(config)
     groups = pairs(4, model=policy.model)
     groups += [make_group([1.0, 1.0], seed=seed, model=policy.model) for seed in (8, 9)]
@@ -84,6 +85,49 @@ def test_a_run_trains_publishes_saves_and_records(
     ]
     assert max(moved) > 1e-4
     assert final.tokenizer.eos_token == policy.tokenizer.eos_token
+
+
+@pytest.mark.parametrize(("surrogate", "num_warnings"), [("reinforce", 1), ("clip", 0)])
+def test_stale_groups_without_a_clip_are_warned_of_once(
+    configure: Configure,
+    hub_url: str,
+    engine: RecordedEngine,
+    caplog: pytest.LogCaptureFixture,
+    surrogate: str,
+    num_warnings: int,
+) -> None:
+    config = configure(num_steps=3, surrogate=surrogate)
+    send(hub_url, pairs(6))
+    train(config)
+    assert [s["staleness_max"] for s in steps_of(config)] == [0, 1, 2]
+    found = [r for r in caplog.records if "has no clip" in r.getMessage()]
+    assert len(found) == num_warnings
+    assert all("step 2:" in r.getMessage() for r in found)
+
+
+@pytest.mark.parametrize(("dual_clip", "is_warned"), [("inf", True), ("3", False)])
+def test_a_token_that_is_most_of_a_step_is_warned_of_with_its_group(
+    configure: Configure,
+    hub_url: str,
+    caplog: pytest.LogCaptureFixture,
+    dual_clip: str,
+    is_warned: bool,
+) -> None:
+    config = configure(num_steps=1, dual_clip=dual_clip)
+    model = load_policy(config).model
+    plain, odd = pairs(2, model=model)
+    # The policy has come to like a token of the worse answer 230 times more than its sampler did.
+    odd.inference_logprobs[-2] -= math.log(230)  # type: ignore[index]
+    send(hub_url, [plain], prefix="plain")
+    send(hub_url, [odd], prefix="odd")
+    train(config)
+    [step] = steps_of(config)
+    assert step["ratio_max"] == pytest.approx(230, rel=1e-3)
+    num_tokens = step["num_trained_tokens"]
+    # All others have a ratio of 1 and an advantage of 1 or -1.
+    share = 230 / (230 + num_tokens - 1) if is_warned else 1 / (num_tokens - 1)
+    assert step["token_share_max"] == pytest.approx(share, rel=1e-3)
+    assert ("one token of group odd0 of environment" in caplog.text) == is_warned
 
 
 def test_a_checkpoint_lets_the_hub_forget_what_was_trained_before_it(

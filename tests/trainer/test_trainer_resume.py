@@ -71,6 +71,7 @@ def metrics_of(config: TrainerConfig) -> list[tuple[float, ...]]:
     ("stop_after", "changes"),
     [
         (3, {"warmup_steps": 4, "dtype": "bfloat16"}),
+        (2, {"warmup_steps": 1, "lr_schedule": "cosine"}),
         (2, {"optimizer": "adamw_8bit", "train_layer_indices": "1"}),
         (2, {"lora": True, "kl_coef": 0.1, "gradient_checkpointing": True}),
     ],

@@ -205,8 +205,13 @@ def slow_update(
             if settings.get("kl_coef"):
                 reference = row.reference[n] if row.reference else initial[t - 1, row.tokens[t]]
                 d = reference - own[n]
-                k2 = settings.get("kl_estimator") == "k2"
-                loss = loss + settings["kl_coef"] * (d * d / 2 if k2 else torch.exp(d) - d - 1)
+                own_now = own[n].detach()
+                moved = 1.0 if row.supervised else math.exp(own_now - row.sampled[n])
+                if settings.get("kl_estimator") == "k2":
+                    kl = d * d / 2
+                else:
+                    kl = torch.exp(own[n] - own_now) * (torch.exp(d) - d - 1)
+                loss = loss + settings["kl_coef"] * moved * kl
             if settings.get("entropy_coef"):
                 p = table[t - 1]
                 loss = loss + settings["entropy_coef"] * (p.exp() * p).sum()

@@ -31,7 +31,7 @@ from atroposlib.errors import (
     EngineUnavailable,
     require,
 )
-from example_trainer.adapters import ADAPTER, merged_weights, plain_name
+from example_trainer.adapters import by_layer, merged_weights, plain_name
 from example_trainer.bridges.control import Control
 from example_trainer.bridges.engines import VllmEngine
 from example_trainer.bridges.running import RunningEngines
@@ -52,8 +52,8 @@ class Parameter(NamedTuple):
 class PolicyWeights:
     """A policy's weights as vLLM's `WeightSource`: in the published dtype, with adapters merged.
 
-    Tied parameters appear once, as in a checkpoint. Iteration gathers one parameter at a time: every process must
-    iterate to the end.
+    Tied parameters appear once, as in a checkpoint. Iteration gathers one parameter, or adapted layer, at a time: every
+    process must iterate to the end.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -74,16 +74,14 @@ class PolicyWeights:
         ]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self._parameters.items():
-            if not self.policy.is_adapted:  # cast first: half the traffic
+        if not self.policy.is_adapted:
+            for name, parameter in self._parameters.items():  # cast first: half the traffic
                 yield name, whole(parameter.detach().to(self.policy.dtype))
-            elif ".lora_" not in name:
-                module = name.rpartition(".base_layer.")[0]
-                parts = [name, *(f"{module}.lora_{side}.{ADAPTER}.weight" for side in "AB")]
-                found = {n: self._parameters[n] for n in parts if n in self._parameters}
-                state = {n: whole(value.detach()) for n, value in found.items()}
-                for plain, value in merged_weights(state, self.policy.model).items():
-                    yield plain, value.to(self.policy.dtype)
+            return
+        for names in by_layer(self._parameters):
+            state = {name: whole(self._parameters[name].detach()) for name in names}
+            for name, value in merged_weights(state, self.policy.model).items():
+                yield name, value.to(self.policy.dtype)
 
 
 class EngineClient:

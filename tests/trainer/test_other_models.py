@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3NextConfig
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig, Qwen3NextConfig
 
 from atroposlib.errors import ConfigError
 from example_trainer.data import make_batch
@@ -35,6 +35,11 @@ GATED_DELTA: dict[str, Any] = {
     "linear_value_head_dim": 8,
     "shared_expert_intermediate_size": 32,
 }
+
+
+EXPERTS = Qwen3MoeConfig(**SIZES, num_hidden_layers=2)
+DENSE = Qwen3Config(**SIZES, num_hidden_layers=2)
+EVERYTHING = ["embed_tokens", "q_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
 
 
 def save(config: Any, directory: Path) -> Path:
@@ -84,10 +89,42 @@ def test_packing_is_refused_where_it_would_be_wrong(hybrid: Path, tmp_path: Path
 
 
 def test_a_model_of_experts_takes_a_step_on_stale_sequences(tmp_path: Path) -> None:
-    config = config_for_dry_run(
-        save(Qwen3MoeConfig(**SIZES, num_hidden_layers=2), tmp_path / "experts"), tmp_path
-    )
+    config = config_for_dry_run(save(EXPERTS, tmp_path / "experts"), tmp_path)
     policy = load_policy(config)
     result = one_step(policy, config, [make_group([1.0, 0.0], policy_version=1)], version=2)
     assert result.grad_norm is not None
     assert result.gap.maximum is None
+
+
+@pytest.mark.parametrize("kind", [DENSE, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("targets", [["q_proj"], EVERYTHING], ids=len)
+def test_a_published_model_is_the_trained_one(
+    kind: Any, targets: list[str], tmp_path: Path
+) -> None:
+    """peft adapts fused experts by one wrapper around another, and an embedding by other matrices than a layer."""
+    source = save(kind, tmp_path / "source")
+    adapters: dict[str, Any] = {"lora": True, "lora_target_modules": targets, "lr": 0.03}
+    config = config_for_dry_run(source, tmp_path, **adapters)
+    policy = load_policy(config)
+    tokens = torch.arange(40).reshape(2, 20)
+    with torch.no_grad():
+        before = policy.model(tokens).logits.log_softmax(-1)
+    groups = [make_group([1.0, 0.0, 0.3], policy_version=None, length=12)]
+    for step in range(3):  # the first moves only the matrices B, which are zero
+        one_step(policy, config, groups, version=step)
+    policy.save(tmp_path / "published", merged=True)
+    published = AutoModelForCausalLM.from_pretrained(tmp_path / "published")
+    with torch.no_grad():
+        trained = policy.model(tokens).logits.log_softmax(-1)
+        found = published(tokens).logits.log_softmax(-1)
+    assert (trained - before).abs().max() > 0.5
+    torch.testing.assert_close(found, trained, rtol=0, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:Model has .tie_word_embeddings=True")
+def test_an_adapter_on_one_of_two_tied_matrices_is_refused(tmp_path: Path) -> None:
+    tied = Qwen3MoeConfig(**SIZES, num_hidden_layers=1, tie_word_embeddings=True)
+    adapters: dict[str, Any] = {"lora": True, "lora_target_modules": ["embed_tokens"]}
+    config = config_for_dry_run(save(tied, tmp_path / "tied"), tmp_path, **adapters)
+    with pytest.raises(ConfigError, match=r"^--lora_target_modules.*are one matrix"):
+        load_policy(config)

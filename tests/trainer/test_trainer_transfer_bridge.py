@@ -52,7 +52,12 @@ def bridge_to(*engines: RecordedEngine, **settings: Any) -> TransferBridge:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"dtype": "bfloat16"}, {"lora": True}, {"lora": True, "dtype": "bfloat16"}],
+    [
+        {},
+        {"dtype": "bfloat16"},
+        {"lora": True},
+        {"lora": True, "dtype": "bfloat16", "lora_target_modules": ["q_proj", "embed_tokens"]},
+    ],
     ids=str,
 )
 def test_what_is_sent_is_declared_first_and_is_what_a_checkpoint_holds(

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from atroposlib.errors import AtroposError, ConfigError
 from atroposlib.utils.files import sync_to_disk
-from example_trainer.adapters import add_adapters, freeze_other_layers, merged_weights
+from example_trainer.adapters import ADAPTER, add_adapters, freeze_other_layers, merged_weights
 from example_trainer.config import TrainerConfig
 from example_trainer.data import MicroBatch
 from example_trainer.head import head_logprobs, logits_logprobs
@@ -290,6 +290,13 @@ def build_model(config: TrainerConfig, *, dtype: Any, has_weights: bool = True) 
         for layer in transformer_layers(model):
             layer.compile()
     return model
+
+
+def adapter_rank(config: TrainerConfig) -> int:
+    """Return the largest rank of the adapters: peft raises it where a model fuses matrices, as those of experts."""
+    with torch.device("meta"):
+        settings = build_model(config, dtype=torch.bfloat16, has_weights=False).peft_config[ADAPTER]
+    return max(settings.r, *settings.rank_pattern.values(), 0)
 
 
 def transformer_layers(model: Any) -> list[nn.Module]:

@@ -24,6 +24,7 @@ from atroposlib.errors import AtroposError, ConfigError
 from atroposlib.utils.files import sync_to_disk
 from example_trainer.adapters import ADAPTER, add_adapters, freeze_other_layers, merged_weights
 from example_trainer.config import TrainerConfig
+from example_trainer.contract import checkpoint_form, write_checksums
 from example_trainer.data import MicroBatch
 from example_trainer.head import head_logprobs, logits_logprobs
 from example_trainer.parallel import ALONE, World, full_weights, is_sharded
@@ -178,7 +179,10 @@ class Policy:
             for name, value in state.items()
             if value.is_floating_point()
         }
-        base_model(self.model).save_pretrained(directory, state_dict=weights)
+        model = base_model(self.model)
+        weights = checkpoint_form(weights, model)
+        model.save_pretrained(directory, state_dict=dict(weights), save_original_format=False)
+        write_checksums(directory, weights)
         path = directory / "config.json"  # save_pretrained writes the dtype of the master weights
         config = json.loads(path.read_text(encoding="utf-8"))
         config["dtype"] = str(self.dtype).removeprefix("torch.")
@@ -238,6 +242,8 @@ def load_policy(
             read = build_model(config, dtype="auto") if world.is_main else None
             with torch.device("meta"):
                 model = build_model(config, dtype=kept, has_weights=False)
+            if read is not None:  # how the checkpoint names and shapes its tensors
+                base_model(model)._weight_conversions = base_model(read)._weight_conversions
     except ConfigError:
         raise
     except (OSError, ValueError, ImportError) as error:

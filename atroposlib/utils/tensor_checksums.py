@@ -1,0 +1,23 @@
+"""One line per tensor by which the trainer and the engine find out whether they hold the same values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import xxhash
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def tensor_checksum(tensor: Tensor) -> str:
+    """Return dtype, shape and the XXH3 hash (128 bits) of the values in memory order: `float32[2, 3] 0f3c...`."""
+    import torch
+
+    values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return f"{describe_tensor(tensor)} {xxhash.xxh3_128_hexdigest(values)}"
+
+
+def describe_tensor(tensor: Tensor) -> str:
+    """Return dtype and shape: `float32[2, 3]`."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

@@ -1,12 +1,13 @@
 """The publish contract: what engines load has the names and shapes of the initial checkpoint, and the trained values.
 
 A written model holds `checksums.json`, made from the trainer's memory. `check_names` compares it with the checkpoint
-that training started from, `check_files` its files with the checksums. EngineError names the tensors that differ.
-Called by `model.py`, `weights.py` and the bridges.
+that training started from, `check_files` its files with the checksums, `EngineCheck` an engine's checksums with the
+published tensors. EngineError names the tensors that differ. Called by `model.py`, `weights.py` and the bridges.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,8 +21,8 @@ from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import cached_file
 
-from atroposlib.errors import EngineError
-from atroposlib.utils.tensor_checksums import tensor_checksum
+from atroposlib.errors import EngineError, EngineProtocolError
+from atroposlib.utils.tensor_checksums import tensor_bytes, tensor_checksum
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +117,82 @@ def check_files(directory: Path) -> None:
         raise EngineError(
             f"checkpoint {directory} is not what the trainer wrote; no engine was touched: {_some(wrong)}"
         )
+
+
+class EngineCheck:
+    """Compares what one engine says it has loaded with what was published.
+
+    atropos-engine must agree on every tensor, in its own dtype. vLLM keeps some tensors in a form of its own (padded,
+    split over GPUs, packed for a kernel): those whose checksum is another after the first publication are logged and
+    not compared after the second. Later publications are not compared: vLLM answers no request while it computes
+    SHA-256, about a second per GB.
+    """
+
+    NUM_CHECKED = 2
+
+    def __init__(self, engine: str) -> None:
+        self._engine = engine
+        self._own_form: set[str] = set()
+        self._num_checked = 0
+        self.is_due = True
+        """Whether the next publication is compared."""
+
+    def check(self, found: Mapping[str, str], published: Mapping[str, Tensor]) -> None:
+        """Raise EngineProtocolError if checksums of the engine (name in the engine -> checksum) are others.
+
+        `published`: tensors by their names in a checkpoint. Without checksums, nothing is compared from then on.
+        """
+        expected = {key: _expected_checksum(key, line, published) for key, line in found.items()}
+        different = {key for key, line in found.items() if expected[key] not in (None, line)}
+        is_ours = any(" " in line for line in found.values())
+        if self._num_checked == 0:
+            self._own_form = set() if is_ours else different
+            unknown = [key for key in found if expected[key] is None or key in self._own_form]
+            logger.info(
+                "engine %s: %d tensors are compared with the published ones; not compared: %s",
+                self._engine,
+                len(found) - len(unknown),
+                _some(unknown) or ("none" if found else "all, because it reports no checksums"),
+            )
+        self._num_checked += 1
+        self.is_due = is_ours or (bool(found) and self._num_checked < self.NUM_CHECKED)
+        wrong = [
+            f"{key} is {found[key]}, and {expected[key]} was published"
+            for key in sorted(different - self._own_form)
+        ]
+        if wrong:
+            raise EngineProtocolError(
+                f"engine {self._engine} has not loaded what was published: {_some(wrong)}"
+            )
+
+
+_FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+"""Layers whose matrices vLLM stacks."""
+
+
+def _expected_checksum(key: str, line: str, published: Mapping[str, Tensor]) -> str | None:
+    """Return the checksum, of the same kind as `line`, that an engine's tensor should have; None if unknown.
+
+    vLLM's keys are like `dp0:pp0:pcp0:tp0:model.norm.weight`, its checksums the SHA-256 of the tensor's bytes.
+    """
+    stem, _, leaf = key.rpartition(":")[2].rpartition(".")
+    layer, _, last = stem.rpartition(".")
+    parts = [
+        published.get(".".join(filter(None, (layer, part, leaf))))
+        for part in _FUSED.get(last, (last,))
+    ]
+    whole = [part for part in parts if part is not None]
+    if len(whole) < len(parts):
+        return None
+    if " " in line:
+        return tensor_checksum(whole[0].to(getattr(torch, line.partition("[")[0])))
+    digest = hashlib.sha256()
+    for part in whole:
+        digest.update(tensor_bytes(part))
+    return digest.hexdigest()
 
 
 def checksums_of(directory: Path) -> dict[str, str]:

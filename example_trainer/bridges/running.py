@@ -15,7 +15,7 @@ from typing import Any
 
 from example_trainer.bridges.control import Control, for_each
 from example_trainer.bridges.engines import RunningEngine, identify
-from example_trainer.contract import check_files
+from example_trainer.contract import check_files, tensors_in
 from example_trainer.weights import Published
 
 logger = logging.getLogger(__name__)
@@ -117,6 +117,7 @@ class ReloadBridge(DirectoryReaders):
             engine.load_checkpoint(directory, version)
             engine.forget_cache()
             engine.set_version(version)
+            engine.check_weights(lambda: dict(tensors_in(directory)))
 
 
 class LoraBridge(DirectoryReaders):

@@ -35,6 +35,7 @@ from example_trainer.adapters import by_layer, merged_weights, plain_name
 from example_trainer.bridges.control import Control
 from example_trainer.bridges.engines import VllmEngine
 from example_trainer.bridges.running import RunningEngines
+from example_trainer.contract import EngineCheck
 from example_trainer.model import Policy, base_model
 from example_trainer.parallel import whole
 
@@ -169,6 +170,7 @@ class TransferBridge(RunningEngines):
         self._client = EngineClient([], backend=backend)
         self._sender: Any = None
         self._version = 0
+        self._num_checked = 0
 
     def start(self, policy: Policy, version: int) -> None:
         """Wait until every engine is healthy, connect, and send the initial weights."""
@@ -199,10 +201,26 @@ class TransferBridge(RunningEngines):
             for engine in engines:
                 engine.forget_cache()
                 engine.set_version(version)
+            self._check_weights(policy)
         self._version = version
         for engine in engines:
             engine.check_version(version)
         return version
+
+    def _check_weights(self, policy: Policy) -> None:
+        """Compare what the engines hold with the policy after the first publications; every process must call it.
+
+        The first process then holds the weights once more, in CPU memory.
+        """
+        if self._num_checked == EngineCheck.NUM_CHECKED:
+            return
+        self._num_checked += 1
+        sent = {}
+        for name, value in PolicyWeights(policy):
+            if policy.world.is_main:
+                sent[name] = value.cpu()
+        for engine in self._client.engines:
+            engine.check_weights(lambda: sent)
 
     def check_engine(self, control: Control) -> None:
         """Also raise if the engine was restarted: it has left the group, which only a resumed run joins again."""

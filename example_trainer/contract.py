@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import cached_file
 
@@ -52,15 +52,16 @@ def shapes_in(directory: Path) -> Shapes:
 def source_shapes(model: Any, name: str) -> Shapes:
     """Return the shapes that a checkpoint of `model` must have: those of `name`, a directory or a name on the hub.
 
-    What the model does not read, such as layers of multi-token prediction, is logged and left out. Without safetensors
-    files in it, the shapes are those that transformers would write.
+    What the model does not read, such as layers of multi-token prediction, is logged and left out. If it is
+    quantized or has no safetensors files, the shapes are those that transformers would write.
     """
     with torch.device("meta"):
         plain = AutoModelForCausalLM.from_config(model.config).state_dict()
     floats = {key: value for key, value in plain.items() if value.is_floating_point()}
     own = {key: list(value.shape) for key, value in checkpoint_form(floats, model).items()}
-    path = Path(name)
-    found = shapes_in(path if path.is_dir() else Path(cached_file(name, "config.json")).parent)
+    is_quantized = getattr(AutoConfig.from_pretrained(name), "quantization_config", None)
+    path = Path(name) if Path(name).is_dir() else Path(cached_file(name, "config.json")).parent
+    found = {} if is_quantized else shapes_in(path)
     unread = sorted(found.keys() - own.keys())
     if unread:
         logger.info(

@@ -7,6 +7,7 @@ weights under adapters use the configured dtype. Dropout is off, because the tra
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import shutil
 import tempfile
@@ -18,7 +19,13 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+)
+from transformers.utils.generic import is_flash_attention_requested
 
 from atroposlib.errors import AtroposError, ConfigError
 from atroposlib.utils.files import sync_to_disk
@@ -57,7 +64,7 @@ class PolicyModule(nn.Module):
             # Attention finds the borders between sequences where positions restart at 0. Flash attention gets them
             # directly: finding them would synchronise with the device in every layer.
             inputs["position_ids"] = micro_batch.position_ids_BT
-            if base_model(self.causal).config._attn_implementation == "flash_attention_2":
+            if uses_flash(self.causal):
                 inputs |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), micro_batch.borders)
                 inputs |= dict.fromkeys(("max_length_q", "max_length_k"), micro_batch.longest)
         ids_NK = positions.labels_N[:, None]
@@ -87,6 +94,11 @@ class PolicyModule(nn.Module):
 def base_model(causal: Any) -> Any:
     """Return the transformers model inside a peft wrapper, or the model itself."""
     return causal.get_base_model() if hasattr(causal, "peft_config") else causal
+
+
+def uses_flash(causal: Any) -> bool:
+    """Whether attention is a kind of flash attention, which takes the borders between sequences."""
+    return bool(is_flash_attention_requested(base_model(causal).config))
 
 
 def has_plain_head(causal: Any) -> bool:
@@ -125,6 +137,11 @@ class Policy:
     def vocab_size(self) -> int:
         """Rows of the embedding."""
         return int(self.model.get_input_embeddings().num_embeddings)
+
+    @property
+    def uses_flash(self) -> bool:
+        """Whether attention takes the borders between sequences in one row."""
+        return uses_flash(self.model)
 
     @property
     def keeps_state(self) -> bool:
@@ -273,7 +290,7 @@ def build_model(config: TrainerConfig, *, dtype: Any, has_weights: bool = True) 
     for key, value in vars(settings).items():
         if "drop" in key and isinstance(value, float):
             setattr(settings, key, 0.0)
-    chosen = {"dtype": dtype, "attn_implementation": config.attention_kernel}
+    chosen = {"dtype": dtype, "attn_implementation": attention_kernel(config, settings)}
     if has_weights:
         model = AutoModelForCausalLM.from_pretrained(name, config=settings, **chosen)
     else:
@@ -296,6 +313,21 @@ def build_model(config: TrainerConfig, *, dtype: Any, has_weights: bool = True) 
         for layer in transformer_layers(model):
             layer.compile()
     return model
+
+
+def attention_kernel(config: TrainerConfig, settings: Any) -> str | None:
+    """Return the kernel for a model with these settings; None: sdpa, or eager for models without it."""
+    if config.attention != "auto":
+        return config.attention
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(settings), None)
+    has_flash = config.device != "cpu" and importlib.util.find_spec("flash_attn") is not None
+    # Some models, such as gpt-oss, need a flash attention of their own, which would be downloaded.
+    fits = (
+        kind is not None
+        and kind._supports_flash_attn
+        and not kind._compatible_flash_implementations
+    )
+    return "flash_attention_2" if has_flash and fits else None
 
 
 def adapter_rank(config: TrainerConfig) -> int:

@@ -6,16 +6,22 @@ Called by `model.py`; peft is imported only if adapters are configured.
 from __future__ import annotations
 
 import logging
+import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from atroposlib.errors import ConfigError, require
 from example_trainer.config import TrainerConfig
 
 logger = logging.getLogger(__name__)
+
+_INSIDE = re.compile(r"\.(?=base_layer\.|lora_)")
+"""Splits a parameter's name into that of its adapted layer, the outermost one, and its own name in that layer."""
 
 ADAPTER = "default"
 """peft's name for a model's only adapter."""
@@ -41,9 +47,19 @@ def add_adapters(model: Any, config: TrainerConfig) -> Any:
         with warnings.catch_warnings():
             # peft calls transformers 5's gradient checkpointing by a deprecated name
             warnings.simplefilter("ignore", FutureWarning)
+            # and looks for the fused experts among the modules, where they are not
+            warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern", RuntimeWarning)
             adapted = peft.get_peft_model(model, settings)
     except ValueError as error:
         raise ConfigError(f"--lora_target_modules {config.lora_target_modules}: {error}") from error
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    if model.config.get_text_config().tie_word_embeddings and any(
+        hasattr(e, "lora_A") for e in ends
+    ):
+        raise ConfigError(
+            f"--lora_target_modules {config.lora_target_modules}: embedding and head of this model are one matrix, and "
+            "with an adapter on one of them no checkpoint could hold both"
+        )
     if config.gradient_checkpointing:
         model.enable_input_require_grads()  # else checkpointed layers have no input with a gradient
     return adapted
@@ -80,32 +96,62 @@ def layer_indices(text: str | None, flag: str) -> list[int] | None:
     return sorted(found)
 
 
+@torch.no_grad()
 def merged_weights(state: Mapping[str, Tensor], model: Any) -> dict[str, Tensor]:
     """Merge the adapters into the frozen weights; return the plain model's weights under its own names.
 
-    `state` is the peft model's; an adapted matrix becomes `W + scaling * B @ A` (LoRA, arXiv 2106.09685).
+    `state` is the peft model's, or that of some of its layers. peft merges a float32 copy of each adapted layer: a
+    matrix becomes `W + scaling * B @ A` (LoRA, arXiv 2106.09685).
     """
-    scaling = {
-        name: module.scaling[ADAPTER]
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Module) and hasattr(module, "lora_A") and ADAPTER in module.lora_A
-    }
     merged: dict[str, Tensor] = {}
-    for name, value in state.items():
-        if ".lora_" in name:
+    for names in by_layer(state):
+        layer, *inside = _INSIDE.split(names[0], maxsplit=1)
+        if not inside:
+            merged[plain_name(layer)] = state[layer]
             continue
-        module, _, leaf = name.rpartition(".base_layer.")
-        if leaf == "weight" and module in scaling:
-            a, b = (state[f"{module}.lora_{side}.{ADAPTER}.weight"].float() for side in "AB")
-            value = (value.float() + scaling[module] * (b @ a)).to(value.dtype)
-        merged[plain_name(name)] = value
+        copies = {
+            name.replace(layer, "layer", 1): state[name].to(torch.float32, copy=True)
+            for name in names
+        }
+        functional_call(_Merging(model.get_submodule(layer)), copies, strict=True)
+        for name, value in zip(names, copies.values(), strict=True):
+            if ".lora_" not in name:
+                merged[plain_name(name)] = value.to(state[name].dtype)
     return merged
+
+
+def by_layer(names: Iterable[str]) -> list[list[str]]:
+    """Group a peft model's parameters: those of one adapted layer together, any other alone; in the order given.
+
+    >>> by_layer(["norm.weight", "q.base_layer.weight", "q.lora_A.default.weight"])
+    [['norm.weight'], ['q.base_layer.weight', 'q.lora_A.default.weight']]
+    """
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(_INSIDE.split(name, maxsplit=1)[0], []).append(name)
+    return list(groups.values())
+
+
+class _Merging(nn.Module):
+    """An adapted layer whose forward pass merges, in place, into the tensors that `functional_call` gives it."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self) -> None:
+        for (
+            module
+        ) in self.layer.modules():  # fused experts have one wrapper around another per parameter
+            if hasattr(module, "merged_adapters"):
+                module.merge(adapter_names=[ADAPTER])
+                module.merged_adapters.clear()  # what the model itself holds is not merged
 
 
 def plain_name(name: str) -> str:
     """Return a parameter's name in the model without adapters.
 
-    >>> plain_name("base_model.model.head.base_layer.weight")
-    'head.weight'
+    >>> plain_name("base_model.model.experts.base_layer.base_layer.down_proj")
+    'experts.down_proj'
     """
-    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+    return name.removeprefix("base_model.model.").replace(".base_layer", "")

@@ -5,7 +5,6 @@ The original trainer's flag names also work (`--model`, `--atropos-url`, `--trai
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 from pathlib import Path
@@ -91,9 +90,10 @@ class TrainerConfig(BaseModel):
     seq_len: int = Field(2048, ge=2)
     """Maximum sequence length in tokens; longer sequences are skipped and counted."""
     packing: Literal["auto", "on", "off"] = "auto"
-    """Put several sequences in one row instead of padding each; auto: only with flash_attention_2."""
-    attention: Literal["auto", "eager", "sdpa", "flash_attention_2", "flex_attention"] = "auto"
-    """Attention kernel; auto: flash_attention_2 if installed and device is not cpu, else sdpa."""
+    """Put several sequences in one row instead of padding each; auto: only with flash attention."""
+    attention: str = "auto"
+    """Attention kernel by transformers' name: eager, sdpa, flash_attention_2 (or _3), flex_attention, or one on the hub
+    (org/name). auto: flash_attention_2 if installed and device is not cpu, else sdpa, else eager, as the model has."""
     pad_to_multiple_of: int = Field(8, ge=1)
     """Round the width of a micro-batch up to a multiple of this."""
     lr: float = Field(1e-5, gt=0)
@@ -361,21 +361,6 @@ class TrainerConfig(BaseModel):
         urls = [url.strip() for url in self.engine_url.split(",") if url.strip()]
         urls = urls or [f"http://127.0.0.1:{self.vllm_port}"]
         return [url.rstrip("/").removesuffix("/v1").rstrip("/") for url in urls]
-
-    @property
-    def attention_kernel(self) -> str:
-        """`attn_implementation` for transformers."""
-        if self.attention != "auto":
-            return self.attention
-        has_flash = self.device != "cpu" and importlib.util.find_spec("flash_attn") is not None
-        return "flash_attention_2" if has_flash else "sdpa"
-
-    @property
-    def packs_sequences(self) -> bool:
-        """Whether several sequences share a row."""
-        if self.packing == "auto":
-            return self.attention_kernel == "flash_attention_2"
-        return self.packing == "on"
 
     @property
     def sequences_per_step(self) -> int:

@@ -7,6 +7,7 @@ weights under adapters use the configured dtype. Dropout is off, because the tra
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import shutil
 import tempfile
@@ -18,12 +19,19 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+)
+from transformers.utils.generic import is_flash_attention_requested
 
 from atroposlib.errors import AtroposError, ConfigError
 from atroposlib.utils.files import sync_to_disk
-from example_trainer.adapters import add_adapters, freeze_other_layers, merged_weights
+from example_trainer.adapters import ADAPTER, add_adapters, freeze_other_layers, merged_weights
 from example_trainer.config import TrainerConfig
+from example_trainer.contract import checkpoint_form, write_checksums
 from example_trainer.data import MicroBatch
 from example_trainer.head import head_logprobs, logits_logprobs
 from example_trainer.parallel import ALONE, World, full_weights, is_sharded
@@ -56,7 +64,7 @@ class PolicyModule(nn.Module):
             # Attention finds the borders between sequences where positions restart at 0. Flash attention gets them
             # directly: finding them would synchronise with the device in every layer.
             inputs["position_ids"] = micro_batch.position_ids_BT
-            if base_model(self.causal).config._attn_implementation == "flash_attention_2":
+            if uses_flash(self.causal):
                 inputs |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), micro_batch.borders)
                 inputs |= dict.fromkeys(("max_length_q", "max_length_k"), micro_batch.longest)
         ids_NK = positions.labels_N[:, None]
@@ -86,6 +94,11 @@ class PolicyModule(nn.Module):
 def base_model(causal: Any) -> Any:
     """Return the transformers model inside a peft wrapper, or the model itself."""
     return causal.get_base_model() if hasattr(causal, "peft_config") else causal
+
+
+def uses_flash(causal: Any) -> bool:
+    """Whether attention is a kind of flash attention, which takes the borders between sequences."""
+    return bool(is_flash_attention_requested(base_model(causal).config))
 
 
 def has_plain_head(causal: Any) -> bool:
@@ -124,6 +137,11 @@ class Policy:
     def vocab_size(self) -> int:
         """Rows of the embedding."""
         return int(self.model.get_input_embeddings().num_embeddings)
+
+    @property
+    def uses_flash(self) -> bool:
+        """Whether attention takes the borders between sequences in one row."""
+        return uses_flash(self.model)
 
     @property
     def keeps_state(self) -> bool:
@@ -178,7 +196,10 @@ class Policy:
             for name, value in state.items()
             if value.is_floating_point()
         }
-        base_model(self.model).save_pretrained(directory, state_dict=weights)
+        model = base_model(self.model)
+        weights = checkpoint_form(weights, model)
+        model.save_pretrained(directory, state_dict=dict(weights), save_original_format=False)
+        write_checksums(directory, weights)
         path = directory / "config.json"  # save_pretrained writes the dtype of the master weights
         config = json.loads(path.read_text(encoding="utf-8"))
         config["dtype"] = str(self.dtype).removeprefix("torch.")
@@ -238,6 +259,8 @@ def load_policy(
             read = build_model(config, dtype="auto") if world.is_main else None
             with torch.device("meta"):
                 model = build_model(config, dtype=kept, has_weights=False)
+            if read is not None:  # how the checkpoint names and shapes its tensors
+                base_model(model)._weight_conversions = base_model(read)._weight_conversions
     except ConfigError:
         raise
     except (OSError, ValueError, ImportError) as error:
@@ -267,7 +290,7 @@ def build_model(config: TrainerConfig, *, dtype: Any, has_weights: bool = True) 
     for key, value in vars(settings).items():
         if "drop" in key and isinstance(value, float):
             setattr(settings, key, 0.0)
-    chosen = {"dtype": dtype, "attn_implementation": config.attention_kernel}
+    chosen = {"dtype": dtype, "attn_implementation": attention_kernel(config, settings)}
     if has_weights:
         model = AutoModelForCausalLM.from_pretrained(name, config=settings, **chosen)
     else:
@@ -290,6 +313,28 @@ def build_model(config: TrainerConfig, *, dtype: Any, has_weights: bool = True) 
         for layer in transformer_layers(model):
             layer.compile()
     return model
+
+
+def attention_kernel(config: TrainerConfig, settings: Any) -> str | None:
+    """Return the kernel for a model with these settings; None: sdpa, or eager for models without it."""
+    if config.attention != "auto":
+        return config.attention
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(settings), None)
+    has_flash = config.device != "cpu" and importlib.util.find_spec("flash_attn") is not None
+    # Some models, such as gpt-oss, need a flash attention of their own, which would be downloaded.
+    fits = (
+        kind is not None
+        and kind._supports_flash_attn
+        and not kind._compatible_flash_implementations
+    )
+    return "flash_attention_2" if has_flash and fits else None
+
+
+def adapter_rank(config: TrainerConfig) -> int:
+    """Return the largest rank of the adapters: peft raises it where a model fuses matrices, as those of experts."""
+    with torch.device("meta"):
+        settings = build_model(config, dtype=torch.bfloat16, has_weights=False).peft_config[ADAPTER]
+    return max(settings.r, *settings.rank_pattern.values(), 0)
 
 
 def transformer_layers(model: Any) -> list[nn.Module]:

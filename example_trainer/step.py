@@ -259,7 +259,12 @@ def describe_result(result: StepResult, batch: Batch) -> dict[str, Any]:
 
 def data_options(config: TrainerConfig, policy: Policy | None = None) -> DataOptions:
     """Return the data options of the configuration, adapted to the model of `policy`."""
-    may_pack = policy is None or not policy.keeps_state
+    packs = config.packing == "on" or (
+        config.packing == "auto"
+        and policy is not None
+        and policy.uses_flash
+        and not policy.keeps_state
+    )
     on_gpu = policy is not None and policy.device.type == "cuda"
     # Without checkpointing, 32,768 positions of a 0.5B take 52 GB.
     most_tokens = 8192 if on_gpu and not config.gradient_checkpointing else 32768
@@ -275,7 +280,7 @@ def data_options(config: TrainerConfig, policy: Policy | None = None) -> DataOpt
         seq_len=config.seq_len,
         max_sequences=config.batch_size,
         max_tokens=config.max_microbatch_tokens or most_tokens,
-        layout="packed" if config.packs_sequences and may_pack else "padded",
+        layout="packed" if packs else "padded",
         pad_to_multiple_of=config.pad_to_multiple_of,
         keep_zero_advantage=bool(config.kl_coef or config.distill_coef or config.entropy_coef),
         processed_logprobs=config.reports_processed,

@@ -23,7 +23,7 @@ import torch
 from atroposlib.errors import ConfigError, EngineError
 from atroposlib.utils.owned_process import POLL_INTERVAL_S, OwnedProcess, check_port_is_free
 from example_trainer.config import TrainerConfig
-from example_trainer.model import choose_device, choose_dtype
+from example_trainer.model import adapter_rank, choose_device, choose_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ def make_engine(
             flags["--logprobs-mode"] = "processed_logprobs"
         if config.bridge == "lora":
             # One at a time: vLLM (0.32) crashes on a batch with two versions of an adapter.
-            flags |= {"--enable-lora": None, "--max-lora-rank": _allowed_rank(config.lora_r)}
+            flags |= {"--enable-lora": None, "--max-lora-rank": _allowed_rank(adapter_rank(config))}
             flags |= {"--max-loras": 1, "--max-cpu-loras": 8}
         backend = ""
         if config.bridge == "transfer":
@@ -203,4 +203,6 @@ def _allowed_rank(rank: int) -> int:
     for allowed in LORA_RANKS:
         if rank <= allowed:
             return allowed
-    raise ConfigError(f"--lora_r {rank}: vLLM serves adapters of rank {LORA_RANKS[-1]} at most")
+    raise ConfigError(
+        f"--lora_r makes adapters of rank {rank} here, and vLLM serves rank {LORA_RANKS[-1]} at most"
+    )

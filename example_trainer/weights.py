@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import logging
 import os
 import re
@@ -12,9 +11,9 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from atroposlib.errors import EngineError
 from example_trainer.config import TrainerConfig
-from example_trainer.model import Policy
+from example_trainer.contract import Shapes, check_names, source_shapes
+from example_trainer.model import Policy, base_model
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +53,9 @@ class WeightsDirectory:
             self.path = self._lock.path
         else:
             self.path = config.save_path / "weights"
+        self._model_name = config.model_name
+        self._shapes: Shapes | None = None
+        """Of the checkpoint that training started from; None before the first save."""
         self._saved: list[Path] = []
         """Versions on disk, oldest first."""
         self._stale = (
@@ -66,9 +68,15 @@ class WeightsDirectory:
     def save(self, version: int) -> Path:
         """Write the policy's weights as `version`, remove versions beyond the last `KEEP`, return the directory.
 
-        Every process must call it; the first writes.
+        Every process must call it; the first writes. Raises EngineError if names or shapes are not those of the initial
+        checkpoint.
         """
-        return self._save(self.path / f"version_{version}", merged=True, keep=KEEP)
+        target = self._save(self.path / f"version_{version}", merged=True, keep=KEEP)
+        if self._policy.world.is_main:
+            model = base_model(self._policy.model)
+            self._shapes = self._shapes or source_shapes(model, self._model_name)
+            check_names(target, self._shapes, model.all_tied_weights_keys)
+        return target
 
     def save_adapter(self, version: int) -> Path:
         """Write the adapter as `version`, remove old ones, return the directory; every process must call it."""
@@ -128,21 +136,3 @@ def _remove_if_abandoned(path: Path) -> None:
         return  # its trainer lives
     finally:
         os.close(descriptor)
-
-
-def require_checkpoint(directory: Path) -> None:
-    """Raise EngineError unless `directory` has a config and every weights file.
-
-    Call it before an engine is touched: vLLM exits when a reload fails, and a restart stops the old engine first.
-    """
-    if not (directory / "config.json").is_file():
-        raise EngineError(f"checkpoint {directory} holds no config.json; no engine was touched")
-    index = directory / "model.safetensors.index.json"
-    names = {"model.safetensors"}
-    if index.is_file():
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    missing = sorted(n for n in names if not (directory / n).is_file())
-    if missing:
-        raise EngineError(
-            f"checkpoint {directory} lacks {', '.join(missing[:3])}; no engine was touched"
-        )

@@ -137,6 +137,12 @@ class RpcBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     timeout: float | None = None
 
 
+class CheckerBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of `/weight_checker`."""
+
+    action: str
+
+
 class VersionBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The body of `/update_weight_version`: vLLM 0.32 reads `new_version`, its other routes use `weight_version`.
 

@@ -26,6 +26,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from atroposlib import __version__
 from atroposlib.engine.bodies import (
     ChatBody,
+    CheckerBody,
     CompletionBody,
     DetokenizeBody,
     RpcBody,
@@ -43,7 +44,7 @@ from atroposlib.engine.rendering import Renderer
 from atroposlib.engine.sampling import SamplingParams
 from atroposlib.engine.scheduler import PauseMode
 from atroposlib.engine.sequences import Completion, EngineRequest
-from atroposlib.engine.weights import read_checkpoint
+from atroposlib.engine.weights import read_checkpoint, weight_checksums
 from atroposlib.errors import EngineError, EngineRejected, EngineUnavailable
 from atroposlib.http_bodies import ApiError, BodyRefused, disconnected, read_body
 from atroposlib.http_guard import CROSS_SITE, foreign_host, is_cross_site
@@ -138,6 +139,7 @@ class _Routes:
             "/collective_rpc": self.collective_rpc,
             "/reset_prefix_cache": self.reset_prefix_cache,
             "/update_weight_version": self.update_weight_version,
+            "/weight_checker": self.weight_checker,
         }
         for path, handler in read.items():
             app.get(path)(handler)
@@ -259,6 +261,17 @@ class _Routes:
             raise ApiError("new_version: required, but missing", param="new_version")
         await asyncio.wrap_future(self.engine.set_weight_version(str(version)))
         return _json({"weight_version": self.engine.weight_version})
+
+    async def weight_checker(self, request: Request) -> Response:
+        """Of vLLM's actions only `checksum`; a checksum is not its SHA-256, but `tensor_checksum`."""
+        body = await _read(request, CheckerBody)
+        if body.action != "checksum":
+            raise ApiError(
+                f"action {body.action!r} is not implemented; this engine has 'checksum'",
+                param="action",
+            )
+        sums = self.engine.control(lambda: weight_checksums(self.engine.model))
+        return _json({"checksums": await asyncio.wrap_future(sums)})
 
     async def weight_info(self) -> Response:
         num_reloads = self.engine.stats.weight_reloads

@@ -1,7 +1,7 @@
 """Replace a model's parameters in place from a safetensors checkpoint, entirely or not at all.
 
 `read_checkpoint` reads every tensor and compares it with the model without changing it (any thread);
-`copy_weights` copies the tensors read (the engine's thread, between two decode steps).
+`copy_weights` copies the tensors read, `weight_checksums` proves it (the engine's thread, between two decode steps).
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
+from transformers.core_model_loading import revert_weight_conversion
 
 from atroposlib.errors import EngineRejected
+from atroposlib.utils.tensor_checksums import describe_tensor, tensor_checksum
 
 _SHOWN = 3
 """How many tensors an error names."""
@@ -39,7 +41,7 @@ def read_checkpoint(model: nn.Module, directory: Path) -> dict[str, torch.Tensor
     if missing:
         raise EngineRejected(f"{directory} lacks {len(missing)} tensors: {_some(missing)}")
     wrong = [
-        f"{name} is {_describe(tensor)}, the model's is {_describe(state[name])}"
+        f"{name} is {describe_tensor(tensor)}, the model's is {describe_tensor(state[name])}"
         for name, tensor in tensors.items()
         if tensor.shape != state[name].shape
         or tensor.is_floating_point() != state[name].is_floating_point()
@@ -65,6 +67,15 @@ def copy_weights(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     state = model.state_dict()
     for name, tensor in tensors.items():
         state[name].copy_(tensor)
+
+
+def weight_checksums(model: nn.Module) -> dict[str, str]:
+    """Return the checksum of each floating-point tensor by its name in a checkpoint; tied names all have one."""
+    floats = {
+        name: value for name, value in model.state_dict().items() if value.is_floating_point()
+    }
+    saved = revert_weight_conversion(model, floats)
+    return {name: tensor_checksum(value) for name, value in saved.items()}
 
 
 def _load_files(directory: Path) -> dict[str, torch.Tensor]:
@@ -95,10 +106,6 @@ def _names_by_storage(state: Mapping[str, torch.Tensor]) -> list[list[str]]:
     for name, tensor in state.items():
         groups[(tensor.data_ptr(), tensor.shape)].append(name)
     return list(groups.values())
-
-
-def _describe(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 def _some(names: Sequence[str]) -> str:

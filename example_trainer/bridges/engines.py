@@ -10,13 +10,16 @@ import functools
 import json
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from atroposlib.errors import EngineError, EngineProtocolError, EngineRejected, EngineUnavailable
 from example_trainer.bridges.control import DETAIL_CHARS, Control, NoSuchRoute
+from example_trainer.contract import EngineCheck
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +32,7 @@ class RunningEngine(ABC):
 
     def __init__(self, control: Control) -> None:
         self.control = control
+        self._check = EngineCheck(control.url)
 
     @contextmanager
     def frozen(self, mode: str = "", *, resume_after_error: bool = True) -> Iterator[None]:
@@ -72,6 +76,15 @@ class RunningEngine(ABC):
     @abstractmethod
     def set_version(self, version: int) -> None:
         """Set the version that the engine reports for its weights."""
+
+    def checksums(self) -> dict[str, str]:
+        """Return the checksum of each loaded tensor by its name in the engine; {} without any that can be compared."""
+        return {}
+
+    def check_weights(self, published: Callable[[], Mapping[str, Tensor]]) -> None:
+        """Raise EngineProtocolError if the engine's checksums are not those of the tensors published."""
+        if self._check.is_due:
+            self._check.check(found := self.checksums(), published() if found else {})
 
     def check_version(self, version: int) -> None:
         """Raise EngineProtocolError if the engine reports another version; it may report none."""
@@ -159,6 +172,17 @@ class VllmEngine(RunningEngine):
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
         self.control.post("/collective_rpc", body)
 
+    def checksums(self) -> dict[str, str]:
+        try:
+            answer = self.control.post("/weight_checker", {"action": "checksum"}).json()
+            return dict(answer["checksums"])
+        except NoSuchRoute:
+            return {}
+        except (ValueError, KeyError, TypeError) as error:
+            raise EngineProtocolError(
+                f"engine {self.control.url}: /weight_checker answered no checksums"
+            ) from error
+
     def forget_cache(self) -> None:
         # Recompute requests in flight with the new weights: vLLM keeps the old prefix cache while any of them exists.
         params = {"reset_running_requests": "true"}
@@ -208,7 +232,7 @@ class VllmEngine(RunningEngine):
 
 
 class SglangEngine(RunningEngine):
-    """SGLang.
+    """SGLang. Its checksums (0.5.23, /weights_checker) are of a hash function of its own on a GPU, and not compared.
 
     Requests in flight return to the queue (`retract`) and are recomputed. Weights are loaded with `flush_cache` false,
     because a refused flush ends SGLang's scheduler. The separate flush is refused (up to 0.5.23) while requests wait;

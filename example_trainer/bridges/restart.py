@@ -19,8 +19,9 @@ from pathlib import Path
 from atroposlib.errors import AtroposError, EngineError
 from example_trainer.bridges.control import Control
 from example_trainer.bridges.engines import VllmEngine
+from example_trainer.contract import check_files
 from example_trainer.vllm_process import EngineProcess
-from example_trainer.weights import Published, require_checkpoint
+from example_trainer.weights import Published
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ class RestartBridge:
         version. Raises EngineError if that fails too, if it happens twice in a row, or if the checkpoint is incomplete.
         A run that must stop does not wait for the engine.
         """
-        require_checkpoint(checkpoint_dir)
+        check_files(checkpoint_dir)
         with self._replacing:
             self._raise_failure()
             before = self._served

@@ -15,7 +15,8 @@ from typing import Any
 
 from example_trainer.bridges.control import Control, for_each
 from example_trainer.bridges.engines import RunningEngine, identify
-from example_trainer.weights import Published, require_checkpoint
+from example_trainer.contract import check_files, tensors_in
+from example_trainer.weights import Published
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +109,7 @@ class ReloadBridge(DirectoryReaders):
     name = "reload"
 
     def publish(self, directory: Path, version: int) -> int:
-        require_checkpoint(directory)
+        check_files(directory)
         return super().publish(directory, version)
 
     def load(self, engine: RunningEngine, directory: Path, version: int) -> None:
@@ -116,6 +117,7 @@ class ReloadBridge(DirectoryReaders):
             engine.load_checkpoint(directory, version)
             engine.forget_cache()
             engine.set_version(version)
+            engine.check_weights(lambda: dict(tensors_in(directory)))
 
 
 class LoraBridge(DirectoryReaders):

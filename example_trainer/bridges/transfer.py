@@ -31,10 +31,11 @@ from atroposlib.errors import (
     EngineUnavailable,
     require,
 )
-from example_trainer.adapters import ADAPTER, merged_weights, plain_name
+from example_trainer.adapters import by_layer, merged_weights, plain_name
 from example_trainer.bridges.control import Control
 from example_trainer.bridges.engines import VllmEngine
 from example_trainer.bridges.running import RunningEngines
+from example_trainer.contract import EngineCheck
 from example_trainer.model import Policy, base_model
 from example_trainer.parallel import whole
 
@@ -52,8 +53,8 @@ class Parameter(NamedTuple):
 class PolicyWeights:
     """A policy's weights as vLLM's `WeightSource`: in the published dtype, with adapters merged.
 
-    Tied parameters appear once, as in a checkpoint. Iteration gathers one parameter at a time: every process must
-    iterate to the end.
+    Tied parameters appear once, as in a checkpoint. Iteration gathers one parameter, or adapted layer, at a time: every
+    process must iterate to the end.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -74,16 +75,14 @@ class PolicyWeights:
         ]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self._parameters.items():
-            if not self.policy.is_adapted:  # cast first: half the traffic
+        if not self.policy.is_adapted:
+            for name, parameter in self._parameters.items():  # cast first: half the traffic
                 yield name, whole(parameter.detach().to(self.policy.dtype))
-            elif ".lora_" not in name:
-                module = name.rpartition(".base_layer.")[0]
-                parts = [name, *(f"{module}.lora_{side}.{ADAPTER}.weight" for side in "AB")]
-                found = {n: self._parameters[n] for n in parts if n in self._parameters}
-                state = {n: whole(value.detach()) for n, value in found.items()}
-                for plain, value in merged_weights(state, self.policy.model).items():
-                    yield plain, value.to(self.policy.dtype)
+            return
+        for names in by_layer(self._parameters):
+            state = {name: whole(self._parameters[name].detach()) for name in names}
+            for name, value in merged_weights(state, self.policy.model).items():
+                yield name, value.to(self.policy.dtype)
 
 
 class EngineClient:
@@ -171,6 +170,7 @@ class TransferBridge(RunningEngines):
         self._client = EngineClient([], backend=backend)
         self._sender: Any = None
         self._version = 0
+        self._num_checked = 0
 
     def start(self, policy: Policy, version: int) -> None:
         """Wait until every engine is healthy, connect, and send the initial weights."""
@@ -201,10 +201,26 @@ class TransferBridge(RunningEngines):
             for engine in engines:
                 engine.forget_cache()
                 engine.set_version(version)
+            self._check_weights(policy)
         self._version = version
         for engine in engines:
             engine.check_version(version)
         return version
+
+    def _check_weights(self, policy: Policy) -> None:
+        """Compare what the engines hold with the policy after the first publications; every process must call it.
+
+        The first process then holds the weights once more, in CPU memory.
+        """
+        if self._num_checked == EngineCheck.NUM_CHECKED:
+            return
+        self._num_checked += 1
+        sent = {}
+        for name, value in PolicyWeights(policy):
+            if policy.world.is_main:
+                sent[name] = value.cpu()
+        for engine in self._client.engines:
+            engine.check_weights(lambda: sent)
 
     def check_engine(self, control: Control) -> None:
         """Also raise if the engine was restarted: it has left the group, which only a resumed run joins again."""

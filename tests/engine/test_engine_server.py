@@ -22,6 +22,7 @@ from atroposlib.engine.config import EngineConfig
 from atroposlib.engine.loading import LoadedModel, load, warm_up
 from atroposlib.engine.server import create_app
 from atroposlib.http_bodies import MAX_BODY_BYTES
+from atroposlib.utils.tensor_checksums import tensor_checksum
 from tests.tiny_model import make_tiny_model
 
 
@@ -330,6 +331,25 @@ async def test_a_refused_reload_leaves_the_old_weights(
         assert response.status_code == 400
         assert words in response.json()["error"]["message"]
     assert (await complete(client, **greedy))["choices"][0]["text"] == before
+
+
+async def test_checksums_are_of_the_loaded_tensors(
+    client: httpx.AsyncClient, loaded: LoadedModel, model_dir: Path
+) -> None:
+    async def checksums() -> dict[str, str]:
+        answer = await client.post("/weight_checker", json={"action": "checksum"})
+        return answer.json()["checksums"]  # type: ignore[no-any-return]
+
+    tensors = load_file(model_dir / "model.safetensors")
+    before = await checksums()
+    assert before == {name: tensor_checksum(tensor) for name, tensor in tensors.items()}
+    loaded.engine.model.lm_head.weight[7, 3] += 1
+    after = await checksums()
+    assert {name for name in before if before[name] != after[name]} == {"lm_head.weight"}
+    assert after["lm_head.weight"].startswith("float32[260, 32] ")
+    refused = await client.post("/weight_checker", json={"action": "reset"})
+    assert refused.status_code == 400
+    assert "'checksum'" in refused.json()["error"]["message"]
 
 
 async def test_unknown_rpc_and_pause_mode_are_refused(client: httpx.AsyncClient) -> None:

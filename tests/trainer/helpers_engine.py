@@ -35,7 +35,7 @@ ONE_KIND = {
 """Routes that one kind of server has and the others lack."""
 QUESTIONS = {
     *("/openapi.json", "/weight_info", "/server_info", "/get_world_size"),
-    *("/model_info", "/get_model_info"),
+    *("/model_info", "/get_model_info", "/weight_checker"),
 }
 
 
@@ -56,6 +56,8 @@ class RecordedEngine(ScriptedEngine):
         self.max_loras = 1
         self.num_workers = 1
         self.is_updating = False
+        self.checksums: dict[str, str] | None = None
+        """What it says that it has loaded; None without that route."""
 
     @property
     def weights(self) -> list[Any]:
@@ -94,6 +96,7 @@ class RecordedEngine(ScriptedEngine):
             "/start_weight_update": lambda body: self._update(begins=True),
             "/finish_weight_update": lambda body: self._update(begins=False),
             "/lora/load": lambda body: self._load(body["adapter_name"], body["adapter_path"]),
+            "/weight_checker": self._weight_checker,
         }
         for prefix in ("", "/v1"):
             posts[f"{prefix}/load_lora_adapter"] = self._load_adapter
@@ -105,6 +108,12 @@ class RecordedEngine(ScriptedEngine):
             return {"vllm_config": f"model='m', device_config={self.device}, seed=0"}
         lora, transfer = {"max_loras": self.max_loras}, {"backend": "nccl"}
         return {"vllm_config": {"lora_config": lora, "weight_transfer_config": transfer}}
+
+    def _weight_checker(self, body: dict[str, Any]) -> Any:
+        assert body == {"action": "checksum"}
+        if self.checksums is None:
+            raise ApiError("Not Found", status=404)
+        return {"checksums": self.checksums}
 
     def _update(self, *, begins: bool) -> bytes:
         if self.is_updating == begins:

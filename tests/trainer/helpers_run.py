@@ -1,15 +1,19 @@
-"""The configuration of a run of the whole trainer, and what it needs from the hub."""
+"""The configuration of a run of the whole trainer, a checkpoint, and what a run needs from the hub."""
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
+from safetensors.torch import save_file
 
 from atroposlib.client import TrainerClient
 from atroposlib.scored_data import ScoredGroup
 from atroposlib.wire import CONTENT_TYPE_PACKED, join_packed, pack_group
 from example_trainer.config import TrainerConfig
+from example_trainer.contract import write_checksums
 
 Configure = Callable[..., TrainerConfig]
 """Makes the configuration of a run with a test's hub and engine; takes settings."""
@@ -45,3 +49,13 @@ def ledger_of(hub_url: str) -> dict[str, int]:
     ledger = httpx.get(f"{hub_url}/ledger").json()
     names = ("queued", "buffered", "leased", "trained", "expired", "dead", "discarded")
     return {name: ledger[name] for name in names if ledger[name]}
+
+
+def make_checkpoint(path: Path, **config: Any) -> Path:
+    """Write a checkpoint of one small matrix."""
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    weights = {"head.weight": torch.arange(6.0).reshape(2, 3)}
+    save_file(weights, path / "model.safetensors")
+    write_checksums(path, weights)
+    return path

@@ -5,12 +5,21 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3NextConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GptOssConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+)
 
 from atroposlib.errors import ConfigError
+from example_trainer.contract import check_files
 from example_trainer.data import make_batch
-from example_trainer.model import Policy, load_policy
+from example_trainer.model import Policy, attention_kernel, load_policy
 from example_trainer.step import data_options
+from example_trainer.weights import WeightsDirectory
 from tests.tiny_model import make_tiny_tokenizer
 from tests.trainer.helpers_dry_run import config_for_dry_run
 from tests.trainer.helpers_trainer import make_group, one_step
@@ -35,6 +44,11 @@ GATED_DELTA: dict[str, Any] = {
     "linear_value_head_dim": 8,
     "shared_expert_intermediate_size": 32,
 }
+
+
+EXPERTS = Qwen3MoeConfig(**SIZES, num_hidden_layers=2)
+DENSE = Qwen3Config(**SIZES, num_hidden_layers=2)
+EVERYTHING = ["embed_tokens", "q_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
 
 
 def save(config: Any, directory: Path) -> Path:
@@ -67,10 +81,10 @@ def logprobs(policy: Policy, config: Any) -> dict[tuple[int, ...], torch.Tensor]
 def test_sequences_of_a_hybrid_model_do_not_read_each_others_state(
     hybrid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where packing would be chosen, as flash attention does: every sequence has the logprobs that it has alone."""
+    """Where flash attention is used, which packs: every sequence has the logprobs that it has alone."""
     alone = config_for_dry_run(hybrid, tmp_path, packing="off", batch_size=1)
     chosen = config_for_dry_run(hybrid, tmp_path, batch_size=100)
-    monkeypatch.setattr(type(chosen), "packs_sequences", property(lambda self: self is chosen))
+    monkeypatch.setattr(Policy, "uses_flash", True)
     policy = load_policy(alone)
     expected, found = logprobs(policy, alone), logprobs(policy, chosen)
     assert found.keys() == expected.keys()
@@ -84,10 +98,71 @@ def test_packing_is_refused_where_it_would_be_wrong(hybrid: Path, tmp_path: Path
 
 
 def test_a_model_of_experts_takes_a_step_on_stale_sequences(tmp_path: Path) -> None:
-    config = config_for_dry_run(
-        save(Qwen3MoeConfig(**SIZES, num_hidden_layers=2), tmp_path / "experts"), tmp_path
-    )
+    config = config_for_dry_run(save(EXPERTS, tmp_path / "experts"), tmp_path)
     policy = load_policy(config)
     result = one_step(policy, config, [make_group([1.0, 0.0], policy_version=1)], version=2)
     assert result.grad_norm is not None
     assert result.gap.maximum is None
+
+
+@pytest.mark.parametrize("kind", [DENSE, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("targets", [["q_proj"], EVERYTHING], ids=len)
+def test_a_published_model_is_the_trained_one(
+    kind: Any, targets: list[str], tmp_path: Path
+) -> None:
+    """peft adapts fused experts by one wrapper around another, and an embedding by other matrices than a layer."""
+    source = save(kind, tmp_path / "source")
+    adapters: dict[str, Any] = {"lora": True, "lora_target_modules": targets, "lr": 0.03}
+    config = config_for_dry_run(source, tmp_path, **adapters)
+    policy = load_policy(config)
+    tokens = torch.arange(40).reshape(2, 20)
+    with torch.no_grad():
+        before = policy.model(tokens).logits.log_softmax(-1)
+    groups = [make_group([1.0, 0.0, 0.3], policy_version=None, length=12)]
+    for step in range(3):  # the first moves only the matrices B, which are zero
+        one_step(policy, config, groups, version=step)
+    policy.save(tmp_path / "published", merged=True)
+    published = AutoModelForCausalLM.from_pretrained(tmp_path / "published")
+    with torch.no_grad():
+        trained = policy.model(tokens).logits.log_softmax(-1)
+        found = published(tokens).logits.log_softmax(-1)
+    assert (trained - before).abs().max() > 0.5
+    torch.testing.assert_close(found, trained, rtol=0, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:Model has .tie_word_embeddings=True")
+def test_an_adapter_on_one_of_two_tied_matrices_is_refused(tmp_path: Path) -> None:
+    tied = Qwen3MoeConfig(**SIZES, num_hidden_layers=1, tie_word_embeddings=True)
+    adapters: dict[str, Any] = {"lora": True, "lora_target_modules": ["embed_tokens"]}
+    config = config_for_dry_run(save(tied, tmp_path / "tied"), tmp_path, **adapters)
+    with pytest.raises(ConfigError, match=r"^--lora_target_modules.*are one matrix"):
+        load_policy(config)
+
+
+@pytest.mark.parametrize("kind", [GptOssConfig, Gemma2Config])
+def test_a_model_without_sdpa_takes_a_step_and_is_published(kind: Any, tmp_path: Path) -> None:
+    settings = {name: size for name, size in SIZES.items() if "moe" not in name}
+    source = save(kind(**settings, num_hidden_layers=2), tmp_path / "source")
+    config = config_for_dry_run(source, tmp_path, weights_dir=tmp_path / "weights")
+    policy = load_policy(config)
+    assert policy.model.config._attn_implementation == "eager"
+    assert one_step(policy, config, [make_group([1.0, 0.0])]).grad_norm is not None
+    with WeightsDirectory(config, policy) as weights:
+        check_files(weights.save(1))
+
+
+def test_attention_is_any_kernel_that_transformers_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """flash_attention_2 is not chosen for models that do not support it, or would download one of their own."""
+    source = save(DENSE, tmp_path / "source")
+    for name in ("flash_attention_3", "kernels-community/vllm-flash-attn3", "flex_attention"):
+        config = config_for_dry_run(source, tmp_path, attention=name)
+        assert attention_kernel(config, DENSE) == name
+    with pytest.raises(ConfigError, match="cannot be loaded.*flash_attention_7"):
+        load_policy(config_for_dry_run(source, tmp_path, attention="flash_attention_7"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    chosen = config_for_dry_run(source, tmp_path, device="cuda")
+    assert attention_kernel(chosen, DENSE) == "flash_attention_2"
+    assert attention_kernel(chosen, GptOssConfig()) is None
+    assert attention_kernel(config_for_dry_run(source, tmp_path, device="cpu"), DENSE) is None

@@ -16,6 +16,7 @@ from example_trainer.bridges.restart import RestartBridge
 from example_trainer.vllm_process import EngineProcess
 from tests.builders.programs import wait_until
 from tests.processes import free_port
+from tests.trainer.helpers_run import make_checkpoint
 
 WATCH_S = 0.05
 NEVER_HEALTHY = ["--script", '{"faults": [{"kind": "status", "path": "/health"}]}']
@@ -71,25 +72,18 @@ def engines(tmp_path: Path) -> Iterator[Engines]:
 
 
 @pytest.fixture
-def make_checkpoint(tmp_path: Path) -> Callable[[int], Path]:
-    def make(version: int) -> Path:
-        path = tmp_path / f"version_{version}"
-        path.mkdir()
-        (path / "config.json").write_text("{}")
-        (path / "model.safetensors").write_bytes(b"weights")
-        return path
-
-    return make
+def make_version(tmp_path: Path) -> Callable[[int], Path]:
+    return lambda version: make_checkpoint(tmp_path / f"version_{version}")
 
 
 @pytest.fixture
-def base(make_checkpoint: Callable[[int], Path]) -> Path:
-    return make_checkpoint(0)
+def base(make_version: Callable[[int], Path]) -> Path:
+    return make_version(0)
 
 
 @pytest.fixture
-def checkpoint(make_checkpoint: Callable[[int], Path]) -> Path:
-    return make_checkpoint(1)
+def checkpoint(make_version: Callable[[int], Path]) -> Path:
+    return make_version(1)
 
 
 @pytest.fixture
@@ -137,7 +131,7 @@ def test_a_version_that_does_not_come_up_is_rolled_back_and_a_second_in_a_row_is
     engines: Engines,
     bridge: RestartBridge,
     base: Path,
-    make_checkpoint: Callable[[int], Path],
+    make_version: Callable[[int], Path],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """These engines have no route for versions, as other servers have none."""
@@ -145,16 +139,16 @@ def test_a_version_that_does_not_come_up_is_rolled_back_and_a_second_in_a_row_is
     for version in (1, 3, 4):
         engines.options_of[f"version_{version}"] = dies_of(f"out of memory {version}")
     bridge.start(base, 0)
-    assert bridge.publish(make_checkpoint(1), 1) == 0
+    assert bridge.publish(make_version(1), 1) == 0
     assert engines.served() == (str(base), "default")
     assert "version 0 is served again" in caplog.text
     assert "out of memory 1" in caplog.text
-    last = make_checkpoint(2)
+    last = make_version(2)
     assert bridge.publish(last, 2) == 2
     assert engines.served() == (str(last), "default")
-    assert bridge.publish(make_checkpoint(3), 3) == 2
+    assert bridge.publish(make_version(3), 3) == 2
     with pytest.raises(EngineError, match="out of memory 4"):
-        bridge.publish(make_checkpoint(4), 4)
+        bridge.publish(make_version(4), 4)
 
 
 def test_an_engine_that_is_killed_is_started_again_on_the_version_it_served(

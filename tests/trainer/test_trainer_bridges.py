@@ -1,5 +1,6 @@
 """Which engine and which bridge a configuration makes."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ from example_trainer.model import load_policy
 from example_trainer.vllm_process import make_engine, transfer_backend
 from example_trainer.weights import WeightsDirectory
 from tests.tiny_model import make_tiny_model
+from tests.trainer.test_other_models import EXPERTS, save
 
 
-def command_of(**settings: Any) -> list[str]:
-    config = TrainerConfig(model_name="org/name", device="cpu", vllm_port=9123, **settings)
+def command_of(model: Path | str = "org/name", **settings: Any) -> list[str]:
+    config = TrainerConfig(model_name=str(model), device="cpu", vllm_port=9123, **settings)
     return make_engine(config, Path("/weights/version_3")).argv
 
 
@@ -53,7 +55,6 @@ def test_vllm_runs_in_its_own_python_and_keeps_the_models_name() -> None:
             {"--gpu-memory-utilization", "--enable-lora"},
         ),
         ({"logprobs_mode": "raw"}, {"--enforce-eager": ""}, {"--logprobs-mode"}),
-        ({"bridge": "lora", "lora_r": 40}, {"--max-lora-rank": "64", "--max-loras": "1"}, set()),
         ({"bridge": "restart", "lora": True}, {}, {"--enable-lora", "--max-lora-rank"}),
         (
             {"bridge": "transfer", "transfer_backend": "ipc"},
@@ -73,9 +74,25 @@ def test_vllm_on_the_cpu_is_started_with_the_flags_of_its_bridge(
         assert value in ("", value_of([*command, ""], flag))
 
 
-def test_an_adapter_of_a_rank_beyond_vllms_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--lora_r 513.*512"):
-        command_of(engine="vllm", bridge="lora", lora_r=513)
+def test_vllm_is_started_for_the_rank_of_the_adapters_that_are_written(tmp_path: Path) -> None:
+    """It is twice `lora_r` for experts, whose matrices `gate_proj` and `up_proj` are one for transformers."""
+    dense = make_tiny_model(tmp_path / "dense")
+    experts = save(EXPERTS, tmp_path / "experts")
+    for model, targets, expected in (
+        (dense, ["gate_proj"], 40),
+        (experts, ["q_proj"], 40),
+        (experts, ["q_proj", "gate_proj", "up_proj", "down_proj"], 80),
+    ):
+        settings: dict[str, Any] = {"bridge": "lora", "lora_r": 40, "lora_target_modules": targets}
+        command = command_of(model, engine="vllm", **settings)
+        config = TrainerConfig(model_name=str(model), device="cpu", **settings)
+        load_policy(config).save(tmp_path / "adapter")
+        written = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+        assert max(written["r"], *written["rank_pattern"].values(), 0) == expected
+        assert value_of(command, "--max-lora-rank") == {40: "64", 80: "128"}[expected]
+        assert value_of(command, "--max-loras") == "1"
+    with pytest.raises(ConfigError, match="--lora_r makes adapters of rank 514.*512"):
+        command_of(experts, engine="vllm", **settings | {"lora_r": 257})
 
 
 @pytest.mark.parametrize(

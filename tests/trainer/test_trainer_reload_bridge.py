@@ -13,6 +13,7 @@ from example_trainer.bridges.control import Control
 from example_trainer.bridges.engines import identify
 from example_trainer.bridges.running import ReloadBridge
 from tests.trainer.helpers_engine import RecordedEngine, recorded_engine
+from tests.trainer.helpers_run import make_checkpoint
 
 VLLM = [
     "/pause?mode=keep",
@@ -38,13 +39,6 @@ def bridge_to(*engines: RecordedEngine, timeout_s: float = 5.0) -> ReloadBridge:
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     return make_checkpoint(tmp_path / "version_1")
-
-
-def make_checkpoint(path: Path, **config: object) -> Path:
-    path.mkdir()
-    (path / "config.json").write_text(json.dumps(config))
-    (path / "model.safetensors").write_bytes(b"weights")
-    return path
 
 
 def test_start_loads_the_initial_model_as_version_0(checkpoint: Path) -> None:

@@ -1,6 +1,7 @@
 """`bridges/transfer.py`: what is sent, what engines are asked, and failures. tests/vllm has both of vLLM's sides."""
 
 import base64
+import hashlib
 import json
 import pickle  # noqa: TID251 - reads back what this process pickled
 import time
@@ -52,7 +53,12 @@ def bridge_to(*engines: RecordedEngine, **settings: Any) -> TransferBridge:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"dtype": "bfloat16"}, {"lora": True}, {"lora": True, "dtype": "bfloat16"}],
+    [
+        {},
+        {"dtype": "bfloat16"},
+        {"lora": True},
+        {"lora": True, "dtype": "bfloat16", "lora_target_modules": ["q_proj", "embed_tokens"]},
+    ],
     ids=str,
 )
 def test_what_is_sent_is_declared_first_and_is_what_a_checkpoint_holds(
@@ -76,6 +82,24 @@ def test_tied_embeddings_are_sent_once(tmp_path: Path) -> None:
     names = [name for name, _ in PolicyWeights(policy)]
     assert "model.embed_tokens.weight" in names
     assert "lm_head.weight" not in names
+
+
+def test_an_engine_that_holds_something_else_stops_the_run_and_samples_nothing(
+    model_dir: Path,
+) -> None:
+    policy = policy_of(model_dir, lora=True)
+    name = "model.layers.0.self_attn.o_proj.weight"
+    digest = hashlib.sha256(dict(PolicyWeights(policy))[name].numpy().tobytes()).hexdigest()
+    with recorded_engine() as engine:
+        engine.checksums = {f"dp0:pp0:pcp0:tp0:{name}": digest}
+        bridge = bridge_to(engine)
+        bridge.start(policy, 0)
+        assert engine.calls[-1] == "/resume"
+        engine.checksums[f"dp0:pp0:pcp0:tp0:{name}"] = "0" * 64
+        with pytest.raises(EngineProtocolError, match=rf"{name} is 0+, and {digest} was published"):
+            bridge.publish(policy, 1)
+        assert engine.calls[-1] == "/update_weight_version"
+        bridge.close()
 
 
 def test_every_engine_is_frozen_updated_and_labelled(model_dir: Path) -> None:

@@ -1,0 +1,32 @@
+"""One line per tensor by which the trainer and the engine find out whether they hold the same values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def tensor_checksum(tensor: Tensor) -> str:
+    """Return dtype, shape and the XXH3 hash (128 bits) of the values in memory order: `float32[2, 3] 0f3c...`."""
+    return f"{describe_tensor(tensor)} {xxhash.xxh3_128_hexdigest(tensor_bytes(tensor))}"
+
+
+def tensor_bytes(tensor: Tensor) -> NDArray[np.uint8]:
+    """Return the bytes of the values in memory order."""
+    import torch
+
+    values: NDArray[np.uint8] = (
+        tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    )
+    return values
+
+
+def describe_tensor(tensor: Tensor) -> str:
+    """Return dtype and shape: `float32[2, 3]`."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

@@ -239,7 +239,7 @@ class Session:
         kwargs: dict[str, Any] = {"prompt": prompt}
         with self._room_for(ask.n):
             if say is not None and ask.n == 1 and isinstance(self.managed, ManagedServer):
-                kwargs["on_text"] = lambda _, text: say(Spoken("", text))
+                kwargs["on_text"] = lambda number, _, text: say(Spoken("", text))
             _, written = await self._sample(self._text_turn, ask, kwargs, write, head)
         return written
 
@@ -381,11 +381,11 @@ class Session:
 
     def _listener(
         self, ask: AgentRequest, say: Callable[[Spoken], None]
-    ) -> Callable[[str, str], None]:
+    ) -> Callable[[int, str, str], None]:
         may_call = ask.tools and ask.tool_choice != "none"
         markers = self._call_starts if may_call else ()
 
-        def listen(prompt: str, text: str) -> None:
+        def listen(number: int, prompt: str, text: str) -> None:
             is_opened = is_opened_in(prompt)
             has_thoughts = is_opened or self._has_thoughts
             spoken = certain(text, has_thoughts=has_thoughts, is_opened=is_opened, markers=markers)

@@ -28,6 +28,7 @@ from atroposlib.errors import EngineUnavailable
 from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.harness import ByteTokenizer
 from atroposlib.inference.manager import ServerManager
+from atroposlib.inference.scripted_engine import Latency, Script, ScriptedEngine
 from atroposlib.inference.servers.stops import Stops
 from atroposlib.inference.sessions.chat_template import ChatTemplate
 from atroposlib.inference.sessions.sampled_text import TextSoFar
@@ -214,13 +215,17 @@ async def streaming_proxy(engine: StreamingEngine) -> AsyncIterator[tuple[str, P
     """Serve a proxy over an engine; yield the URL of a session, and the proxy."""
     app = web.Application()
     app.router.add_post("/v1/completions", engine.answer)
-    async with TestServer(app, handler_cancellation=True) as server, Proxy() as proxy:
-        config = APIServerConfig(
-            model_name="tiny",
-            base_url=f"{server.make_url('/')}v1",
-            server_type="vllm",
-            health_check=False,
-        )
+    async with TestServer(app, handler_cancellation=True) as server:
+        async with proxy_over(f"{server.make_url('/')}v1", "vllm") as found:
+            yield found
+
+
+@asynccontextmanager
+async def proxy_over(engine_url: str, server_type: Any) -> AsyncIterator[tuple[str, Proxy]]:
+    config = APIServerConfig(
+        model_name="tiny", base_url=engine_url, server_type=server_type, health_check=False
+    )
+    async with Proxy() as proxy:
         proxy.sessions.manager = manager = ServerManager([config])
         try:
             async with serve_locally(proxy.app) as url:
@@ -283,6 +288,28 @@ async def test_an_answer_that_broke_off_is_not_sampled_again_behind_what_was_tol
         answer = await client.post(f"{url}/chat/completions", json={**ASKED, "stream": True})
         assert "broke off" in events_of(answer.text)[-1]["error"]["message"]
         assert len(engine.bodies) == 1
+        assert await proxy.nodes(url.split("/")[-2]) == []
+
+
+async def test_text_arrives_while_sglang_samples_and_ends_with_its_client() -> None:
+    script = Script(answers=("Hello there, " + "and on" * 99,), latency=Latency(per_token_s=0.01))
+    async with (
+        ScriptedEngine(script, model_name="tiny") as engine,
+        proxy_over(f"{engine.url}/v1", "sglang") as (url, proxy),
+        httpx.AsyncClient() as client,
+    ):
+        body, told = {**ASKED, "max_tokens": 999, "stream": True}, ""
+        async with client.stream("POST", f"{url}/chat/completions", json=body) as answer:
+            async for line in answer.aiter_lines():
+                events = events_of(line)
+                told += "".join(e["choices"][0]["delta"].get("content") or "" for e in events)
+                if told.startswith("Hello there"):
+                    break
+        assert engine.generator.num_running == 1
+        async with asyncio.timeout(5):
+            while engine.generator.num_running:  # noqa: ASYNC110 - the engine has no event
+                await asyncio.sleep(0.001)
+        assert not engine.served[0].was_generated
         assert await proxy.nodes(url.split("/")[-2]) == []
 
 

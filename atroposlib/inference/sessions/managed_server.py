@@ -182,8 +182,8 @@ class ManagedServer:
     async def chat_turn(self, **kwargs: Any) -> AsyncIterator[ManagedTurn]:
         """Yield what `chat_completion` samples; the turn is stored if the block ends without an exception.
 
-        Where the engine streams, `on_text` is called with the prompt and the text so far, which begins the content of
-        the answer unless it has tool calls.
+        Where the engine streams, `on_text` is called with the number of a choice, the prompt and the choice's text so
+        far, which begins its content unless it has tool calls.
         """
         messages = read_messages(kwargs["messages"])
         kwargs, options = _take_options(kwargs)
@@ -441,11 +441,14 @@ class ManagedServer:
                     f" {len(turn.tokens)} tokens. Please reduce the length of the messages."
                 )
             limit_tokens(request, max(1, room))
-        listener = None
+        listeners = []
         if (tell := kwargs.get("on_text")) is not None:
-            on_text = functools.partial(tell, turn.full_text)
-            listener = TextSoFar(self._template, stops_to_cut(kwargs), on_text)
-        with listening(listener):
+            stops = stops_to_cut(kwargs)
+            listeners = [
+                TextSoFar(self._template, stops, functools.partial(tell, i, turn.full_text))
+                for i in range(int(kwargs.get("n") or 1))
+            ]
+        with listening(listeners):
             raw = await self.server.tokens_and_logprobs_completion(**prompt, **request)
         answer = TokenCompletions.of(raw)
         self.server = answer.stand_in or self.server  # later turns find their prefix in its cache

@@ -205,11 +205,11 @@ class Session:
         write: Callable[[AgentAnswer], T],
         *,
         head: AgentAnswer | None = None,
-        say: Callable[[Spoken], None] | None = None,
+        say: Callable[[int, Spoken], None] | None = None,
     ) -> T:
         """Sample the next message(s) and return `write(answer)`; if `write` raises, the turn is not stored.
 
-        The answer has the id and the time of `head`. If there is one choice, `say` is told what is certain of it.
+        The answer has the id and the time of `head`. `say` is told what is certain of each choice.
         """
         kwargs: dict[str, Any] = {"messages": ask.messages, **ask.template}
         if has_images(ask.messages) and is_opened(ask.messages):
@@ -219,7 +219,7 @@ class Session:
         if ask.tools:
             kwargs |= {"tools": ask.tools, "tool_choice": ask.tool_choice}
         with self._room_for(ask.n):
-            if say is not None and ask.n == 1 and isinstance(self.managed, ManagedServer):
+            if say is not None and isinstance(self.managed, ManagedServer):
                 kwargs["on_text"] = self._listener(ask, say)
             answer, written = await self._sample(self._chat_turn, ask, kwargs, write, head)
         message = answer.choices[0].message()
@@ -233,13 +233,13 @@ class Session:
         write: Callable[[AgentAnswer], T],
         *,
         head: AgentAnswer | None = None,
-        say: Callable[[Spoken], None] | None = None,
+        say: Callable[[int, Spoken], None] | None = None,
     ) -> T:
         """Sample the continuation of a prompt, as `ask` does the next message."""
         kwargs: dict[str, Any] = {"prompt": prompt}
         with self._room_for(ask.n):
-            if say is not None and ask.n == 1 and isinstance(self.managed, ManagedServer):
-                kwargs["on_text"] = lambda number, _, text: say(Spoken("", text))
+            if say is not None and isinstance(self.managed, ManagedServer):
+                kwargs["on_text"] = lambda number, _, text: say(number, Spoken("", text))
             _, written = await self._sample(self._text_turn, ask, kwargs, write, head)
         return written
 
@@ -380,7 +380,7 @@ class Session:
         return getattr(self.managed.server.config, "server_type", None) in ("vllm", "openai")
 
     def _listener(
-        self, ask: AgentRequest, say: Callable[[Spoken], None]
+        self, ask: AgentRequest, say: Callable[[int, Spoken], None]
     ) -> Callable[[int, str, str], None]:
         may_call = ask.tools and ask.tool_choice != "none"
         markers = self._call_starts if may_call else ()
@@ -389,7 +389,7 @@ class Session:
             is_opened = is_opened_in(prompt)
             has_thoughts = is_opened or self._has_thoughts
             spoken = certain(text, has_thoughts=has_thoughts, is_opened=is_opened, markers=markers)
-            say(spoken)
+            say(number, spoken)
 
         return listen
 

@@ -304,6 +304,50 @@ def test_what_claude_code_says_of_tools_and_sources_is_text(block: Any, text: st
     assert ask.messages[-1] == {"role": "system", "content": text}
 
 
+def nested(depth: int) -> dict[str, Any]:
+    """A namespace in a namespace in ..."""
+    tool: dict[str, Any] = {"type": "function", "name": "f"}
+    for _ in range(depth):
+        tool = {"type": "namespace", "name": "n", "tools": [tool]}
+    return tool
+
+
+@pytest.mark.parametrize(
+    ("change", "status"),
+    [
+        ({"tools": [nested(300)]}, 200),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [[1]]}]}, 400),
+        ({"input": [{"type": "reasoning", "content": ["x"], "summary": 5}]}, 400),
+        ({"input": [{"type": "function_call", "name": "f", "arguments": "", "namespace": 5}]}, 400),
+    ],
+)
+async def test_odd_shapes_in_a_response_are_no_failures(change: Any, status: int) -> None:
+    async with Proxy() as proxy:
+        url = f"/{await proxy.open()}/v1/responses"
+        answer = await proxy.client.post(url, json={"input": "hi", **change})
+        assert answer.status_code == status, answer.text
+
+
+@pytest.mark.parametrize("where", ["system", "tool_result"])
+async def test_search_results_within_search_results_are_a_bad_request(where: str) -> None:
+    block: dict[str, Any] = {"type": "text", "text": "b"}
+    for _ in range(250):
+        block = {"type": "search_result", "source": "http://a/", "title": "A", "content": [block]}
+    told: list[Any] = [{"role": "user", "content": "hi"}, {"role": "system", "content": [block]}]
+    if where == "tool_result":
+        call = {"type": "tool_use", "id": "1", "name": "look", "input": {}}
+        result = {"type": "tool_result", "tool_use_id": "1", "content": [block]}
+        told[1:] = [
+            {"role": "assistant", "content": [call]},
+            {"role": "user", "content": [result]},
+        ]
+    async with Proxy() as proxy:
+        url = f"/{await proxy.open()}/v1/messages"
+        answer = await proxy.client.post(url, json={"max_tokens": 9, "messages": told})
+        assert answer.status_code == 400, answer.text
+        assert "search_result" in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("choice", "reason", "kinds"),
     [

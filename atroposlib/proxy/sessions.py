@@ -43,10 +43,11 @@ from atroposlib.inference.servers.sampling_notes import noting_sampling, positio
 from atroposlib.inference.sessions.managed_server import ManagedServer, ManagedTurn, Prompt
 from atroposlib.inference.sessions.messages import has_images, is_opened
 from atroposlib.inference.sessions.sequences import SequenceNode
+from atroposlib.inference.thoughts import THINK, Spoken, ThinkTags
 from atroposlib.inference.tools.parsers import style_named
 from atroposlib.proxy.chat import DISTRIBUTION_KEPT, EngineSampling
 from atroposlib.proxy.errors import ProxyError, error_for
-from atroposlib.proxy.spoken import END_OF_THINK, Spoken, certain, divide, is_opened_in
+from atroposlib.proxy.spoken import certain
 from atroposlib.proxy.turn import (
     AgentAnswer,
     AgentBody,
@@ -386,9 +387,9 @@ class Session:
         markers = self._call_starts if may_call else ()
 
         def listen(number: int, prompt: str, text: str) -> None:
-            is_opened = is_opened_in(prompt)
-            has_thoughts = is_opened or self._has_thoughts
-            spoken = certain(text, has_thoughts=has_thoughts, is_opened=is_opened, markers=markers)
+            is_opened = (self._tags or THINK).is_opened_in(prompt)
+            tags = self._tags or (THINK if is_opened else None)
+            spoken = certain(text, tags=tags, is_opened=is_opened, markers=markers)
             say(number, spoken)
 
         return listen
@@ -400,15 +401,12 @@ class Session:
         return style_named(name, tokenizer=self.managed.tokenizer).starts if name else ()
 
     @functools.cached_property
-    def _has_thoughts(self) -> bool:
-        """Whether the chat template knows thoughts."""
-        if not isinstance(self.managed, ManagedServer):
-            return False
-        template = getattr(self.managed.tokenizer, "chat_template", None)
-        return END_OF_THINK in str(template or "")
+    def _tags(self) -> ThinkTags | None:
+        return self.managed.think_tags if isinstance(self.managed, ManagedServer) else None
 
     def _read(self, turn: ManagedTurn, head: AgentAnswer) -> AgentAnswer:
-        is_opened = is_opened_in(turn.prompt)
+        tags = self._tags or THINK
+        is_opened = tags.is_opened_in(turn.prompt)
         choices = []
         for choice in turn.completion.choices:
             message = getattr(choice, "message", None)
@@ -416,8 +414,8 @@ class Session:
             stop = getattr(choice, "stop_reason", None)
             content = choice.text if message is None else message.content
             thought = "" if message is None else getattr(message, "reasoning_content", None) or ""
-            if message is not None and content and (is_opened or self._has_thoughts):
-                thought, content = divide(content, is_opened=is_opened)
+            if message is not None and content and (is_opened or self._tags):
+                thought, content = tags.divide(content, is_opened=is_opened)
             choices.append(
                 Choice(
                     content=content,

@@ -19,6 +19,7 @@ from helpers_proxy import (
 )
 
 from atroposlib.errors import EngineUnavailable
+from atroposlib.inference.thoughts import THINK_TAGS, ThinkTags
 from atroposlib.proxy import chat, messages, responses
 from atroposlib.proxy.errors import ProxyError
 from atroposlib.proxy.stream import AnswerStream
@@ -687,11 +688,14 @@ THOUGHT, SAID_AFTER = "2 + 2 is 4", "It is 4.\n"
 
 @pytest.mark.parametrize("opens", [False, True])
 @pytest.mark.parametrize("streams", [False, True])
-async def test_thoughts_are_apart_from_the_answer_in_every_api(opens: bool, streams: bool) -> None:
-    written = f"{'' if opens else '<think>'}\n{THOUGHT}\n</think>\n\n{SAID_AFTER}"
+@pytest.mark.parametrize("tags", [THINK_TAGS[0], *THINK_TAGS[4:7]])
+async def test_thoughts_are_apart_from_the_answer_in_every_api(
+    tags: ThinkTags, opens: bool, streams: bool
+) -> None:
+    written = f"{'' if opens else tags.opening}\n{THOUGHT}\n{tags.closing}\n\n{SAID_AFTER}"
     async with Proxy(lambda request: written) as proxy:
         proxy.sessions.tokenizer = tokenizer = Thinker()
-        tokenizer.opens = opens
+        tokenizer.opens, tokenizer.tags = opens, tags
         uuid = await proxy.open()
         asked = {"max_tokens": 99, "stream": streams}
         asked |= {"messages": [{"role": "user", "content": "2 + 2?"}], "input": "2 + 2?"}
@@ -717,14 +721,16 @@ async def test_thoughts_are_apart_from_the_answer_in_every_api(opens: bool, stre
 
 @pytest.mark.parametrize("keeps", [True, False])
 @pytest.mark.parametrize("opens", [False, True])
+@pytest.mark.parametrize("tags", [THINK_TAGS[0], *THINK_TAGS[4:7]])
 async def test_thoughts_that_a_client_sends_back_or_drops_stay_one_sequence(
-    opens: bool, keeps: bool
+    tags: ThinkTags, opens: bool, keeps: bool
 ) -> None:
-    written = f"{'' if opens else '<think>'}\n{THOUGHT}\n</think>\n\n{SAID_AFTER}"
+    mention = f"{SAID_AFTER}I wrote {tags.closing}."
+    written = f"{'' if opens else tags.opening}\n{THOUGHT}\n{tags.closing}\n\n{mention}"
     asked = {"role": "user", "content": "2 + 2?"}
     async with Proxy(lambda request: written) as proxy:
         proxy.sessions.tokenizer = tokenizer = Thinker()
-        tokenizer.opens = opens
+        tokenizer.opens, tokenizer.tags = opens, tags
         for path in ("chat/completions", "responses", "messages"):
             uuid = await proxy.open(max_tokens=99)
             said: list[Any] = [asked]

@@ -32,9 +32,10 @@ from atroposlib.inference.scripted_engine import Latency, Script, ScriptedEngine
 from atroposlib.inference.servers.stops import Stops
 from atroposlib.inference.sessions.chat_template import ChatTemplate
 from atroposlib.inference.sessions.sampled_text import TextSoFar
+from atroposlib.inference.thoughts import THINK_TAGS, Spoken, ThinkTags
 from atroposlib.inference.tools.parsers import STYLES
 from atroposlib.proxy import stream
-from atroposlib.proxy.spoken import Spoken, certain, divide
+from atroposlib.proxy.spoken import certain
 from atroposlib.utils.local_server import serve_locally
 
 ASKED: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Go."}]}
@@ -140,22 +141,30 @@ PIECES += [call_text("Oslo"), '{"name": "weather", "parameters": {}}', "[TOOL_CA
 
 
 @given(
-    text=st.lists(st.sampled_from(PIECES), max_size=12).map("".join),
+    tags=st.sampled_from(THINK_TAGS),
+    pieces=st.lists(st.sampled_from([*PIECES, "OPENING", "CLOSING"]), max_size=12),
     cut=st.integers(0, 200),
     style=st.sampled_from([None, *sorted(STYLES)]),
     has_thoughts=st.booleans(),
     is_opened=st.booleans(),
 )
 def test_what_is_certain_is_the_beginning_of_what_is_said(
-    text: str, cut: int, style: str | None, has_thoughts: bool, is_opened: bool
+    tags: ThinkTags,
+    pieces: list[str],
+    cut: int,
+    style: str | None,
+    has_thoughts: bool,
+    is_opened: bool,
 ) -> None:
+    text = "".join(pieces).replace("OPENING", tags.opening).replace("CLOSING", tags.closing)
     content, markers = text, ()
     if style is not None:
         content = STYLES[style].parse(text, [WEATHER]).content
         markers = STYLES[style].starts
     has_thoughts |= is_opened
-    whole = divide(content, is_opened=is_opened) if has_thoughts else Spoken("", content)
-    told = certain(text[:cut], has_thoughts=has_thoughts, is_opened=is_opened, markers=markers)
+    whole = tags.divide(content, is_opened=is_opened) if has_thoughts else Spoken("", content)
+    known = tags if has_thoughts else None
+    told = certain(text[:cut], tags=known, is_opened=is_opened, markers=markers)
     assert whole.thought.startswith(told.thought)
     assert whole.content.startswith(told.content)
     if told.content:

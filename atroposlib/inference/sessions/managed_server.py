@@ -49,6 +49,7 @@ from atroposlib.inference.sessions.sequences import (
     VisibleText,
     state_of,
 )
+from atroposlib.inference.thoughts import THINK, ThinkTags
 from atroposlib.inference.tools.tool_messages import (
     OpenAIToolCall,
     completion_with_tool_calls,
@@ -155,6 +156,11 @@ class ManagedServer:
             self.tokenizer, write_calls=self._write_calls if self.tool_parser else None
         )
 
+    @property
+    def think_tags(self) -> ThinkTags | None:
+        """The tags around the model's thoughts; None if neither its template nor its tokenizer knows thoughts."""
+        return self._template.think_tags
+
     @functools.cached_property
     def _translator(self) -> ToolCallTranslator:
         from atroposlib.inference.tools.translator import ToolCallTranslator
@@ -202,7 +208,12 @@ class ManagedServer:
                 whole = {**reply, "content": continued + (reply["content"] or "")}
                 message = SampledMessage(
                     identity=identity(whole),
-                    said=SaidTurn(whole["content"], sampled.cut, called(reply)),
+                    said=SaidTurn(
+                        whole["content"],
+                        sampled.cut,
+                        called(reply),
+                        tags=self.think_tags or THINK,
+                    ),
                     call_ids=call_ids(reply),
                 )
                 completions.append(

@@ -130,9 +130,7 @@ def require_logprobs(group: ScoredGroup) -> NDArray[np.bool_]:
 
     Raises GroupError if another has no sampled logprobs, or one of a token that cannot have been sampled.
     """
-    overrides = group.overrides or [{}] * group.num_sequences
-    for_all = (group.group_overrides or {}).get("sft")
-    supervised = np.array([bool((each or {}).get("sft", for_all)) for each in overrides], bool)
+    supervised = are_supervised(group)
     if group.inference_logprobs is None and not supervised.all():
         raise GroupError(
             f"inference_logprobs is null in a group of environment {group.env_id}: the GRPO ratio needs the logprobs "
@@ -148,6 +146,13 @@ def require_logprobs(group: ScoredGroup) -> NDArray[np.bool_]:
                 "cannot have sampled it (vLLM's JSON has -9999 for minus infinity)"
             )
     return supervised
+
+
+def are_supervised(group: ScoredGroup) -> NDArray[np.bool_]:
+    """Return [S]: whether each sequence is trained by maximum likelihood (override `sft`)."""
+    overrides = group.overrides or [{}] * group.num_sequences
+    for_all = (group.group_overrides or {}).get("sft")
+    return np.array([bool((each or {}).get("sft", for_all)) for each in overrides], bool)
 
 
 def completion_mask(group: ScoredGroup) -> NDArray[np.bool_]:

@@ -136,7 +136,9 @@ OPTIONAL_ROWS: Final = tuple(
 )
 """Optional fields with one entry per sequence; `[]` is another way to leave one out."""
 WIRE_KEYS: Final = tuple(field.name for field in FIELDS if field.is_original)
-"""The keys of a group that the hub hands out as JSON, in this order; the others stay inside."""
+"""The keys of every group that the hub hands out as JSON, in this order."""
+NATIVE_ROWS: Final = tuple(name for name in OPTIONAL_ROWS if not FIELD[name].is_original)
+"""Keys that follow them in a group that has the field; native fields of a whole group stay inside."""
 
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float64]

@@ -40,7 +40,7 @@ from atroposlib.envs.rewards import RewardFailure
 from atroposlib.envs.tool_env import call_function
 from atroposlib.errors import EngineError, EnvError
 from atroposlib.inference.servers.choices import run_together
-from atroposlib.inference.servers.sampling_notes import note_sampling
+from atroposlib.inference.servers.sampling_notes import note_sampling, noted
 from atroposlib.inference.sessions.proxy_client import create_proxy_session
 from atroposlib.inference.sessions.sequences import SequenceNode, ledger_of, train_once
 from atroposlib.proxy.command import create_app
@@ -178,9 +178,9 @@ class AgentEnv(DatasetEnv):
             "keeps_distribution": True,
             "split": split,
         }
-        # The agent's requests come from outside the item.
-        note_sampling({**options["sampling"], "split": split})
         if self.server.use_proxy:
+            # The agent's requests are answered elsewhere.
+            note_sampling({**options["sampling"], "split": split})
             # The agent knows the uuid and must not be able to drop its sequences.
             options["owner_key"] = secrets.token_urlsafe()
             remote = await create_proxy_session(
@@ -271,6 +271,8 @@ class AgentEnv(DatasetEnv):
         ledger = ledger_of(nodes, chosen)
         if ledger is None:
             return
+        if self.server.use_proxy and (notes := noted()) is not None:
+            notes.num_sampled += ledger.sampled
         self.counts["agent_sampled_tokens"] += ledger.sampled
         self.counts["agent_left_out_tokens"] += ledger.left_out
         if not ledger.closes:

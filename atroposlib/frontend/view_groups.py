@@ -40,7 +40,7 @@ _BASE64 = re.compile(r"[A-Za-z0-9+/\s]+(?:={1,2}\s*)?")
 _PLACED = {"scores", "messages", "images", "env_id", "group_id", "policy_version", "rollout"}
 """Fields of a group or a sequence that have a place of their own."""
 _FACTS = (
-    *("duration_s", "usage"),
+    *("duration_s", "usage", "turns_not_continued"),
     *(f.name for f in FIELDS if f.level in (Level.GROUP, Level.SEQUENCE) and f.name not in _PLACED),
     *("environment_source", "atroposlib_version"),
 )

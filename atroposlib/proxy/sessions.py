@@ -39,7 +39,7 @@ from atroposlib.http_bodies import MAX_BODY_BYTES
 from atroposlib.inference.manager import DEFAULT_TOOL_PARSER
 from atroposlib.inference.servers.admission import start_turn
 from atroposlib.inference.servers.api_server import TokenCompletions
-from atroposlib.inference.servers.sampling_notes import noting_sampling, position, recorded
+from atroposlib.inference.servers.sampling_notes import noted, noting_sampling, position
 from atroposlib.inference.sessions.managed_server import ManagedServer, ManagedTurn, Prompt
 from atroposlib.inference.sessions.messages import has_images, is_opened
 from atroposlib.inference.sessions.sequences import SequenceNode
@@ -175,7 +175,7 @@ class Session:
         self._calls: set[asyncio.Task[Any]] = set()
         self._num_asked = 0
         """Sequences of the requests that are being sampled."""
-        self._record, self._position = recorded(), position.get()
+        self._notes, self._position = noted(), position.get()
         """Of the item that opened the session; the agent's requests come from outside it."""
         self.base_url = getattr(managed.server.config, "base_url", None)
         self._chat_turn = _without_keeping(managed.chat_completion)
@@ -285,7 +285,7 @@ class Session:
             raise self.closed_by
         earlier = list(self.engine_errors)
         position.set(self._position)
-        with nullcontext() if self._record is None else noting_sampling(self._record):
+        with nullcontext() if self._notes is None else noting_sampling(self._notes):
             task = asyncio.ensure_future(call)
         watch = None if gone is None else asyncio.ensure_future(gone)
         self._calls.add(task)

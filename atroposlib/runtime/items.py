@@ -22,7 +22,6 @@ from atroposlib.envs.collecting import collect_timed
 from atroposlib.envs.env_config import BaseEnvConfig, EvalHandlingEnum, max_workers, workers_are_set
 from atroposlib.envs.hooks import EnvHooks
 from atroposlib.errors import EngineError, EngineUnavailable, EnvError, cause_of
-from atroposlib.inference.servers.sampling_notes import noting_sampling
 from atroposlib.runtime.capacity import Demand, History, Load, num_to_start, num_wanted
 from atroposlib.runtime.exits import as_failures
 from atroposlib.runtime.hub_link import HubLink
@@ -412,7 +411,7 @@ class Items:
         try:
             with (
                 as_failures(),
-                noting_sampling(self._outbox.notes_of(work.item)),
+                self._outbox.item(self._outbox.notes_of(work.item)),
                 sampling_for(self._outbox.experiment),
                 item_span({"atropos.environment": env.registered_name, "atropos.item": key}),
             ):

@@ -28,12 +28,18 @@ from atroposlib.envs.author_groups import (
 )
 from atroposlib.envs.hooks import EnvHooks
 from atroposlib.errors import GroupError, HubRejected, HubUnavailable
-from atroposlib.inference.servers.sampling_notes import ItemRecord, SamplingNotes, noted, recorded
+from atroposlib.inference.servers.sampling_notes import (
+    ItemRecord,
+    SamplingNotes,
+    noted,
+    noting_sampling,
+    recorded,
+)
 from atroposlib.patience import Backoff
 from atroposlib.runtime.group_log import ALWAYS_WRITTEN, group_line
 from atroposlib.runtime.group_rows import Provenance, item_json, text_messages
 from atroposlib.runtime.losses import is_logged, listed, sample
-from atroposlib.samples import rollout_scores
+from atroposlib.samples import are_supervised, completion_mask, num_trained, rollout_scores
 from atroposlib.scored_data import FIELD, ScoredDataGroup, ScoredGroup, Strictness, check_group
 from atroposlib.utils.tracing import note_group
 
@@ -48,6 +54,9 @@ MAX_TOKENS_PER_SEND = 1_000_000
 
 MAX_ITEM_BYTES = 1_000_000
 """Rows of larger items are written without item and requests."""
+
+REST = "in no group"
+"""What became of sampled tokens that no group of their item trains: left out, masked, or a judge's."""
 
 LOCKED_OUT_STATUSES = frozenset({401, 403})
 """The hub refuses the bearer token, not a group."""
@@ -96,6 +105,12 @@ class Outbox:
         """Groups that passed `check_group` and the drop rules."""
         self.num_tokens_trained = 0
         """Trained positions of these groups."""
+        self.tokens: Counter[str] = Counter()
+        """Tokens sampled for ended items, by what became of them: `trained`, the reason for which their group was
+        dropped, REST, `failed`, `unfinished`. The sum is the number sampled, so REST is negative if more tokens are
+        trained than were sampled. Items without sampled tokens are not counted."""
+        self._open_items: set[SamplingNotes] = set()
+        self._has_warned_of_tokens = False
         self._score_sum, self._num_scores = 0.0, 0
         self.num_stored = 0
         """Groups the hub has confirmed."""
@@ -121,6 +136,42 @@ class Outbox:
             if len(bytes(json)) <= MAX_ITEM_BYTES:
                 return ItemRecord(item=json, takes_text=False)
         return SamplingNotes()
+
+    @contextlib.contextmanager
+    def item(self, notes: SamplingNotes) -> Iterator[None]:
+        """Note what is sampled in the block for one item, and count at its end what became of the tokens."""
+        self._open_items.add(notes)
+        rest = "failed"
+        try:
+            with noting_sampling(notes):
+                yield
+            rest = REST
+        except asyncio.CancelledError:
+            rest = "unfinished"
+            raise
+        finally:
+            self._open_items.discard(notes)
+            if notes.num_sampled:
+                self.tokens.update(notes.fates)
+                self.tokens[rest] += notes.num_sampled - notes.fates.total()
+                self._check_tokens()
+
+    @property
+    def num_tokens_not_sampled(self) -> int:
+        """Trained positions beyond the tokens that were sampled."""
+        in_flight = sum(notes.num_sampled for notes in self._open_items)
+        return max(0, -self.tokens[REST] - in_flight)
+
+    def _check_tokens(self) -> None:
+        if self.num_tokens_not_sampled and not self._has_warned_of_tokens:
+            self._has_warned_of_tokens = True
+            logger.warning(
+                "environment %r sends %d trained tokens more than it sampled: sequences that have a turn in common"
+                " train it twice (keep it in one of them with sequences.train_once), or their text was tokenised again"
+                " (send the nodes' tokens, or mark sequences that were not sampled with the override sft)",
+                self._environment,
+                self.num_tokens_not_sampled,
+            )
 
     def restore(self, groups: Sequence[ScoredGroup], on_stored: Callable[[], None]) -> None:
         """Queue groups of an earlier process before all others; call `on_stored` once the hub has answered them all."""
@@ -172,7 +223,6 @@ class Outbox:
             )
             accepted += 1
             self.num_accepted += 1
-            self.num_tokens_trained += checked.num_trained
             self._score_sum += float(scores.sum())
             self._num_scores += len(scores)
             if not send:
@@ -334,15 +384,15 @@ class Outbox:
             max_token_len=self._env.max_token_len,
             abort_on_max_length=abort_on_max_length,
         )
+        lengths = num_trained(checked, completion_mask(checked))
         if verdict is None or verdict.reason == "too_long":
-            bounds = checked.offsets.tolist()
-            trained = checked.masks != -100
-            self._env.completion_lengths.extend(
-                int(trained[start:stop].sum())
-                for start, stop in zip(bounds, bounds[1:], strict=False)
-            )
+            self._env.completion_lengths.extend(lengths.tolist())
+        if (notes := noted()) is not None:
+            fate = "trained" if verdict is None else verdict.reason
+            notes.fates[fate] += int(lengths[~are_supervised(checked)].sum())
         if verdict is not None:
             raise verdict
+        self.num_tokens_trained += int(lengths.sum())
         if config.include_messages and checked.messages is None:
             checked = await in_thread_if_large(group, self._with_text, checked)
         return checked
@@ -405,8 +455,10 @@ class Outbox:
             return
         fields = await in_thread_if_large(group, checked.to_dict, FIELD)
         more: dict[str, Any] = {"group_id": checked.group_id, "environment": self._environment}
-        if (notes := noted()) is not None and (versions := notes.versions_in(fields["tokens"])):
-            more["weight_versions"] = versions
+        if (notes := noted()) is not None:
+            more["weight_versions"] = notes.versions_in(fields["tokens"])
+            more["turns_not_continued"] = dict(notes.broken_prefixes)
+            more = {name: value for name, value in more.items() if value}
         if (record := recorded()) is not None:
             more |= self._provenance.of(fields["tokens"], item, record)
         line = await in_thread_if_large(group, group_line, group, fields, more)

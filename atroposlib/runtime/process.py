@@ -21,7 +21,7 @@ from atroposlib.envs.env_config import max_workers
 from atroposlib.envs.hooks import EnvHooks
 from atroposlib.errors import ConfigError, EngineUnavailable, EnvError, MissingDependency, cause_of
 from atroposlib.frontend.jsonl2html import generate_html
-from atroposlib.inference.servers.sampling_notes import ItemRecord, noting_sampling
+from atroposlib.inference.servers.sampling_notes import ItemRecord
 from atroposlib.inference.servers.usage import Usage
 from atroposlib.runtime.closing import closed_at_end
 from atroposlib.runtime.group_log import GroupLog
@@ -177,6 +177,8 @@ class _FileRun:
             lost=self._env.lost_answers(),
             failed=self._outcomes.by_type,
             num_without_groups=self._outcomes.num_without_groups,
+            tokens=self._outbox.tokens,
+            num_tokens_not_sampled=self._outbox.num_tokens_not_sampled,
             num_in_flight=self._outcomes.num_unfinished,
         )
 
@@ -241,7 +243,7 @@ class _FileRun:
             return False
         self._outcomes.num_started += work.num_failures == 0
         attempt = _Attempt(work=work, record=ItemRecord(work.item_id, work.item_json))
-        attempt.task = asyncio.create_task(_work_on(self._env, attempt))
+        attempt.task = asyncio.create_task(_work_on(self._env, attempt, self._outbox))
         self._running.append(attempt)
         return True
 
@@ -296,11 +298,11 @@ class _FileRun:
             self.usage[key] = self.usage.get(key, Usage()).plus(used)
 
 
-async def _work_on(env: EnvHooks, attempt: _Attempt) -> tuple[Any, list[Any]]:
+async def _work_on(env: EnvHooks, attempt: _Attempt, outbox: Outbox) -> tuple[Any, list[Any]]:
     """Collect the groups of an item, record its requests, and write the groups when it is their turn."""
     item, record = attempt.work.item, attempt.record
     attributes = {"atropos.environment": env.registered_name, "atropos.item": record.item_id}
-    with noting_sampling(record), item_span(attributes):
+    with outbox.item(record), item_span(attributes):
         groups, backlog = await collect_timed(env, item)
         await attempt.may_write.wait()
         if groups:

@@ -76,7 +76,11 @@ class RunStatus:
     num_tokens_out: int = 0
     """Sampled tokens; filled in by `sign_of_life`."""
     num_tokens_trained: int = 0
-    """Trained positions of accepted groups. What is sampled beyond them was dropped, lost, masked or a judge's."""
+    """Trained positions of accepted groups."""
+    tokens: Mapping[str, int] = field(default_factory=dict)
+    """Sampled tokens of ended items by what became of them: `Outbox.tokens`."""
+    num_tokens_not_sampled: int = 0
+    """Trained positions beyond the tokens that were sampled."""
 
     def metrics(self) -> dict[str, float]:
         """Return the pace of `serve` as metrics; what is not known is left out."""
@@ -87,6 +91,7 @@ class RunStatus:
             "pace/trainer_wait_share": self.trainer_wait_share,
             "pace/staleness": self.staleness,
         }
+        values |= {f"tokens/{name.replace(' ', '_')}": n for name, n in self.tokens.items()}
         return {name: float(value) for name, value in values.items() if value is not None}
 
     @property
@@ -108,9 +113,11 @@ class RunStatus:
             for reason, count in counts.items()
             if count
         }
-        if self.num_without_groups:
-            found["items_without_groups"] = self.num_without_groups
-        return found
+        more = {
+            "items_without_groups": self.num_without_groups,
+            "tokens_not_sampled": self.num_tokens_not_sampled,
+        }
+        return found | {name: count for name, count in more.items() if count}
 
     def causes(self) -> str:
         """Return what `explain` says."""
@@ -234,10 +241,8 @@ class Progress:
             ("trainer waits", _percent(status.trainer_wait_share)),
             ("staleness", None if status.staleness is None else f"{status.staleness:.1f}"),
             ("tokens", f"{_short(status.num_tokens_in)} in, {_short(status.num_tokens_out)} out"),
-            (
-                "tokens to train",
-                _short(status.num_tokens_trained) if status.num_tokens_trained else None,
-            ),
+            ("sampled tokens", _fates(status)),
+            ("trained, not sampled", _number(status.num_tokens_not_sampled or None)),
         ]
         return [(name, text) for name, text in rows if text]
 
@@ -273,6 +278,19 @@ def _number(number: int | None) -> str | None:
 
 def _listed(counts: Mapping[str, int]) -> str | None:
     return listed(counts) if any(counts.values()) else None
+
+
+def _fates(status: RunStatus) -> str | None:
+    """Return what became of the sampled tokens, the most first; of text that is tokenised later, those to train.
+
+    >>> _fates(RunStatus(num_made=3, tokens={"trained": 1200, "in no group": 0, "equal_scores": 90}))
+    '1.2k to train, 90 equal_scores'
+    """
+    fates = {"to train" if name == "trained" else name: n for name, n in status.tokens.items()}
+    if not any(fates.values()):
+        fates = {"to train": status.num_tokens_trained}
+    ordered = sorted(fates.items(), key=lambda fate: -fate[1])
+    return ", ".join(f"{_short(number)} {name}" for name, number in ordered if number > 0) or None
 
 
 def _percent(share: float | None) -> str | None:

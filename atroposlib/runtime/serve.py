@@ -186,6 +186,8 @@ class _HubRun:
             failed=items.outcomes.by_type,
             num_without_groups=items.outcomes.num_without_groups,
             num_tokens_trained=outbox.num_tokens_trained,
+            tokens=outbox.tokens,
+            num_tokens_not_sampled=outbox.num_tokens_not_sampled,
             num_in_flight=len(env.running_items),
             num_wanted_in_flight=items.num_wanted,
             num_ready=None if hub is None else hub.self_queue_size + self._link.num_uncounted,

@@ -1,4 +1,4 @@
-"""Encode packed groups as JSON: the fourteen keys of the original's wire format, in order.
+"""Encode packed groups as JSON: the fourteen keys of the original's wire format, in order, and `rollout` where given.
 
 The text comes in pieces, each from one short call into C: a group of any size is encoded without holding the GIL for
 more than a few milliseconds at a time. Blobs are trusted here: they passed `check_blob` or `check_group` on arrival.
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from atroposlib.scored_data import (
     DISTILL_FIELDS,
     IGNORE_INDEX,
+    NATIVE_ROWS,
     PER_TOKEN_FIELDS,
     WIRE_KEYS,
     ScoredGroup,
@@ -55,12 +56,13 @@ def json_pieces(blob: Blob) -> Iterator[bytes]:
     bounds = [0, *np.cumsum(_view(packed.lengths, "u4"), dtype=np.int64).tolist()]
     tail = tail_members(packed)
     arrays = _array_cuts(packed)
-    for i, name in enumerate(WIRE_KEYS):
+    given = [name for name in NATIVE_ROWS if name in packed.arrays]
+    for i, name in enumerate([*WIRE_KEYS, *given]):
         yield b'%c"%s":' % (b"," if i else b"{", name.encode())
         if name in arrays:
             yield from _rows(bounds, arrays[name])
-        elif name == "advantages" and SEQUENCE_ADVANTAGES in packed.arrays:
-            width, buffer = packed.arrays[SEQUENCE_ADVANTAGES]
+        elif name in given or (name == "advantages" and SEQUENCE_ADVANTAGES in packed.arrays):
+            width, buffer = packed.arrays[name if name in given else SEQUENCE_ADVANTAGES]
             yield from _row(_cut_of(_view(buffer, width)), 0, len(bounds) - 1)
         elif name == "scores":
             yield from _row(_cut_of(_view(packed.scores, "f8")), 0, len(bounds) - 1)

@@ -386,6 +386,15 @@ async def test_an_original_client_is_handed_its_groups_and_nothing_else(
         }
 
 
+async def test_rollouts_sent_as_json_are_handed_out_as_json(codec: GroupCodec) -> None:
+    stored = await decoded(codec, group() | {"rollout": [3, 3]}, group())
+    body = await codec.encode_batch(stored, {}, packed=False, encoding=None)
+    first, second = json.loads(content(body))["batch"]
+    assert list(first) == [*FOURTEEN_KEYS, "rollout"]
+    assert first["rollout"] == [3, 3]
+    assert list(second) == FOURTEEN_KEYS
+
+
 async def test_a_lease_lies_beside_the_batch_in_json(codec: GroupCodec) -> None:
     stored = await decoded(codec, group(), group(3))
     body = await codec.encode_batch(stored, LEASE, packed=False, encoding=None)

@@ -19,12 +19,14 @@ import pytest
 
 from atroposlib.envs.agent_env import AgentEnv, AgentEnvConfig, AgentFailed, agent_variables
 from atroposlib.errors import ConfigError, EngineUnavailable, EnvError
+from atroposlib.frontend.view_groups import view_of_row
 from atroposlib.inference.harness import ByteTokenizer, HarnessRequest, create_chat_completion
 from atroposlib.inference.servers.http_peer import EngineHttpRejected
 from atroposlib.inference.servers.openai import OpenAIServer
-from atroposlib.inference.servers.sampling_notes import noting_sampling
+from atroposlib.inference.servers.sampling_notes import SamplingNotes, noting_sampling
 from atroposlib.inference.sessions.sequences import train_once
 from atroposlib.proxy.command import create_app
+from atroposlib.runtime.outbox import Outbox
 from atroposlib.runtime.process import process
 from atroposlib.scored_data import Strictness, check_group
 from atroposlib.utils.local_server import serve_locally
@@ -187,6 +189,17 @@ async def test_turns_that_an_agent_changed_and_tokens_that_it_left_out_are_count
     assert env.counts["agent_sampled_tokens"] == 2 * len("42.42.")
     assert env.counts["agent_left_out_tokens"] == len("42.42.")
     assert env.counts["agent_open_ledgers"] == 0
+
+
+async def test_the_file_and_the_page_name_turns_that_were_not_continued(tmp_path: Any) -> None:
+    path = tmp_path / "groups.jsonl"
+    env = make(Changes, total_steps=1, max_num_workers=1, data_path_to_save_groups=str(path))
+    await process(env)
+    row = json.loads(path.read_text())
+    assert row["turns_not_continued"] == {"changed": 2}
+    view = view_of_row(row, name="1")
+    assert view is not None
+    assert view["facts"]["turns_not_continued"] == {"changed": 2}
 
 
 async def test_a_selection_that_trains_tokens_twice_is_counted_and_logged_once(
@@ -460,6 +473,23 @@ async def test_sessions_are_opened_at_the_proxy_that_the_environment_is_given() 
         assert env.server.servers[0].requests == []
         assert len(behind.server.servers[0].requests) == 2
         assert behind.server.servers[0].num_assigned["train"] == 0
+
+
+@pytest.mark.parametrize("is_remote", [False, True])
+async def test_the_tokens_of_agents_are_counted_by_what_became_of_them(is_remote: bool) -> None:
+    behind = make(Changes)
+    async with serve_locally(create_app(behind.server, ByteTokenizer(), "m")) as url:
+        env = make(Changes)
+        env.server.proxy_url = url if is_remote else None
+        outbox = Outbox(env)
+        await env.setup()
+        try:
+            with outbox.item(SamplingNotes()):
+                group, _ = await env.collect_trajectories(4)
+                await outbox.accept(group)
+        finally:
+            await env.close()
+    assert outbox.tokens == {"trained": len("8.9."), "in no group": len("8.9.")}
 
 
 async def run_program(agents: Any, code: str, **options: Any) -> str:

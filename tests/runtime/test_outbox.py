@@ -17,7 +17,12 @@ from atroposlib.client import AnotherExperiment, EnvStatus, SendReceipt, Unknown
 from atroposlib.errors import GroupError, HubRejected, HubUnavailable
 from atroposlib.frontend.view_groups import view_of_row
 from atroposlib.inference.harness import ServerHarness
-from atroposlib.inference.servers.sampling_notes import ItemRecord, note_sampling, noting_sampling
+from atroposlib.inference.servers.sampling_notes import (
+    ItemRecord,
+    SamplingNotes,
+    note_sampling,
+    noting_sampling,
+)
 from atroposlib.runtime.group_log import GroupLog
 from atroposlib.runtime.outbox import MAX_ITEM_BYTES, Outbox
 from atroposlib.scored_data import ScoredGroup, Strictness, check_group
@@ -70,6 +75,65 @@ def make_outbox(
         (naps if naps is not None else []).append(seconds)
 
     return Outbox(env, log=log, sleep=sleep)
+
+
+def sampled(*, num_sampled: int = 0, then: BaseException | None = None) -> None:
+    """Sample the two answers of `make_group(2)`, four tokens, and `num_sampled` that are only counted."""
+    outputs = [[6, 7], [6, 8]]
+    note_sampling({}, [None] * 2, prompt=[5], outputs=outputs, num_sampled=num_sampled)
+    if then is not None:
+        raise then
+
+
+async def test_sampled_tokens_are_counted_by_what_became_of_them() -> None:
+    outbox = make_outbox(ScriptedEnv(group_size=2))
+    with outbox.item(SamplingNotes()):
+        sampled()
+        sampled(num_sampled=3)
+        await outbox.accept(make_group())
+    with outbox.item(SamplingNotes()):
+        sampled()
+        await outbox.accept(make_group(scores=[1.0, 1.0]))
+    with pytest.raises(GroupError), outbox.item(SamplingNotes()):
+        sampled(then=GroupError("no"))
+    with pytest.raises(asyncio.CancelledError), outbox.item(SamplingNotes()):
+        sampled(then=asyncio.CancelledError())
+    with outbox.item(SamplingNotes()):
+        await outbox.accept(make_group())  # given text
+    assert outbox.tokens == {
+        "trained": 4,
+        "in no group": 7,
+        "equal_scores": 4,
+        "failed": 4,
+        "unfinished": 4,
+    }
+    assert outbox.num_tokens_not_sampled == 0
+
+
+async def test_tokens_trained_twice_are_counted_and_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    outbox = make_outbox(ScriptedEnv(group_size=2))
+    notes, other = SamplingNotes(), SamplingNotes()
+    for _ in range(2):
+        with outbox.item(notes if not outbox.tokens else other):
+            sampled()
+            await outbox.accept([make_group(), make_group()])
+            supervised = make_group() | {"overrides": [{"sft": True}] * 2}
+            await outbox.accept(supervised)
+    assert outbox.num_tokens_not_sampled == 8
+    assert caplog.text.count("sends 4 trained tokens more than it sampled") == 1
+
+
+async def test_groups_of_several_items_train_what_the_others_sampled() -> None:
+    outbox = make_outbox(ScriptedEnv(group_size=2))
+    with outbox.item(SamplingNotes()):
+        sampled()
+        with outbox.item(SamplingNotes()):
+            sampled()
+            await outbox.accept([make_group(), make_group()])
+        assert outbox.num_tokens_not_sampled == 0  # the outer item is in flight
+    assert outbox.tokens == {"trained": 8, "in no group": 0}
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def test_losses_are_named_by_reason_with_what_the_run_waits_for() -> None:
         " dropped equal_scores 3, too_long 1; lost too_short 5; turns not continued changed 3;"
         " failed attempts TimeoutError 2;"
         " items without groups 7; in flight 0 of 4; ready 1; trainer waits 12%; staleness 1.5;"
-        " tokens 1.5k in, 20 out; tokens to train 18"
+        " tokens 1.5k in, 20 out; sampled tokens 18 to train"
     )
 
 
@@ -94,7 +94,7 @@ async def test_serve_says_what_it_waits_for(caplog: pytest.LogCaptureFixture) ->
             idle = (
                 r"step 0 of 1000; groups 2; sent 2; rate [\d.]+/min;"
                 r" waiting for the trainer, which has enough groups; mean score 0.500;"
-                r" in flight 0 of 0; ready 2; tokens 0 in, 0 out; tokens to train 8\n"
+                r" in flight 0 of 0; ready 2; tokens 0 in, 0 out; sampled tokens 8 to train\n"
             )
             await until(lambda: re.search(idle, caplog.text) is not None)
             stop.set()

@@ -8,6 +8,7 @@ inside it adds its temperature and the engine's versions, and the outbox reads t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import Context, ContextVar, copy_context
@@ -43,6 +44,12 @@ class SamplingNotes:
         """Of the item's sessions so far."""
         self.turns: list[Turn] = []
         """Completions of known versions."""
+        self.broken_prefixes: Counter[str] = Counter()
+        """Turns that could not reuse the tokens of earlier turns, by reason."""
+        self.num_sampled = 0
+        """Sampled tokens."""
+        self.fates: Counter[str] = Counter()
+        """Trained positions of the item's groups: `trained`, or by the reason for which the group was dropped."""
         self._versions: set[str] = set()
 
     def add(self, answers: Sequence[Spans | None]) -> None:
@@ -218,15 +225,18 @@ def note_sampling(
     *,
     prompt: Sequence[int] = (),
     outputs: Sequence[Sequence[int]] = (),
+    num_sampled: int = 0,
 ) -> None:
     """Note what a request with the keywords `asked` sampled; does nothing outside an item or in evaluation.
 
-    `versions` is one list of spans per completion; `outputs` are the tokens of each, sampled after `prompt`.
+    `versions` is one list of spans per completion; `outputs` are the tokens of each, sampled after `prompt`;
+    `num_sampled` counts tokens without `outputs`.
     """
     notes = _current.get()
     if notes is None or (asked.get("split") or "train") != "train":
         return
     notes.add(versions)
+    notes.num_sampled += num_sampled + sum(map(len, outputs))
     notes.turns += [
         Turn(len(prompt), tokens, spans)
         for tokens, spans in zip(outputs, versions, strict=False)

@@ -26,7 +26,7 @@ from atroposlib.inference.servers.openai_routes import (
     completion_from,
     import_openai,
 )
-from atroposlib.inference.servers.sampling_notes import recorded
+from atroposlib.inference.servers.sampling_notes import noted, recorded
 from atroposlib.inference.servers.streaming import listening
 from atroposlib.inference.sessions.chat_template import ChatTemplate, TemplateOptions
 from atroposlib.inference.sessions.messages import (
@@ -317,6 +317,8 @@ class ManagedServer:
         self.broken_prefixes[difference.reason] += 1
         if isinstance(self.server, APIServer):
             self.server.broken_prefixes[difference.reason] += 1
+        if (notes := noted()) is not None:
+            notes.broken_prefixes[difference.reason] += 1
         if difference.reason == "template":
             self._template.say_once(
                 "The chat template rewrites earlier turns, so a conversation of %d messages cannot reuse its"

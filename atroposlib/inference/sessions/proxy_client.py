@@ -146,7 +146,8 @@ class ProxyManagedServer:
         )
         if not isinstance(answer, dict) or not isinstance(answer.get("choices"), list):
             raise EngineProtocolError(f"{self.get_url()}/{route}: no choices: {str(answer)[:400]}")
-        note_sampling(kwargs)
+        usage = answer.get("usage") or {}
+        note_sampling(kwargs, num_sampled=usage.get("completion_tokens") or 0)
         await self.fetch_state()
         return answer
 

@@ -13,7 +13,7 @@ import functools
 import logging
 import time
 import uuid
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import (
     AsyncIterator,
     Awaitable,
@@ -31,6 +31,7 @@ from contextlib import (
 )
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
+from weakref import WeakValueDictionary
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -39,7 +40,12 @@ from atroposlib.http_bodies import MAX_BODY_BYTES
 from atroposlib.inference.manager import DEFAULT_TOOL_PARSER
 from atroposlib.inference.servers.admission import start_turn
 from atroposlib.inference.servers.api_server import TokenCompletions
-from atroposlib.inference.servers.sampling_notes import noted, noting_sampling, position
+from atroposlib.inference.servers.sampling_notes import (
+    SamplingNotes,
+    noted,
+    noting_sampling,
+    position,
+)
 from atroposlib.inference.sessions.managed_server import ManagedServer, ManagedTurn, Prompt
 from atroposlib.inference.sessions.messages import has_images, is_opened
 from atroposlib.inference.sessions.sequences import SequenceNode
@@ -96,7 +102,10 @@ class SessionOptions(AgentBody):
     tool_parser: str | None = DEFAULT_TOOL_PARSER
     track_tree: bool = False
     base_url: str | None = None
-    """The engine; None: the least loaded."""
+    """The engine; None: the least loaded, or that of the `group`."""
+    group: str | None = None
+    """Sessions with the same key have the beginning of their prompts in common, so an engine serves all while it has
+    room."""
     max_tokens: int = Field(default=1024, ge=1)
     """Of one answer, unless the agent sets it."""
     max_context_tokens: int | None = Field(default=None, ge=2)
@@ -195,6 +204,13 @@ class Session:
         if isinstance(self.managed, ManagedServer):
             return self.managed.nodes
         return list(self.managed.get_state()["nodes"])
+
+    @property
+    def broken_prefixes(self) -> Counter[str]:
+        """Turns that could not reuse the tokens of earlier turns, by reason."""
+        return (
+            self.managed.broken_prefixes if isinstance(self.managed, ManagedServer) else Counter()
+        )
 
     @property
     def num_nodes(self) -> int:
@@ -465,11 +481,19 @@ class Sessions:
         self._clock = clock
         self._by_uuid: dict[str, Session] = {}
         self._num_opening = 0
+        self._groups: WeakValueDictionary[str, SamplingNotes] = WeakValueDictionary()
+        """The notes of the groups with open sessions, which hold their engines."""
         self._expired: OrderedDict[str, str] = OrderedDict()
 
     async def open(self, options: SessionOptions | None = None) -> Session:
         """Open a session on an engine. Raises ProxyError for too many sessions or an unknown engine."""
         options = options or SessionOptions()
+        if options.group is None:
+            return await self._open(options)
+        with noting_sampling(self._groups.setdefault(options.group, SamplingNotes())):
+            return await self._open(options)
+
+    async def _open(self, options: SessionOptions) -> Session:
         await self.expire()
         num_open = len(self._by_uuid) + self._num_opening
         if num_open >= self.limits.max_sessions:

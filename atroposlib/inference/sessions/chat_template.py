@@ -255,18 +255,25 @@ class ChatTemplate:
     def _for_template(self, message: dict[str, Any], marks: _Marks) -> dict[str, Any]:
         if message["role"] != "assistant":
             return message
-        message = dict(message)
+        message = dict(self.with_calls_shown(message))
         if calls := message.get("tool_calls"):
-            if self._write_calls is not None and not self._mentions("tool_calls"):
-                message = self._write_calls(message)
-            else:
-                message["tool_calls"] = [with_parsed(call) for call in calls]
+            message["tool_calls"] = [with_parsed(call) for call in calls]
         for i, tag in enumerate(self._tags):
             message["content"] = message["content"].replace(tag, marks.tag(i))
         if not message["content"] and message.get("tool_calls"):
             # DeepSeek's templates take any text, even an empty one, for the whole answer.
             message["content"] = None
         return message
+
+    def with_calls_shown(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return a message with its tool calls in the text if the template would leave them out."""
+        if (
+            self._write_calls is None
+            or not message.get("tool_calls")
+            or self._mentions("tool_calls")
+        ):
+            return message
+        return self._write_calls(message)
 
     def _mentions(self, word: str) -> bool:
         return word in str(getattr(self._tokenizer, "chat_template", "") or "")

@@ -294,7 +294,7 @@ class ManagedServer:
     ) -> PendingTurn:
         identities = tuple(identity(message) for message in messages)
         if has_images(messages):
-            chat = _chat_with_images(messages, options)
+            chat = _chat_with_images(list(map(self._template.with_calls_shown, messages)), options)
             first = ChatPlace(index=len(messages))
             return self._first_turn("", [], messages=identities, place=first, chat=chat)
         if is_opened(messages):

@@ -184,7 +184,10 @@ class AgentEnv(DatasetEnv):
             # The agent knows the uuid and must not be able to drop its sequences.
             options["owner_key"] = secrets.token_urlsafe()
             remote = await create_proxy_session(
-                str(self.server.proxy_url), tool_parser=self.config.tool_parser, options=options
+                str(self.server.proxy_url),
+                tool_parser=self.config.tool_parser,
+                options=options,
+                counts=self.server.servers[0].broken_prefixes,
             )
 
             async def fetch() -> list[SequenceNode]:

@@ -298,6 +298,7 @@ class ServerManager:
             tool_parser=tool_parser or DEFAULT_TOOL_PARSER,
             track_tree=track_tree,
             model_name=self.servers[0].config.model_name,
+            counts=self.servers[0].broken_prefixes,
         )
         try:
             yield session

@@ -116,7 +116,7 @@ def _as_text(block: Any, known: Mapping[str, dict[str, Any]], where: str) -> Any
     """Return a block about a tool or a source as a text; others as they are."""
     kind = block.get("type") if isinstance(block, Mapping) else None
     if kind == "search_result":
-        said = _read(block.get("content"), known, f"{where}.content")
+        said = read_content(block.get("content"), where=f"{where}.content")
         text = f"{block.get('title')} ({block.get('source')})\n{said}"
     elif kind == "tool_reference":
         text = _shown(text_field(block, "tool_name", where), known)

@@ -123,7 +123,10 @@ def messages_of(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             call_id = text_field(item, "call_id", where)
             messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
         elif kind == "reasoning":
-            parts = [*(item.get("content") or ()), *(item.get("summary") or ())]
+            listed = [
+                item[key] for key in ("content", "summary") if isinstance(item.get(key), list)
+            ]
+            parts = [part for parts in listed for part in parts if isinstance(part, Mapping)]
             thought = "".join(str(part.get("text") or "") for part in parts)
             if thought:
                 message = {"role": "assistant", "content": "", "reasoning_content": thought}
@@ -182,13 +185,17 @@ Tools = Mapping[str, OfferedTool]
 """By the name of the function; functions that have the same name at the client are left out."""
 
 
-def function_name(name: str, namespace: str | None) -> str:
+def function_name(name: str, namespace: Any) -> str:
     """Return the name by which the model calls a tool of a namespace.
 
     >>> function_name("read", "mcp__files"), function_name("read", "mcp__files__")
     ('mcp__files__read', 'mcp__files__read')
     """
-    return name if not namespace else f"{namespace.removesuffix('__')}__{name}"
+    return (
+        f"{namespace.removesuffix('__')}__{name}"
+        if namespace and isinstance(namespace, str)
+        else name
+    )
 
 
 def read_tools(
@@ -199,8 +206,8 @@ def read_tools(
     offered: dict[str, OfferedTool] = {}
     left_out: list[str] = []
     for i, tool in enumerate(raw):
-        at, kind = f"{where}[{i}]", tool.get("type")
-        if kind == "namespace" and isinstance(tool.get("tools"), list):
+        at, kind = f"{where}[{i}]", tool.get("type") if isinstance(tool, Mapping) else None
+        if kind == "namespace" and namespace is None and isinstance(tool.get("tools"), list):
             found = read_tools(tool["tools"], f"{at}.tools", text_field(tool, "name", at))
             functions += found[0]
             offered |= found[1]

@@ -250,7 +250,11 @@ class Routes:
     async def _nodes(self, request: Request) -> Response:
         session = await self._owned(request)
         # Up to megabytes of numbers, so encoded off the event loop.
-        return await asyncio.to_thread(_json, {"nodes": list(map(dict, session.nodes()))})
+        found = {
+            "nodes": list(map(dict, session.nodes())),
+            "broken_prefixes": session.broken_prefixes,
+        }
+        return await asyncio.to_thread(_json, found)
 
     async def _forget(self, request: Request) -> Response:
         session = await self._owned(request)

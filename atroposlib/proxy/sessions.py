@@ -13,7 +13,7 @@ import functools
 import logging
 import time
 import uuid
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import (
     AsyncIterator,
     Awaitable,
@@ -31,6 +31,7 @@ from contextlib import (
 )
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
+from weakref import WeakValueDictionary
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -39,14 +40,20 @@ from atroposlib.http_bodies import MAX_BODY_BYTES
 from atroposlib.inference.manager import DEFAULT_TOOL_PARSER
 from atroposlib.inference.servers.admission import start_turn
 from atroposlib.inference.servers.api_server import TokenCompletions
-from atroposlib.inference.servers.sampling_notes import noted, noting_sampling, position
+from atroposlib.inference.servers.sampling_notes import (
+    SamplingNotes,
+    noted,
+    noting_sampling,
+    position,
+)
 from atroposlib.inference.sessions.managed_server import ManagedServer, ManagedTurn, Prompt
 from atroposlib.inference.sessions.messages import has_images, is_opened
 from atroposlib.inference.sessions.sequences import SequenceNode
+from atroposlib.inference.thoughts import THINK, Spoken, ThinkTags
 from atroposlib.inference.tools.parsers import style_named
 from atroposlib.proxy.chat import DISTRIBUTION_KEPT, EngineSampling
 from atroposlib.proxy.errors import ProxyError, error_for
-from atroposlib.proxy.spoken import END_OF_THINK, Spoken, certain, divide, is_opened_in
+from atroposlib.proxy.spoken import certain
 from atroposlib.proxy.turn import (
     AgentAnswer,
     AgentBody,
@@ -95,7 +102,10 @@ class SessionOptions(AgentBody):
     tool_parser: str | None = DEFAULT_TOOL_PARSER
     track_tree: bool = False
     base_url: str | None = None
-    """The engine; None: the least loaded."""
+    """The engine; None: the least loaded, or that of the `group`."""
+    group: str | None = None
+    """Sessions with the same key have the beginning of their prompts in common, so an engine serves all while it has
+    room."""
     max_tokens: int = Field(default=1024, ge=1)
     """Of one answer, unless the agent sets it."""
     max_context_tokens: int | None = Field(default=None, ge=2)
@@ -196,6 +206,13 @@ class Session:
         return list(self.managed.get_state()["nodes"])
 
     @property
+    def broken_prefixes(self) -> Counter[str]:
+        """Turns that could not reuse the tokens of earlier turns, by reason."""
+        return (
+            self.managed.broken_prefixes if isinstance(self.managed, ManagedServer) else Counter()
+        )
+
+    @property
     def num_nodes(self) -> int:
         if isinstance(self.managed, ManagedServer):
             return self.managed.num_nodes
@@ -207,11 +224,11 @@ class Session:
         write: Callable[[AgentAnswer], T],
         *,
         head: AgentAnswer | None = None,
-        say: Callable[[Spoken], None] | None = None,
+        say: Callable[[int, Spoken], None] | None = None,
     ) -> T:
         """Sample the next message(s) and return `write(answer)`; if `write` raises, the turn is not stored.
 
-        The answer has the id and the time of `head`. If there is one choice, `say` is told what is certain of it.
+        The answer has the id and the time of `head`. `say` is told what is certain of each choice.
         """
         kwargs: dict[str, Any] = {"messages": ask.messages, **ask.template}
         if has_images(ask.messages) and is_opened(ask.messages):
@@ -221,7 +238,7 @@ class Session:
         if ask.tools:
             kwargs |= {"tools": ask.tools, "tool_choice": ask.tool_choice}
         with self._room_for(ask.n):
-            if say is not None and ask.n == 1 and isinstance(self.managed, ManagedServer):
+            if say is not None and isinstance(self.managed, ManagedServer):
                 kwargs["on_text"] = self._listener(ask, say)
             answer, written = await self._sample(self._chat_turn, ask, kwargs, write, head)
         message = answer.choices[0].message()
@@ -235,13 +252,13 @@ class Session:
         write: Callable[[AgentAnswer], T],
         *,
         head: AgentAnswer | None = None,
-        say: Callable[[Spoken], None] | None = None,
+        say: Callable[[int, Spoken], None] | None = None,
     ) -> T:
         """Sample the continuation of a prompt, as `ask` does the next message."""
         kwargs: dict[str, Any] = {"prompt": prompt}
         with self._room_for(ask.n):
-            if say is not None and ask.n == 1 and isinstance(self.managed, ManagedServer):
-                kwargs["on_text"] = lambda _, text: say(Spoken("", text))
+            if say is not None and isinstance(self.managed, ManagedServer):
+                kwargs["on_text"] = lambda number, _, text: say(number, Spoken("", text))
             _, written = await self._sample(self._text_turn, ask, kwargs, write, head)
         return written
 
@@ -382,16 +399,16 @@ class Session:
         return getattr(self.managed.server.config, "server_type", None) in ("vllm", "openai")
 
     def _listener(
-        self, ask: AgentRequest, say: Callable[[Spoken], None]
-    ) -> Callable[[str, str], None]:
+        self, ask: AgentRequest, say: Callable[[int, Spoken], None]
+    ) -> Callable[[int, str, str], None]:
         may_call = ask.tools and ask.tool_choice != "none"
         markers = self._call_starts if may_call else ()
 
-        def listen(prompt: str, text: str) -> None:
-            is_opened = is_opened_in(prompt)
-            has_thoughts = is_opened or self._has_thoughts
-            spoken = certain(text, has_thoughts=has_thoughts, is_opened=is_opened, markers=markers)
-            say(spoken)
+        def listen(number: int, prompt: str, text: str) -> None:
+            is_opened = (self._tags or THINK).is_opened_in(prompt)
+            tags = self._tags or (THINK if is_opened else None)
+            spoken = certain(text, tags=tags, is_opened=is_opened, markers=markers)
+            say(number, spoken)
 
         return listen
 
@@ -402,15 +419,12 @@ class Session:
         return style_named(name, tokenizer=self.managed.tokenizer).starts if name else ()
 
     @functools.cached_property
-    def _has_thoughts(self) -> bool:
-        """Whether the chat template knows thoughts."""
-        if not isinstance(self.managed, ManagedServer):
-            return False
-        template = getattr(self.managed.tokenizer, "chat_template", None)
-        return END_OF_THINK in str(template or "")
+    def _tags(self) -> ThinkTags | None:
+        return self.managed.think_tags if isinstance(self.managed, ManagedServer) else None
 
     def _read(self, turn: ManagedTurn, head: AgentAnswer) -> AgentAnswer:
-        is_opened = is_opened_in(turn.prompt)
+        tags = self._tags or THINK
+        is_opened = tags.is_opened_in(turn.prompt)
         choices = []
         for choice in turn.completion.choices:
             message = getattr(choice, "message", None)
@@ -418,8 +432,8 @@ class Session:
             stop = getattr(choice, "stop_reason", None)
             content = choice.text if message is None else message.content
             thought = "" if message is None else getattr(message, "reasoning_content", None) or ""
-            if message is not None and content and (is_opened or self._has_thoughts):
-                thought, content = divide(content, is_opened=is_opened)
+            if message is not None and content and (is_opened or self._tags):
+                thought, content = tags.divide(content, is_opened=is_opened)
             choices.append(
                 Choice(
                     content=content,
@@ -469,11 +483,19 @@ class Sessions:
         self._clock = clock
         self._by_uuid: dict[str, Session] = {}
         self._num_opening = 0
+        self._groups: WeakValueDictionary[str, SamplingNotes] = WeakValueDictionary()
+        """The notes of the groups with open sessions, which hold their engines."""
         self._expired: OrderedDict[str, str] = OrderedDict()
 
     async def open(self, options: SessionOptions | None = None) -> Session:
         """Open a session on an engine. Raises ProxyError for too many sessions or an unknown engine."""
         options = options or SessionOptions()
+        if options.group is None:
+            return await self._open(options)
+        with noting_sampling(self._groups.setdefault(options.group, SamplingNotes())):
+            return await self._open(options)
+
+    async def _open(self, options: SessionOptions) -> Session:
         await self.expire()
         num_open = len(self._by_uuid) + self._num_opening
         if num_open >= self.limits.max_sessions:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -18,8 +19,8 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from atroposlib.inference.thoughts import Spoken
 from atroposlib.proxy.errors import ProxyError
-from atroposlib.proxy.spoken import Spoken
 from atroposlib.proxy.turn import AgentAnswer
 from atroposlib.utils.json_lines import on_one_line
 
@@ -86,41 +87,40 @@ class AnswerStream:
     def __init__(self, writer: Writer, head: AgentAnswer) -> None:
         self._writer = writer
         self._head = head
-        self._part: Part | None = None
-        """The part that is open."""
-        self._num_parts = 0
+        self._parts: dict[int, Part] = {}
+        """The open part of each choice that has one."""
+        self._num_parts: Counter[int] = Counter()
+        """Of each choice."""
         self._unsent: list[bytes] = [*writer.begin(head)]
         self._has_news = asyncio.Event()
 
-    def say(self, spoken: Spoken) -> None:
-        """Send what is certain of the first choice so far: the beginning of its thought and its text."""
-        self._extend("thought", spoken.thought)
-        self._extend("text", spoken.content)
+    def say(self, choice: int, spoken: Spoken) -> None:
+        """Send what is certain of a choice so far: the beginning of its thought and its text."""
+        self._extend(choice, "thought", spoken.thought)
+        self._extend(choice, "text", spoken.content)
 
     def finish(self, answer: AgentAnswer) -> None:
         """Send what is left of the whole answer."""
         for number, choice in enumerate(answer.choices):
-            if number:
-                self._num_parts = 0
-            self._extend("thought", choice.thought or "", choice=number)
+            self._extend(number, "thought", choice.thought or "")
             needs_text = not choice.tool_calls
-            self._extend("text", choice.content or "", choice=number, even_empty=needs_text)
+            self._extend(number, "text", choice.content or "", even_empty=needs_text)
             for i, call in enumerate(choice.tool_calls):
                 self._open(Part(choice=number, index=0, kind="call", call=call, num_call=i))
-                self._extend("call", call["function"]["arguments"], choice=number)
-            self._close()
+                self._extend(number, "call", call["function"]["arguments"])
+            self._close(number)
         self._add(self._writer.end(answer))
 
     def _extend(
         self,
+        choice: int,
         kind: Literal["thought", "text", "call"],
         whole: str,
         *,
-        choice: int = 0,
         even_empty: bool = False,
     ) -> None:
         """Send what `whole` has more than was sent of it."""
-        part = self._part
+        part = self._parts.get(choice)
         if part is None or part.kind != kind:
             if not whole and not even_empty:
                 return
@@ -136,16 +136,16 @@ class AnswerStream:
             self._add(self._writer.piece(part, piece))
 
     def _open(self, part: Part) -> Part:
-        self._close()
-        part.index, self._num_parts = self._num_parts, self._num_parts + 1
-        self._part = part
+        self._close(part.choice)
+        part.index = self._num_parts[part.choice]
+        self._num_parts[part.choice] += 1
+        self._parts[part.choice] = part
         self._add(self._writer.open(part))
         return part
 
-    def _close(self) -> None:
-        if self._part is not None:
-            self._add(self._writer.close(self._part))
-            self._part = None
+    def _close(self, choice: int) -> None:
+        if (part := self._parts.pop(choice, None)) is not None:
+            self._add(self._writer.close(part))
 
     def _add(self, events: Iterable[bytes]) -> None:
         self._unsent += events

@@ -28,6 +28,7 @@ from atroposlib.inference.sessions.sequences import train_once
 from atroposlib.proxy.command import create_app
 from atroposlib.runtime.outbox import Outbox
 from atroposlib.runtime.process import process
+from atroposlib.runtime.progress import RunStatus, with_servers
 from atroposlib.scored_data import Strictness, check_group
 from atroposlib.utils.local_server import serve_locally
 from environments.agents.arithmetic_agents import ArithmeticAgents
@@ -473,6 +474,19 @@ async def test_sessions_are_opened_at_the_proxy_that_the_environment_is_given() 
         assert env.server.servers[0].requests == []
         assert len(behind.server.servers[0].requests) == 2
         assert behind.server.servers[0].num_assigned["train"] == 0
+
+
+async def test_turns_that_were_not_continued_are_counted_behind_a_remote_proxy_as_well() -> None:
+    behind = make(Changes)
+    async with serve_locally(create_app(behind.server, ByteTokenizer(), "m")) as url:
+        env = make(Changes)
+        env.server.proxy_url = url
+        with noting_sampling() as notes:
+            await group_of(env, 21)
+        assert notes.broken_prefixes == {"changed": 2}
+        shown = await env.server.wandb_metrics({})
+        assert [value for name, value in shown.items() if name.endswith("broken_by_changed")] == [2]
+        assert with_servers(RunStatus(num_made=0), env.server).broken_prefixes == {"changed": 2}
 
 
 @pytest.mark.parametrize("is_remote", [False, True])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from helpers_inference import Sample, sample
 
-from atroposlib.errors import EngineProtocolError
+from atroposlib.errors import EngineProtocolError, EngineRejected, EngineUnavailable
 from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.harness import ServerHarness
 from atroposlib.inference.manager import ServerManager
@@ -21,6 +21,7 @@ from atroposlib.inference.scripted_engine import (
 from atroposlib.inference.servers.api_server import APIServer
 from atroposlib.inference.servers.openai import OpenAIServer
 from atroposlib.inference.servers.sglang import SGLangServer
+from atroposlib.inference.servers.streaming import listening
 from atroposlib.inference.servers.trl import TrlVllmServer
 from atroposlib.inference.servers.vllm import VLLMServer
 
@@ -161,3 +162,76 @@ async def test_half_answers_are_refused(name: str, kind: Any) -> None:
         with pytest.raises(EngineProtocolError, match=r"not JSON|\d+ (logprobs|tokens)"):
             await server.tokens_and_logprobs_completion(input_ids=PROMPT, max_tokens=4)
         await server.close()
+
+
+# Streams.
+
+
+async def told_and_answered(server: Any, *, n: int = 1, **asked: Any) -> tuple[Any, Any]:
+    """Return the pieces that were told of each completion, and the answer."""
+    told: list[list[list[int]]] = [[] for _ in range(n)]
+    with listening([pieces.append for pieces in told]):
+        answer = await server.tokens_and_logprobs_completion(
+            **{"input_ids": PROMPT, "n": n, "max_tokens": 8, **asked}
+        )
+    return told, answer
+
+
+@pytest.mark.parametrize(
+    ("script", "asked"),
+    [
+        (Script(seed=3), {}),
+        (Script(seed=3, lengths=(2, 8)), {"n": 3}),
+        (Script(answers=("half a line\nand more",)), {"stop": ["\n"], "max_tokens": 99}),
+        (Script(seed=3), {"stream_interval": 3}),
+        (Script(faults=(Fault(kind="swap_weights"),)), {"n": 2}),
+        (Script(seed=3, lengths=(2, 5)), {"n": 5, "max_tokens": 30000}),  # in three requests
+    ],
+)
+async def test_a_stream_of_sglang_is_its_unstreamed_answer(
+    script: Script, asked: dict[str, Any]
+) -> None:
+    answers = []
+    for listens in (True, False):
+        async with ScriptedEngine(script, weight_version="7") as engine:
+            server = open_server("sglang", engine)
+            if listens:
+                told, answer = await told_and_answered(server, **asked)
+            else:
+                answer = await server.tokens_and_logprobs_completion(
+                    **{"input_ids": PROMPT, "max_tokens": 8, **asked}
+                )
+            await server.close()
+        answers.append((*answer, answer.weight_versions))
+        assert all(bool(request.body.get("stream")) == listens for request in engine.served)
+    assert answers[0] == answers[1]
+    assert [sum(pieces, []) for pieces in told] == answers[0][1]
+    assert max(map(len, told)) > 1
+
+
+async def test_a_long_answer_is_streamed_in_a_bounded_number_of_events() -> None:
+    async with ScriptedEngine(Script(lengths=(1030, 1030))) as engine:
+        server = open_server("sglang", engine)
+        (pieces,), answer = await told_and_answered(server, max_tokens=8192)
+        await server.close()
+    assert [len(piece) for piece in pieces] == [1, *[16] * 64, 5]
+    assert sum(pieces, []) == answer.output_tokens[0]
+
+
+@pytest.mark.parametrize(
+    ("asked", "script", "error", "words"),
+    [
+        ({"input_ids": [5] * 99}, Script(), EngineRejected, "maximum context length is 64"),
+        ({}, Script(faults=(Fault(kind="drop_in_body"),)), EngineUnavailable, "broke off"),
+        ({}, Script(faults=(Fault(kind="wrong_lengths"),)), EngineUnavailable, "says 8"),
+    ],
+)
+async def test_a_stream_that_fails_is_no_answer_and_is_not_repeated(
+    asked: dict[str, Any], script: Script, error: type[Exception], words: str
+) -> None:
+    async with ScriptedEngine(script, max_model_len=64) as engine:
+        server = open_server("sglang", engine)
+        with pytest.raises(error, match=words):
+            await told_and_answered(server, **asked)
+        await server.close()
+    assert engine.counts["/generate"] == 1

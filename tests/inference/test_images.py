@@ -13,6 +13,7 @@ from atroposlib.inference.harness import ByteTokenizer, HarnessRequest, ServerHa
 from atroposlib.inference.manager import ServerManager
 from atroposlib.inference.scripted_engine import Script, ScriptedEngine
 from atroposlib.inference.sessions.managed_server import ManagedServer
+from tests.proxy.helpers_proxy import WEATHER, call_text
 
 PNG = "data:image/png;base64,iVBORw0KGgo="
 QUESTION: dict[str, Any] = {
@@ -76,6 +77,34 @@ async def test_a_later_turn_grows_the_node_if_the_engine_kept_its_tokens(
     num_answer = len("a cat") + 1
     trained = [sum(label != -100 for label in node.masked_tokens) for node in managed.nodes]
     assert trained == ([2 * num_answer] if num_nodes == 1 else [num_answer, num_answer])
+
+
+async def test_calls_before_an_image_are_shown_to_a_model_whose_template_has_none() -> None:
+    engine, managed = session(lambda request: call_text("Oslo"), tool_parser="hermes")
+    messages: list[Any] = [AGAIN]
+    for _ in range(3):
+        answer = await managed.chat_completion(messages=messages, tools=[WEATHER], max_tokens=99)
+        message = answer.choices[0].message
+        call_id = message.tool_calls[0].id
+        result = {"role": "tool", "tool_call_id": call_id, "content": QUESTION["content"]}
+        messages = [*messages, message, result]
+    (node,) = managed.nodes
+    assert node.full_text.count(call_text("Oslo")) == 3
+    assert managed.num_broken_prefixes == 0
+
+
+@pytest.mark.parametrize("starts_with_image", [False, True])
+@pytest.mark.parametrize(("said", "reason"), [("a dog", "changed"), ("a cat", "template")])
+async def test_calls_with_images_that_begin_a_sequence_are_counted_by_reason(
+    said: str, reason: str, starts_with_image: bool
+) -> None:
+    _, managed = session(lambda request: " a cat\n")
+    messages: list[Any] = [QUESTION if starts_with_image else AGAIN]
+    for _ in range(3):
+        await managed.chat_completion(messages=messages, max_tokens=20)
+        messages = [*messages, {"role": "assistant", "content": said}, QUESTION]
+    assert len(managed.nodes) == 3
+    assert managed.broken_prefixes == {reason: 2}
 
 
 async def test_what_needs_the_prompts_tokens_beforehand_is_refused() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -10,8 +12,9 @@ import pytest
 from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig
 from atroposlib.errors import EngineProtocolError, EngineUnavailable
 from atroposlib.inference.config import APIServerConfig
-from atroposlib.inference.harness import ByteTokenizer
+from atroposlib.inference.harness import ByteTokenizer, ServerHarness
 from atroposlib.inference.manager import ServerManager
+from atroposlib.inference.servers.choices import run_together
 from atroposlib.inference.servers.http_peer import EngineHttpRejected
 from atroposlib.inference.servers.sampling_notes import noting_sampling
 from atroposlib.inference.sessions.proxy_client import ProxyManagedServer, create_proxy_session
@@ -191,6 +194,43 @@ async def test_environment_that_was_not_written_for_a_proxy_works_with_one() -> 
             f"<user>say a<eos><assistant>{answer}<eos>" for answer in answers
         ]
         assert proxy.sessions.open_sessions() == []
+
+
+async def test_sessions_of_an_item_share_an_engine_of_the_proxy() -> None:
+    configs = [
+        APIServerConfig(model_name="tiny", base_url=f"http://h{i}/v1", server_type="vllm")
+        for i in range(4)
+    ]
+    async with Proxy() as proxy, serve_locally(proxy.app) as url:
+        proxy.sessions.manager = manager = ServerManager(configs)
+        manager.servers = [ServerHarness(config) for config in configs]
+        opened = []
+        for num in (3, 3, 1):
+            with noting_sampling():
+                opened.append(await run_together([create_proxy_session(url) for _ in range(num)]))
+        alone = await run_together([create_proxy_session(url) for _ in range(2)])
+        groups = [{managed.base_url for managed in managed_group} for managed_group in opened]
+        assert list(map(len, groups)) == [1, 1, 1]
+        assert len(set().union(*groups)) == 3
+        assert len({managed.base_url for managed in alone}) == 2
+        for managed in [*sum(opened, []), *alone]:
+            await managed.cleanup()
+        gc.collect()
+        assert not proxy.sessions._groups
+        await manager.close()
+
+
+async def test_changed_turns_are_counted_once_however_often_they_are_fetched() -> None:
+    counts: Counter[str] = Counter()
+    async with Proxy() as proxy, serve_locally(proxy.app) as url:
+        managed = await create_proxy_session(url, counts=counts)
+        for content in ("hello", "hullo", "hallo"):
+            said = {"role": "assistant", "content": content}
+            await managed.chat_completion(messages=HELLO)
+            await managed.chat_completion(messages=[*HELLO, said, *HELLO])
+            await managed.fetch_state()
+        assert managed.broken_prefixes == counts == {"changed": 2}
+        await managed.cleanup()
 
 
 async def test_an_answer_gets_what_its_prompt_leaves_of_the_limit() -> None:

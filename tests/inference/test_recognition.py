@@ -10,12 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from atroposlib.inference.sessions.managed_server import ManagedServer
 from atroposlib.inference.sessions.recognition import Difference, SaidTurn, called, given_after
 from atroposlib.inference.sessions.sequences import train_once
+from atroposlib.inference.thoughts import THINK_TAGS, ThinkTags, tags_known_to
 from tests.inference.helpers_templates import (
     CHATML,
     CUTS_THOUGHTS,
@@ -288,3 +289,93 @@ def test_calls_that_the_client_writes_as_text_are_appended_text(answer: str) -> 
         found = given_after(said, {"content": content})
         assert isinstance(found, Difference)
         assert found.reason == "calls"
+
+
+# Tags.
+
+
+@given(
+    tags=st.sampled_from(THINK_TAGS),
+    pieces=st.lists(st.sampled_from(["OPENING", "CLOSING", "a", "b", " ", "\n\n"]), max_size=9),
+    is_opened=st.booleans(),
+    returns_thought=st.booleans(),
+)
+def test_a_turn_continues_as_the_proxy_shows_it_with_and_without_its_thought(
+    tags: ThinkTags, pieces: list[str], is_opened: bool, returns_thought: bool
+) -> None:
+    text = "".join(pieces).replace("OPENING", tags.opening).replace("CLOSING", tags.closing)
+    # Of a thought that the prompt began and that has no end, nothing may come back.
+    assume(not is_opened or tags.closing in text)
+    shown = tags.divide(text, is_opened=is_opened)
+    moved = {"reasoning_content": shown.thought} if returns_thought and shown.thought else {}
+    said = SaidTurn(text, tags=tags)
+    assert given_after(said, {"role": "assistant", "content": shown.content, **moved}) == ""
+
+
+@pytest.mark.parametrize(
+    ("answer", "given"),
+    [
+        ("The tag </think> ends it.", "The tag </think> ends it."),
+        ("Use <think> here.", "Use <think> here."),
+        ("Write <think>foo</think> now.", "Write <think>foo</think> now.</code>"),
+    ],
+)
+def test_an_answer_that_mentions_the_tags_continues_without_its_thought(
+    answer: str, given: str
+) -> None:
+    said = SaidTurn(f"<think>So.</think>{answer}", cut="</code>")
+    assert given_after(said, {"role": "assistant", "content": given}) == ""
+
+
+def test_another_answer_behind_a_tag_is_not_what_was_added_to_the_answer() -> None:
+    said = SaidTurn("4</think>4")
+    found = given_after(said, {"role": "assistant", "content": "4</think>5"})
+    assert isinstance(found, Difference)
+    assert found.reason == "changed"
+
+
+@pytest.mark.parametrize(
+    ("template", "tokens", "opening"),
+    [
+        ("{{ content.split('</think>') }}", ["[/THINK]"], "<think>"),
+        ("{{ '</seed:think>' }}", ["<think>"], "<seed:think>"),
+        ("{{ content }}", ["[INST]", "[THINK]", "[/THINK]"], "[THINK]"),
+        ("{{ content }}", ["<think>"], None),
+        ("<|channel|>analysis<|message|>", ["<|channel|>"], None),
+    ],
+)
+def test_tags_are_those_of_the_template_or_else_of_the_tokens(
+    template: str, tokens: list[str], opening: str | None
+) -> None:
+    tags = tags_known_to(template, tokens)
+    assert (tags and tags.opening) == opening
+
+
+@pytest.mark.parametrize("change", [as_answered, stripped, "divided", "moved"])
+async def test_tags_that_are_special_tokens_are_seen_and_stay_one_sequence(change: Any) -> None:
+    """Magistral's tags are control tokens, which decoding leaves out."""
+    tokenizer = make_tokenizer(CHATML + "{# [/THINK] #}", eos="<|im_end|>")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[THINK]", "[/THINK]"]})
+    engine, managed = told_session(tokenizer)
+    tags = managed.think_tags
+    assert tags is not None
+    messages: list[Any] = [user("Do it.")]
+    texts = ["[THINK]Hm.[/THINK]Yes.", "[THINK]So.[/THINK]No.", "[THINK]Hm"]
+    for text in texts:
+        engine.tell(text, end="<|im_end|>" if "/" in text else "")
+        answer = await managed.chat_completion(messages=messages)
+        content = answer.choices[0].message.content
+        assert content == text
+        message = {"role": "assistant", "content": content}
+        if change == "moved":
+            thought, message["content"] = tags.divide(content, is_opened=False)
+            message["reasoning_content"] = thought
+        elif change == "divided":
+            message["content"] = tags.divide(content, is_opened=False).content
+        else:
+            message = change(message)
+        messages += [message, user("Go on.")]
+    assert managed.num_broken_prefixes == 0
+    (node,) = managed.get_state()["nodes"]
+    trained = [token for token in node.masked_tokens if token != -100]
+    assert tokenizer.decode(trained) == "<|im_end|>".join(texts)

@@ -396,7 +396,7 @@ async def test_sessions_are_opened_at_a_proxy_where_one_is_configured(
     async with manager.managed_server(ByteTokenizer()):
         pass
     assert first.closed
-    common = {"proxy_url": "http://proxy", "track_tree": False, "model_name": "m"}
+    common = {"proxy_url": "http://proxy", "track_tree": False, "model_name": "m", "counts": {}}
     assert opened == [
         {**common, "base_url": "http://e/v1", "tool_parser": "llama3"},
         {**common, "base_url": None, "tool_parser": "hermes"},

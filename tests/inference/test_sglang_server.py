@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import threading
 from typing import Any
 
 import pytest
 from helpers_peer import Characters, Peer, Reply
 
-from atroposlib.errors import ConfigError, EngineProtocolError
+from atroposlib.errors import (
+    ConfigError,
+    EngineProtocolError,
+    EngineRejected,
+    EngineUnavailable,
+)
 from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.servers import token_ids
-from atroposlib.inference.servers.sglang import SGLangServer
+from atroposlib.inference.servers.sglang import SGLangServer, StreamedResults, read_sampled
 
 NEUTRAL = {
     "temperature": 1.0,
@@ -211,6 +217,73 @@ async def test_logprobs_that_are_no_numbers_are_refused(value: str) -> None:
             EngineProtocolError, match=r"not JSON|out of range|at token 1, expected a number"
         ):
             await sample(peer)
+
+
+# Events.
+
+
+def collect(*events: Any) -> tuple[list[list[int]], list[Any]]:
+    """Return the tokens that events tell, and the completions that they are in the end."""
+    told: list[list[int]] = []
+    results = StreamedResults(lambda number, tokens: told.append([number, *tokens]), where="here")
+    for event in events:
+        results.add(json.dumps(event).encode())
+    return told, read_sampled(results.read(b""), where="here")
+
+
+FIRST, SECOND, LAST = (-0.1, 97), (-0.2, 98), (-0.3, 2)
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [result(FIRST, reason=None), result(FIRST, SECOND, LAST)],
+        [
+            result(FIRST, reason=None, output_token_logprobs_length=1),
+            result(FIRST, SECOND, LAST, output_token_logprobs_length=3),
+        ],
+        [  # --incremental-streaming-output
+            result(FIRST, reason=None, output_token_logprobs_length=1),
+            result(SECOND, LAST, output_token_logprobs_length=3, completion_tokens=3),
+        ],
+    ],
+)
+def test_events_with_all_tokens_or_with_the_latest_are_one_completion(events: list[Any]) -> None:
+    told, (sampled,) = collect(*events)
+    assert told == [[0, 97], [0, 98, 2]]
+    assert (list(sampled.tokens), list(sampled.logprobs)) == ([97, 98, 2], [-0.1, -0.2, -0.3])
+    assert sampled.finish_reason == "stop"
+
+
+def test_events_of_several_completions_are_told_apart_by_their_index() -> None:
+    told, sampled = collect(
+        {**result(FIRST, reason=None), "index": 1},
+        {**result(LAST), "index": 0},
+        {**result(FIRST, SECOND), "index": 1},
+    )
+    assert told == [[1, 97], [0, 2], [1, 98]]
+    assert [list(each.tokens) for each in sampled] == [[2], [97, 98]]
+
+
+@pytest.mark.parametrize(
+    ("events", "error", "words"),
+    [
+        ([result(LAST, output_token_logprobs_length=3)], EngineProtocolError, "begins at token 2"),
+        ([result(FIRST, reason=None)], EngineUnavailable, "ended before the answer"),
+        ([], EngineUnavailable, "ended before the answer"),
+        ([{"error": {"message": "too long"}}], EngineRejected, "answered 400.*too long"),
+        (
+            [result(reason={"type": "abort", "status_code": 503, "message": "full"})],
+            EngineUnavailable,
+            "answered 503.*full",
+        ),
+    ],
+)
+def test_events_that_are_no_whole_answer_are_refused(
+    events: list[Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        collect(*events)
 
 
 # Prompt logprobs.

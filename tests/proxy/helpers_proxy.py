@@ -12,6 +12,7 @@ import httpx
 from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.harness import ByteTokenizer, HarnessRequest, ServerHarness
 from atroposlib.inference.manager import ServerManager
+from atroposlib.inference.thoughts import THINK
 from atroposlib.proxy.command import create_app
 from atroposlib.proxy.sessions import SessionLimits
 from atroposlib.scored_data import IGNORE_INDEX
@@ -57,11 +58,16 @@ class Thinker(ByteTokenizer):
     """Its template opens the thought if it `opens`, and else knows what a thought is."""
 
     opens = False
-    chat_template = "<role>content<eos>{# </think> #}"
+    tags = THINK
+
+    @property
+    def chat_template(self) -> str:
+        return f"<role>content<eos>{{# {self.tags.closing} #}}"
 
     def apply_chat_template(self, *args: Any, **options: Any) -> Any:
         text = super().apply_chat_template(*args, **{**options, "tokenize": False})
-        return f"{text}<think>\n" if self.opens and options.get("add_generation_prompt") else text
+        opens = self.opens and options.get("add_generation_prompt")
+        return f"{text}{self.tags.opening}\n" if opens else text
 
 
 class Proxy:

@@ -19,6 +19,7 @@ from helpers_proxy import (
 )
 
 from atroposlib.errors import EngineUnavailable
+from atroposlib.inference.thoughts import THINK_TAGS, ThinkTags
 from atroposlib.proxy import chat, messages, responses
 from atroposlib.proxy.errors import ProxyError
 from atroposlib.proxy.stream import AnswerStream
@@ -302,6 +303,50 @@ def test_what_claude_code_says_of_tools_and_sources_is_text(block: Any, text: st
     told = [{"role": "user", "content": "hi"}, {"role": "system", "content": [block]}]
     ask = messages.read(messages.MessagesBody(messages=told))
     assert ask.messages[-1] == {"role": "system", "content": text}
+
+
+def nested(depth: int) -> dict[str, Any]:
+    """A namespace in a namespace in ..."""
+    tool: dict[str, Any] = {"type": "function", "name": "f"}
+    for _ in range(depth):
+        tool = {"type": "namespace", "name": "n", "tools": [tool]}
+    return tool
+
+
+@pytest.mark.parametrize(
+    ("change", "status"),
+    [
+        ({"tools": [nested(300)]}, 200),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [[1]]}]}, 400),
+        ({"input": [{"type": "reasoning", "content": ["x"], "summary": 5}]}, 400),
+        ({"input": [{"type": "function_call", "name": "f", "arguments": "", "namespace": 5}]}, 400),
+    ],
+)
+async def test_odd_shapes_in_a_response_are_no_failures(change: Any, status: int) -> None:
+    async with Proxy() as proxy:
+        url = f"/{await proxy.open()}/v1/responses"
+        answer = await proxy.client.post(url, json={"input": "hi", **change})
+        assert answer.status_code == status, answer.text
+
+
+@pytest.mark.parametrize("where", ["system", "tool_result"])
+async def test_search_results_within_search_results_are_a_bad_request(where: str) -> None:
+    block: dict[str, Any] = {"type": "text", "text": "b"}
+    for _ in range(250):
+        block = {"type": "search_result", "source": "http://a/", "title": "A", "content": [block]}
+    told: list[Any] = [{"role": "user", "content": "hi"}, {"role": "system", "content": [block]}]
+    if where == "tool_result":
+        call = {"type": "tool_use", "id": "1", "name": "look", "input": {}}
+        result = {"type": "tool_result", "tool_use_id": "1", "content": [block]}
+        told[1:] = [
+            {"role": "assistant", "content": [call]},
+            {"role": "user", "content": [result]},
+        ]
+    async with Proxy() as proxy:
+        url = f"/{await proxy.open()}/v1/messages"
+        answer = await proxy.client.post(url, json={"max_tokens": 9, "messages": told})
+        assert answer.status_code == 400, answer.text
+        assert "search_result" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -643,11 +688,14 @@ THOUGHT, SAID_AFTER = "2 + 2 is 4", "It is 4.\n"
 
 @pytest.mark.parametrize("opens", [False, True])
 @pytest.mark.parametrize("streams", [False, True])
-async def test_thoughts_are_apart_from_the_answer_in_every_api(opens: bool, streams: bool) -> None:
-    written = f"{'' if opens else '<think>'}\n{THOUGHT}\n</think>\n\n{SAID_AFTER}"
+@pytest.mark.parametrize("tags", [THINK_TAGS[0], *THINK_TAGS[4:7]])
+async def test_thoughts_are_apart_from_the_answer_in_every_api(
+    tags: ThinkTags, opens: bool, streams: bool
+) -> None:
+    written = f"{'' if opens else tags.opening}\n{THOUGHT}\n{tags.closing}\n\n{SAID_AFTER}"
     async with Proxy(lambda request: written) as proxy:
         proxy.sessions.tokenizer = tokenizer = Thinker()
-        tokenizer.opens = opens
+        tokenizer.opens, tokenizer.tags = opens, tags
         uuid = await proxy.open()
         asked = {"max_tokens": 99, "stream": streams}
         asked |= {"messages": [{"role": "user", "content": "2 + 2?"}], "input": "2 + 2?"}
@@ -673,14 +721,16 @@ async def test_thoughts_are_apart_from_the_answer_in_every_api(opens: bool, stre
 
 @pytest.mark.parametrize("keeps", [True, False])
 @pytest.mark.parametrize("opens", [False, True])
+@pytest.mark.parametrize("tags", [THINK_TAGS[0], *THINK_TAGS[4:7]])
 async def test_thoughts_that_a_client_sends_back_or_drops_stay_one_sequence(
-    opens: bool, keeps: bool
+    tags: ThinkTags, opens: bool, keeps: bool
 ) -> None:
-    written = f"{'' if opens else '<think>'}\n{THOUGHT}\n</think>\n\n{SAID_AFTER}"
+    mention = f"{SAID_AFTER}I wrote {tags.closing}."
+    written = f"{'' if opens else tags.opening}\n{THOUGHT}\n{tags.closing}\n\n{mention}"
     asked = {"role": "user", "content": "2 + 2?"}
     async with Proxy(lambda request: written) as proxy:
         proxy.sessions.tokenizer = tokenizer = Thinker()
-        tokenizer.opens = opens
+        tokenizer.opens, tokenizer.tags = opens, tags
         for path in ("chat/completions", "responses", "messages"):
             uuid = await proxy.open(max_tokens=99)
             said: list[Any] = [asked]

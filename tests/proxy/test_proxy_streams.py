@@ -28,12 +28,14 @@ from atroposlib.errors import EngineUnavailable
 from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.harness import ByteTokenizer
 from atroposlib.inference.manager import ServerManager
+from atroposlib.inference.scripted_engine import Latency, Script, ScriptedEngine
 from atroposlib.inference.servers.stops import Stops
 from atroposlib.inference.sessions.chat_template import ChatTemplate
 from atroposlib.inference.sessions.sampled_text import TextSoFar
+from atroposlib.inference.thoughts import THINK_TAGS, Spoken, ThinkTags
 from atroposlib.inference.tools.parsers import STYLES
 from atroposlib.proxy import stream
-from atroposlib.proxy.spoken import Spoken, certain, divide
+from atroposlib.proxy.spoken import certain
 from atroposlib.utils.local_server import serve_locally
 
 ASKED: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Go."}]}
@@ -139,22 +141,30 @@ PIECES += [call_text("Oslo"), '{"name": "weather", "parameters": {}}', "[TOOL_CA
 
 
 @given(
-    text=st.lists(st.sampled_from(PIECES), max_size=12).map("".join),
+    tags=st.sampled_from(THINK_TAGS),
+    pieces=st.lists(st.sampled_from([*PIECES, "OPENING", "CLOSING"]), max_size=12),
     cut=st.integers(0, 200),
     style=st.sampled_from([None, *sorted(STYLES)]),
     has_thoughts=st.booleans(),
     is_opened=st.booleans(),
 )
 def test_what_is_certain_is_the_beginning_of_what_is_said(
-    text: str, cut: int, style: str | None, has_thoughts: bool, is_opened: bool
+    tags: ThinkTags,
+    pieces: list[str],
+    cut: int,
+    style: str | None,
+    has_thoughts: bool,
+    is_opened: bool,
 ) -> None:
+    text = "".join(pieces).replace("OPENING", tags.opening).replace("CLOSING", tags.closing)
     content, markers = text, ()
     if style is not None:
         content = STYLES[style].parse(text, [WEATHER]).content
         markers = STYLES[style].starts
     has_thoughts |= is_opened
-    whole = divide(content, is_opened=is_opened) if has_thoughts else Spoken("", content)
-    told = certain(text[:cut], has_thoughts=has_thoughts, is_opened=is_opened, markers=markers)
+    whole = tags.divide(content, is_opened=is_opened) if has_thoughts else Spoken("", content)
+    known = tags if has_thoughts else None
+    told = certain(text[:cut], tags=known, is_opened=is_opened, markers=markers)
     assert whole.thought.startswith(told.thought)
     assert whole.content.startswith(told.content)
     if told.content:
@@ -165,11 +175,12 @@ def test_what_is_certain_is_the_beginning_of_what_is_said(
 
 
 class StreamingEngine:
-    """vLLM's `/v1/completions` with `stream`: sends `text` token by token and waits for `go` at each `|`."""
+    """vLLM's `/v1/completions` with `stream`: sends a text per choice by tokens and waits for `go` at each `|`."""
 
-    def __init__(self, text: str, *, breaks_off: bool = False) -> None:
-        self.text = text
+    def __init__(self, *texts: str, breaks_off: bool = False, refuses_n: bool = False) -> None:
+        self.texts = texts
         self.breaks_off = breaks_off
+        self.refuses_n = refuses_n
         self.go = asyncio.Event()
         self.aborted = asyncio.Event()
         self.bodies: list[dict[str, Any]] = []
@@ -177,19 +188,25 @@ class StreamingEngine:
     async def answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.bodies.append(body)
+        if self.refuses_n and body["n"] > 1:
+            await self.go.wait()
+            return web.json_response({"error": {"message": "'n' must be 1"}}, status=400)
+        texts = [text.split("|") for text in self.texts[: body["n"]]]
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         try:
-            for number, part in enumerate(self.text.split("|")):
+            for number, parts in enumerate(zip(*texts, strict=True)):
                 if number:
                     await self.go.wait()
-                for token in ByteTokenizer().encode(part, add_special_tokens=False):
-                    await self._send(response, [token], None, body["prompt"])
+                for index, part in enumerate(parts):
+                    for token in ByteTokenizer().encode(part, add_special_tokens=False):
+                        await self._send(response, index, [token], None, body["prompt"])
             if self.breaks_off:
                 assert request.transport is not None
                 request.transport.abort()
                 return response
-            await self._send(response, [2], "stop", body["prompt"])
+            for index in range(len(texts)):
+                await self._send(response, index, [2], "stop", body["prompt"])
             await response.write(b"data: [DONE]\n\n")
         except (asyncio.CancelledError, ConnectionError):
             self.aborted.set()
@@ -197,10 +214,15 @@ class StreamingEngine:
         return response
 
     async def _send(
-        self, response: web.StreamResponse, tokens: list[int], reason: str | None, prompt: Any
+        self,
+        response: web.StreamResponse,
+        index: int,
+        tokens: list[int],
+        reason: str | None,
+        prompt: Any,
     ) -> None:
         choice = {
-            "index": 0,
+            "index": index,
             "token_ids": tokens,
             "prompt_token_ids": prompt,
             "logprobs": {"token_logprobs": [-0.5] * len(tokens)},
@@ -214,13 +236,17 @@ async def streaming_proxy(engine: StreamingEngine) -> AsyncIterator[tuple[str, P
     """Serve a proxy over an engine; yield the URL of a session, and the proxy."""
     app = web.Application()
     app.router.add_post("/v1/completions", engine.answer)
-    async with TestServer(app, handler_cancellation=True) as server, Proxy() as proxy:
-        config = APIServerConfig(
-            model_name="tiny",
-            base_url=f"{server.make_url('/')}v1",
-            server_type="vllm",
-            health_check=False,
-        )
+    async with TestServer(app, handler_cancellation=True) as server:
+        async with proxy_over(f"{server.make_url('/')}v1", "vllm") as found:
+            yield found
+
+
+@asynccontextmanager
+async def proxy_over(engine_url: str, server_type: Any) -> AsyncIterator[tuple[str, Proxy]]:
+    config = APIServerConfig(
+        model_name="tiny", base_url=engine_url, server_type=server_type, health_check=False
+    )
+    async with Proxy() as proxy:
         proxy.sessions.manager = manager = ServerManager([config])
         try:
             async with serve_locally(proxy.app) as url:
@@ -284,6 +310,94 @@ async def test_an_answer_that_broke_off_is_not_sampled_again_behind_what_was_tol
         assert "broke off" in events_of(answer.text)[-1]["error"]["message"]
         assert len(engine.bodies) == 1
         assert await proxy.nodes(url.split("/")[-2]) == []
+
+
+async def test_text_arrives_while_sglang_samples_and_ends_with_its_client() -> None:
+    script = Script(answers=("Hello there, " + "and on" * 99,), latency=Latency(per_token_s=0.01))
+    async with (
+        ScriptedEngine(script, model_name="tiny") as engine,
+        proxy_over(f"{engine.url}/v1", "sglang") as (url, proxy),
+        httpx.AsyncClient() as client,
+    ):
+        body, told = {**ASKED, "max_tokens": 999, "stream": True}, ""
+        async with client.stream("POST", f"{url}/chat/completions", json=body) as answer:
+            async for line in answer.aiter_lines():
+                events = events_of(line)
+                told += "".join(e["choices"][0]["delta"].get("content") or "" for e in events)
+                if told.startswith("Hello there"):
+                    break
+        assert engine.generator.num_running == 1
+        async with asyncio.timeout(5):
+            while engine.generator.num_running:  # noqa: ASYNC110 - the engine has no event
+                await asyncio.sleep(0.001)
+        assert not engine.served[0].was_generated
+        assert await proxy.nodes(url.split("/")[-2]) == []
+
+
+ROUTES = [("chat/completions", ASKED), ("completions", {"prompt": "Go."})]
+
+
+def texts_of(events: list[dict[str, Any]]) -> list[tuple[int, str]]:
+    """Return the choice and the text of each event that has one."""
+    pieces = [choice for event in events for choice in event.get("choices", ())]
+    texts = [(c["index"], c.get("text") or c.get("delta", {}).get("content")) for c in pieces]
+    return [(index, text) for index, text in texts if text]
+
+
+@pytest.mark.parametrize(("route", "asked"), ROUTES)
+async def test_each_choice_arrives_while_the_others_are_sampled(
+    route: str, asked: dict[str, Any]
+) -> None:
+    engine = StreamingEngine("Hello| there", "Good| day", "|Hi")
+    async with streaming_proxy(engine) as (url, proxy), httpx.AsyncClient() as client:
+        body, told = {**asked, "n": 3, "stream": True}, {0: "", 1: "", 2: ""}
+        async with client.stream("POST", f"{url}/{route}", json=body) as answer:
+            async for line in answer.aiter_lines():
+                for index, text in texts_of(events_of(line)):
+                    told[index] += text
+                if told == {0: "Hello", 1: "Good", 2: ""}:
+                    engine.go.set()
+        assert told == {0: "Hello there", 1: "Good day", 2: "Hi"}
+        assert [body["n"] for body in engine.bodies] == [3]
+        nodes = await proxy.nodes(url.split("/")[-2])
+        assert list(map(trained_text, nodes)) == ["Hello there<eos>", "Good day<eos>", "Hi<eos>"]
+
+
+@pytest.mark.parametrize(("route", "asked"), ROUTES)
+async def test_choices_of_sglang_arrive_together(route: str, asked: dict[str, Any]) -> None:
+    script = Script(answers=("one two", "three"))
+    async with (
+        ScriptedEngine(script, model_name="tiny") as engine,
+        proxy_over(f"{engine.url}/v1", "sglang") as (url, proxy),
+        httpx.AsyncClient() as client,
+    ):
+        answer = await client.post(f"{url}/{route}", json={**asked, "n": 2, "stream": True})
+        told = texts_of(events_of(answer.text))
+        assert [index for index, _ in told[:4]] == [0, 1, 0, 1]
+        for index, text in enumerate(("one two", "three")):
+            assert "".join(piece for number, piece in told if number == index) == text
+        nodes = await proxy.nodes(url.split("/")[-2])
+        assert list(map(trained_text, nodes)) == ["one two<eos>", "three<eos>"]
+
+
+async def test_choices_that_were_told_are_not_sampled_again_one_by_one() -> None:
+    engine = StreamingEngine("Hello|", refuses_n=True)
+    async with streaming_proxy(engine) as (url, proxy), httpx.AsyncClient() as client:
+        body = {**ASKED, "n": 3, "max_tokens": 16384, "stream": True}  # asks for 2 choices, and 1
+        async with client.stream("POST", f"{url}/chat/completions", json=body) as answer:
+            lines = []
+            async for line in answer.aiter_lines():
+                lines.append(line)
+                if texts_of(events_of(line)) and not engine.go.is_set():
+                    engine.go.set()
+                    engine.texts = ("Hello",)
+        assert "broke off" in events_of("\n".join(lines))[-1]["error"]["message"]
+        assert [body["n"] for body in engine.bodies] == [2, 1]
+        answer = await client.post(f"{url}/chat/completions", json=body)
+        told = texts_of(events_of(answer.text))
+        assert {index for index, _ in told} == {0, 1, 2}
+        assert [body["n"] for body in engine.bodies] == [2, 1, 1, 1, 1]
+        assert len(await proxy.nodes(url.split("/")[-2])) == 3
 
 
 class Cleaning(ByteTokenizer):

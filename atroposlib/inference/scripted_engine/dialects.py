@@ -1,7 +1,7 @@
 """The bodies of the scripted engine's protocols: requests into `Ask`s, `Answers` into bodies.
 
 Shapes are those of vLLM 0.32 (OpenAI routes, `/inference/v1/generate`), SGLang's `/generate` and `trl vllm-serve`.
-Pure. Bad requests are refused with the status and message of the real servers; no streaming.
+Pure. Bad requests are refused with the status and message of the real servers. Only SGLang's `/generate` streams.
 Samples may have fewer logprobs than tokens: one of the faults.
 """
 
@@ -269,25 +269,45 @@ def write_sglang(body: Body, results: Sequence[Answers], engine: Engine) -> Body
     answers: list[Body] = []
     for prompt_tokens, samples in results:
         for sample in samples:
-            reason: Body = {"type": sample.finish_reason}
-            if sample.finish_reason == "length":
-                reason["length"] = len(sample.tokens)
-            elif sample.finish_reason == "stop":
-                matched = sample.stop_reason
-                reason["matched"] = engine.tokenizer.eos_token_id if matched is None else matched
-            meta: Body = {
-                "id": _id_of(body, len(answers)),
-                "finish_reason": reason,
-                "prompt_tokens": len(prompt_tokens),
-                "weight_version": engine.weight_version,
-                "completion_tokens": len(sample.tokens),
-                "cached_tokens": 0,
-                "e2e_latency": 0.0,
-            }
-            if body.get("return_logprob"):
-                meta |= _sglang_logprobs(body, prompt_tokens, sample, engine)
-            answers.append({"text": sample.text, "output_ids": sample.tokens, "meta_info": meta})
+            answers.append(_sglang_answer(body, len(answers), prompt_tokens, sample, engine))
     return answers[0] if len(answers) == 1 else answers
+
+
+def sglang_events(
+    body: Body, answers: Answers, engine: Engine, *, ended: set[int]
+) -> Iterator[Body]:
+    """Yield the events that are due when the completions have come so far; add to `ended` those that have ended."""
+    interval = int((body.get("sampling_params") or {}).get("stream_interval") or 1)
+    for index, sample in enumerate(answers.completions):
+        is_due = len(sample.tokens) % interval == (1 if interval > 1 else 0)
+        if index not in ended and (is_due or sample.finish_reason):
+            event = _sglang_answer(body, index, answers.prompt_tokens, sample, engine)
+            yield {**event, "index": index}
+        if sample.finish_reason:
+            ended.add(index)
+
+
+def _sglang_answer(
+    body: Body, index: int, prompt_tokens: list[int], sample: Completion, engine: Engine
+) -> Body:
+    reason: Body = {"type": sample.finish_reason}
+    if sample.finish_reason == "length":
+        reason["length"] = len(sample.tokens)
+    elif sample.finish_reason == "stop":
+        matched = sample.stop_reason
+        reason["matched"] = engine.tokenizer.eos_token_id if matched is None else matched
+    meta: Body = {
+        "id": _id_of(body, index),
+        "finish_reason": reason if sample.finish_reason else None,
+        "prompt_tokens": len(prompt_tokens),
+        "weight_version": engine.weight_version,
+        "completion_tokens": len(sample.tokens),
+        "cached_tokens": 0,
+        "e2e_latency": 0.0,
+    }
+    if body.get("return_logprob"):
+        meta |= _sglang_logprobs(body, prompt_tokens, sample, engine)
+    return {"text": sample.text, "output_ids": sample.tokens, "meta_info": meta}
 
 
 def write_trl(body: Body, results: Sequence[Answers], engine: Engine) -> Body:
@@ -374,6 +394,7 @@ def _sglang_logprobs(
         "output_token_logprobs": [
             [v, t, None] for v, t in zip(sample.logprobs, sample.tokens, strict=False)
         ],
+        "output_token_logprobs_length": len(sample.logprobs),
     }
     if num_top:
         meta["input_top_logprobs"] = [

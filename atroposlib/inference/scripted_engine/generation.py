@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -47,6 +47,10 @@ class _Plan(NamedTuple):
     """None: drawn when their weight versions are known."""
     num_tokens: int
     finish_reason: str
+
+    def until(self, num_tokens: int) -> _Plan:
+        """Return its beginning, which has no finish reason."""
+        return self if self.num_tokens <= num_tokens else _Plan(self.tokens, num_tokens, "")
 
 
 @dataclass(slots=True, eq=False)
@@ -157,10 +161,17 @@ class Generator(Answerer):
 
     # Generating.
 
-    async def answer(self, ask: Ask, *, swaps_weights: bool = False) -> Answers:
+    async def answer(
+        self,
+        ask: Ask,
+        *,
+        swaps_weights: bool = False,
+        tell: Callable[[Answers], Awaitable[None]] | None = None,
+    ) -> Answers:
         """Return `ask.n` completions after the time that the script sets.
 
-        `swaps_weights`: the weights change after half of the longest completion.
+        `swaps_weights`: the weights change after half of the longest completion. `tell` gets the completions as they
+        are after each token but the last; those that go on have an empty finish reason.
         """
         ask = dataclasses.replace(ask, call=self._calls)
         self._calls += 1
@@ -180,6 +191,11 @@ class Generator(Answerer):
                 new = self.next_version()
                 self.set_weight_version(new)
                 flight.changes[-1] = (half, new)
+            for num_tokens in range(1, longest) if tell is not None else ():
+                await self._until(flight, num_tokens=num_tokens)
+                if not flight.is_aborted:
+                    so_far = [plan.until(num_tokens) for plan in plans]
+                    await tell(self._made(ask, so_far, version, flight))
             await self._until(flight, num_tokens=longest)
             sampled = flight.num_sampled(self._now_s()) if flight.is_aborted else 2**31
         finally:
@@ -187,6 +203,9 @@ class Generator(Answerer):
             self._leave(ask.n)
         if flight.is_aborted:
             plans = [_aborted(plan, sampled) for plan in plans]
+        return self._made(ask, plans, version, flight)
+
+    def _made(self, ask: Ask, plans: list[_Plan], version: str, flight: _Flight) -> Answers:
         spans_of = functools.partial(_cut_spans, version, flight.changes)
         made = [self._finish(ask, i, plan, spans_of) for i, plan in enumerate(plans)]
         return Answers(ask.prompt_tokens or [], made)

@@ -10,7 +10,7 @@ import asyncio
 import inspect
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -196,8 +196,13 @@ class ScriptedEngine:
                         status=fault.status,
                         retry_after_s=fault.retry_after_s,
                     )
+            body = _object(payload) if generates else {}
+            if body.get("stream") and _dialect_of(path, body) is _SGLANG:
+                return await self._stream(request, body, fault)
             if generates:
-                reply = await self._generate(path, payload, fault)
+                results = await self._answers(path, body, fault)
+                written = _dialect_of(path, body).write(body, results, self)
+                reply = _Reply(200, msgspec.json.encode(written), {})
             else:
                 reply = await self._control(request, payload)
         except ApiError as e:
@@ -207,20 +212,46 @@ class ScriptedEngine:
         self.counts[f"status {reply.status}"] += 1
         return await _deliver(request, reply, fault)
 
-    async def _generate(self, path: str, payload: bytes, fault: Fault | None) -> _Reply:
-        body = _object(payload)
-        dialect = _dialect_of(path, body)
-        asks = dialect.read(body, self)
+    async def _answers(
+        self,
+        path: str,
+        body: dict[str, Any],
+        fault: Fault | None,
+        *,
+        tell: Callable[[Answers], Awaitable[None]] | None = None,
+    ) -> list[Answers]:
+        asks = _dialect_of(path, body).read(body, self)
         served = ServedRequest(path, body, None if fault is None else fault.kind)
         self.served.append(served)
         swaps = served.fault == "swap_weights"
         results = await asyncio.gather(
-            *(self.generator.answer(ask, swaps_weights=swaps) for ask in asks)
+            *(self.generator.answer(ask, swaps_weights=swaps, tell=tell) for ask in asks)
         )
         served.was_generated = True
         if served.fault == "wrong_lengths":
             results[0].completions[0].logprobs.pop()
-        return _Reply(200, msgspec.json.encode(dialect.write(body, results, self)), {})
+        return results
+
+    async def _stream(
+        self, request: web.BaseRequest, body: dict[str, Any], fault: Fault | None
+    ) -> web.StreamResponse:
+        """Send the events of SGLang's `/generate`; a fault that drops the answer drops its last event."""
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        ended: set[int] = set()
+
+        async def tell(answers: Answers) -> None:
+            if not response.prepared:
+                await response.prepare(request)
+            for event in dialects.sglang_events(body, answers, self, ended=ended):
+                await response.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
+
+        (answers,) = await self._answers(request.path, body, fault, tell=tell)
+        if fault is not None and fault.kind.startswith("drop"):
+            return _dropped(request)
+        await tell(answers)
+        await response.write(b"data: [DONE]\n\n")
+        self.counts["status 200"] += 1
+        return response
 
     # Everything but generation.
 

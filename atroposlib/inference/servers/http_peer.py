@@ -215,6 +215,8 @@ class HttpPeer:
                 if on_event is not None and response.content_type == "text/event-stream":
                     await _read_events(response.content, on_event)
                 return response.status, await response.read(), retry_after
+        except (msgspec.DecodeError, UnicodeDecodeError) as e:
+            raise EngineProtocolError(f"{method} {url}: an event is not as expected: {e}") from e
         except TimeoutError as e:
             raise EngineUnavailable(f"{method} {url}: no answer within {timeout_s:g} s") from e
         except aiohttp.ClientConnectorError as e:
@@ -230,8 +232,9 @@ async def _read_events(content: aiohttp.StreamReader, on_event: Callable[[bytes]
     async for chunk in content.iter_any():  # lines may be longer than aiohttp's limit
         *lines, rest = (rest + chunk).split(b"\n")
         for line in lines:
-            if line.startswith(b"data:"):
-                on_event(line.removeprefix(b"data:").strip())
+            data = line.removeprefix(b"data:").strip()
+            if line.startswith(b"data:") and data != b"[DONE]":
+                on_event(data)
 
 
 def _reason(error: OSError) -> str:

@@ -33,6 +33,7 @@ from atroposlib.inference.servers.choices import (
 from atroposlib.inference.servers.http_peer import EngineHttpRejected, HttpPeer, excerpt
 from atroposlib.inference.servers.rate_limit import RateLimiter
 from atroposlib.inference.servers.reasoning import ReasoningConfig
+from atroposlib.inference.servers.streaming import hearing
 from atroposlib.patience import is_transient_status
 
 logger = logging.getLogger(__name__)
@@ -316,6 +317,9 @@ class OpenAIRoutesServer(HttpServer):
         except EngineHttpRejected as e:
             if parts == singles or not _refuses_n(e):
                 raise
+            if (listener := hearing.get()) is not None and listener.has_heard:
+                self._n_is_ignored = True
+                raise  # what was told of another part cannot be sampled again
         else:
             if parts == singles or any(count(answer) != 1 for answer in answers):
                 return answers

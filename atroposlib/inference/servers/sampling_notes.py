@@ -8,6 +8,7 @@ inside it adds its temperature and the engine's versions, and the outbox reads t
 
 from __future__ import annotations
 
+import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,6 +41,8 @@ class SamplingNotes:
     def __init__(self) -> None:
         self.temperatures: set[float] = set()
         """Of the completions so far; 1 if a request gave none."""
+        self.key = uuid.uuid4().hex
+        """Names the item to a proxy."""
         self.servers: list[Any] = []
         """Of the item's sessions so far."""
         self.turns: list[Turn] = []

@@ -3,22 +3,32 @@
 Prompts are sent as `input_ids`; ids and logprobs are read from `meta_info`. Lengths that disagree raise
 `EngineProtocolError`, nothing is padded or cut. Policy versions are read from `meta_info` if the engine
 reports them. Only text prompts need the tokenizer.
+
+Streams are those of SGLang 0.5: an event has all tokens so far, with `--incremental-streaming-output` the tokens since
+the one before. What it reports at the end is what it would have reported unstreamed.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import msgspec
 
-from atroposlib.errors import EngineProtocolError
+from atroposlib.errors import EngineProtocolError, EngineUnavailable
 from atroposlib.inference.servers.api_server import TokenCompletions, WeightSpan
 from atroposlib.inference.servers.choices import RequestPart, part_of
+from atroposlib.inference.servers.http_peer import (
+    EngineHttpRejected,
+    excerpt,
+    raise_for_status,
+)
 from atroposlib.inference.servers.openai_routes import (
     CallKeywords,
     OpenAIRoutesServer,
     read_request,
 )
+from atroposlib.inference.servers.streaming import Hear
 from atroposlib.inference.servers.token_ids import (
     NEUTRAL_SAMPLING,
     SampledCompletion,
@@ -38,6 +48,10 @@ DEFAULT_MAX_TOKENS = 128
 
 MAX_TOKENS_PER_ANSWER = 65536
 """Larger answers are requested in parts: decoding 8 x 32768 tokens (13 MB) holds the GIL for 40 ms."""
+
+MAX_EVENTS = 512
+"""Of one streamed completion. Each event repeats all tokens so far: with one per token, an answer of 32768 tokens would
+be 13 GB; so it is 0.2 GB."""
 
 SAMPLING_NAMES = {
     "max_tokens": "max_new_tokens",
@@ -87,6 +101,8 @@ class _PromptPair(msgspec.Struct, array_like=True, gc=False):
 
 class _FinishReason(msgspec.Struct, gc=False):
     type: str
+    status_code: int | None = None
+    """Of a request that the engine gave up. Unstreamed, it is the HTTP status."""
 
 
 class _SglangSpan(msgspec.Struct, gc=False):
@@ -97,6 +113,8 @@ class _SglangSpan(msgspec.Struct, gc=False):
 
 class _Meta(msgspec.Struct, gc=False):
     output_token_logprobs: list[_Pair]
+    output_token_logprobs_length: int | None = None
+    """Tokens so far, also where the list holds the last of them only."""
     finish_reason: str | _FinishReason | None = None
     completion_tokens: int | None = None
     weight_version: str | int | None = None
@@ -109,7 +127,15 @@ class _Result(msgspec.Struct, gc=False):
     meta_info: _Meta
 
 
+class _Event(msgspec.Struct, gc=False):
+    meta_info: _Meta | None = None
+    index: int = 0
+    error: Any = None
+    """What is answered 400 to an unstreamed request."""
+
+
 _results = msgspec.json.Decoder(_Result | list[_Result])
+_events = msgspec.json.Decoder(_Event)
 
 
 class SGLangServer(TokenServer, OpenAIRoutesServer):
@@ -160,8 +186,15 @@ class SGLangServer(TokenServer, OpenAIRoutesServer):
         limit = int(sampling.get("max_new_tokens", DEFAULT_MAX_TOKENS))
 
         async def send(part: RequestPart) -> list[_Result]:
-            asked = {**body, "sampling_params": part_of(sampling, part, seed_name="sampling_seed")}
-            return await self._send("/generate", asked, request, read_results)
+            params = part_of(sampling, part, seed_name="sampling_seed")
+            asked = {**body, "sampling_params": params}
+            when_streamed = {
+                "sampling_params": {"stream_interval": -(-limit // MAX_EVENTS), **params}
+            }
+            collect = functools.partial(StreamedResults, where=f"POST {self._peer.root}/generate")
+            return await self._send_part(
+                "/generate", asked, request, part, collect, when_streamed=when_streamed
+            )
 
         at_most = max(1, MAX_TOKENS_PER_ANSWER // max(1, limit))
         parts = await self._ask_for(n, send, count=len, at_most=at_most)
@@ -228,6 +261,46 @@ def read_results(answer: bytes) -> list[_Result]:
     """Decode an answer of `/generate`, an object or a list of them; a null logprob is a `ValidationError`."""
     results = _results.decode(answer)
     return results if isinstance(results, list) else [results]
+
+
+class StreamedResults:
+    """Completions that arrive in events."""
+
+    def __init__(self, hear: Hear, *, where: str) -> None:
+        self._hear = hear
+        self._where = where
+        self._found: dict[int, _Result] = {}
+        """By index, as the latest event reports it, with the tokens of all events."""
+
+    def add(self, event: bytes) -> None:
+        piece = _events.decode(event)
+        meta = piece.meta_info
+        if piece.error is not None or meta is None:
+            raise EngineHttpRejected(f"{self._where} answered 400: {excerpt(event)}", status=400)
+        reason = meta.finish_reason
+        if isinstance(reason, _FinishReason) and reason.status_code is not None:
+            raise_for_status(reason.status_code, event, where=self._where)
+        before = self._found.get(piece.index)
+        known = [] if before is None else before.meta_info.output_token_logprobs
+        listed = meta.output_token_logprobs
+        total = meta.output_token_logprobs_length
+        first = 0 if total is None else total - len(listed)
+        if not 0 <= first <= len(known):
+            raise EngineProtocolError(
+                f"{self._where}: an event begins at token {first}, expected {len(known)} at most"
+            )
+        added = listed[len(known) - first :]
+        meta.output_token_logprobs = known + added
+        self._found[piece.index] = _Result(meta)
+        self._hear(piece.index, [pair.token for pair in added])
+
+    def read(self, answer: bytes) -> list[_Result]:
+        if answer:
+            return read_results(answer)
+        results = [result for _, result in sorted(self._found.items())]
+        if not results or any(result.meta_info.finish_reason is None for result in results):
+            raise EngineUnavailable(f"{self._where}: the stream ended before the answer did")
+        return results
 
 
 def read_sampled(results: list[_Result], *, where: str) -> list[SampledCompletion]:

@@ -1,36 +1,52 @@
 """Tokens on their way: what an engine has sampled so far, told to one listener while its request runs.
 
-A caller listens with `listening`; a server whose route can stream calls `heard` with the tokens of a request for one
-completion. The answer of the call stays the whole answer, checked as ever. A server that cannot stream tells nothing.
+A caller listens with `listening`; a server whose route can stream calls `hear` with the tokens as they arrive. The
+answer of the call stays the whole answer, checked as ever. A server that cannot stream tells nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Protocol, TypeVar
 
 from atroposlib.errors import EngineUnavailable
 
+T_co = TypeVar("T_co", covariant=True)
+
 Listener = Callable[[list[int]], None]
-"""Called with each further token or tokens."""
+"""Called with each further token or tokens of one completion."""
+Hear = Callable[[int, list[int]], None]
+"""Called with the index of a completion in its answer, and with each further token or tokens of it."""
 
 
 class StreamBroken(EngineUnavailable):
     """An answer broke off whose beginning was told already: another one would not continue it."""
 
 
-class Hearing:
-    """A listener and whether it was told anything: what it knows cannot be sampled again."""
+class StreamedAnswer(Protocol[T_co]):
+    """Collects an answer from its events."""
 
-    def __init__(self, listener: Listener) -> None:
-        self._listener = listener
+    def add(self, event: bytes) -> None:
+        """Take the data of one event, and tell its tokens. Raises msgspec.DecodeError for other data."""
+
+    def read(self, answer: bytes) -> T_co:
+        """Return the whole answer; `answer` is empty after events, else that of a server that did not stream."""
+
+
+class Hearing:
+    """The listeners of one call and whether they were told anything: what they know cannot be sampled again."""
+
+    def __init__(self, listeners: Sequence[Listener]) -> None:
+        self._listeners = listeners
+        """One per completion."""
         self.has_heard = False
 
-    def hear(self, tokens: list[int]) -> None:
+    def hear(self, number: int, tokens: list[int]) -> None:
         if tokens:
             self.has_heard = True
-            self._listener(tokens)
+            self._listeners[number](tokens)
 
 
 hearing: ContextVar[Hearing | None] = ContextVar("hearing", default=None)
@@ -38,9 +54,9 @@ hearing: ContextVar[Hearing | None] = ContextVar("hearing", default=None)
 
 
 @contextmanager
-def listening(listener: Listener | None) -> Iterator[None]:
-    """Let `listener` hear the tokens of the calls in the block; None: nobody does."""
-    token = hearing.set(None if listener is None else Hearing(listener))
+def listening(listeners: Sequence[Listener]) -> Iterator[None]:
+    """Let each of `listeners` hear the tokens of one completion of the call in the block; empty: nobody does."""
+    token = hearing.set(Hearing(listeners) if listeners else None)
     try:
         yield
     finally:

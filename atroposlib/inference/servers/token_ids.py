@@ -10,7 +10,7 @@ import asyncio
 import functools
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -23,9 +23,11 @@ from atroposlib.inference.servers.api_server import (
     TokenCompletions,
     WeightSpan,
 )
-from atroposlib.inference.servers.http_peer import strip_v1
-from atroposlib.inference.servers.openai_routes import HttpServer
+from atroposlib.inference.servers.choices import RequestPart
+from atroposlib.inference.servers.http_peer import EngineHttpRejected, strip_v1
+from atroposlib.inference.servers.openai_routes import CallKeywords, HttpServer
 from atroposlib.inference.servers.reasoning import ReasoningConfig
+from atroposlib.inference.servers.streaming import Hear, StreamedAnswer, hearing
 from atroposlib.patience import is_transient_status
 from atroposlib.utils.number_list import array_of, joined
 from atroposlib.utils.tokenizers import load_tokenizer
@@ -89,6 +91,8 @@ class TokenServer(HttpServer):
     """Routes that may return the current weight version; those that proved missing are removed."""
     engine_name: ClassVar[str]
     _warned_about_limit = False
+    _streams = True
+    """False once the server refused to stream."""
 
     def __init__(
         self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None
@@ -120,6 +124,35 @@ class TokenServer(HttpServer):
     async def _prompt_ids(self, text: str) -> list[int] | None:
         """Return the ids of a prompt that is sent as text, from servers that report them."""
         return None
+
+    async def _send_part(
+        self,
+        path: str,
+        body: dict[str, Any],
+        request: CallKeywords,
+        part: RequestPart,
+        collect: Callable[[Hear], StreamedAnswer[T]],
+        *,
+        when_streamed: Mapping[str, Any] | None = None,
+    ) -> T:
+        """Request some of a call's completions, streamed if anyone listens; then `when_streamed` replaces fields."""
+        listener = hearing.get()
+
+        def hear(number: int, tokens: list[int]) -> None:
+            assert listener is not None
+            listener.hear(part.offset + number, tokens)
+
+        answer = collect(hear)
+        if listener is not None and self._streams:
+            asked = {**body, **(when_streamed or {}), "stream": True}
+            try:
+                return await self._send(path, asked, request, answer.read, answer.add)
+            except EngineHttpRejected as e:
+                if "stream" not in str(e):
+                    raise
+                logger.info("%s does not stream (%s)", self._label, e)
+                self._streams = False
+        return await self._send(path, body, request, answer.read)
 
     async def _ask(self, path: str, body: dict[str, Any], read: Callable[[bytes], T]) -> T | None:
         """Ask an optional question; None if there is no usable answer."""

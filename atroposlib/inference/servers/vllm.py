@@ -41,7 +41,7 @@ from atroposlib.inference.servers.vllm_bodies import (
     DEFAULT_MAX_TOKENS,
     NoTokenIds,
     PromptCompletions,
-    StreamedChoice,
+    StreamedChoices,
     completions_per_request,
     fits_tokens_route,
     read_choices,
@@ -80,8 +80,6 @@ class VLLMServer(TokenServer, OpenAIRoutesServer):
         self._listing = asyncio.Lock()  # one listing for the first, concurrent requests
         self._uses_tokens_route = True
         """False once the route proved missing or refused a request."""
-        self._streams = True
-        """False once the server refused to stream."""
         self._uses_generate = False
         """Whether the server was found to have only the original's /generate route."""
 
@@ -156,21 +154,12 @@ class VLLMServer(TokenServer, OpenAIRoutesServer):
 
         async def send(part: RequestPart) -> PromptCompletions:
             asked = form(part_of(body, part))
-            listener = hearing.get()
-            if listener is None or prompt_tokens is None or n > 1 or not self._streams:
+            if prompt_tokens is None:
                 return await self._send(path, asked, request, read)
-            choice = StreamedChoice(
-                listener.hear, where=self._peer.root + path, prompt_tokens=prompt_tokens
+            collect = functools.partial(
+                StreamedChoices, where=self._peer.root + path, prompt_tokens=prompt_tokens
             )
-            try:
-                streamed = {**asked, "stream": True}
-                return await self._send(path, streamed, request, choice.read, choice.add)
-            except EngineHttpRejected as e:
-                if "stream" not in str(e):
-                    raise
-                logger.info("%s does not stream (%s)", self._label, e)
-                self._streams = False
-            return await self._send(path, asked, request, read)
+            return await self._send_part(path, asked, request, part, collect)
 
         answers = await self._ask_for(
             n,

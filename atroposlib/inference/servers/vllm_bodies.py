@@ -10,7 +10,6 @@ a float, so every decoded logprob is finite.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,6 +17,7 @@ import msgspec
 from atroposlib.errors import EngineProtocolError, EngineUnavailable
 from atroposlib.inference.servers.api_server import WeightSpan
 from atroposlib.inference.servers.openai_routes import OTHER_LIMIT_NAMES
+from atroposlib.inference.servers.streaming import Hear
 from atroposlib.inference.servers.token_ids import (
     NEUTRAL_SAMPLING,
     SampledCompletion,
@@ -105,6 +105,7 @@ class _Logprobs(msgspec.Struct, gc=False):
 
 
 class _Choice(msgspec.Struct, gc=False):
+    index: int = 0
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
     logprobs: _Logprobs | None = None
@@ -195,28 +196,21 @@ def read_choices(
     return _checked_choices(_choices.decode(answer), where=where, prompt_tokens=prompt_tokens)
 
 
-class StreamedChoice:
-    """One completion that arrives in events; `read` returns it as `read_choices` does."""
+class StreamedChoices:
+    """Completions that arrive in events, each with the tokens since the one before."""
 
-    def __init__(
-        self, hear: Callable[[list[int]], None], *, where: str, prompt_tokens: list[int]
-    ) -> None:
+    def __init__(self, hear: Hear, *, where: str, prompt_tokens: list[int]) -> None:
         self._hear = hear
         self._where = where
         self._prompt_tokens = prompt_tokens
-        self._found: _Choice | None = None
-        self._values: list[float] = []
+        self._found: dict[int, _Choice] = {}
+        """By index, with all tokens and logprobs so far."""
 
     def add(self, event: bytes) -> None:
-        """Take the data of one event, and tell its tokens."""
-        if event == b"[DONE]":
-            return
-        try:
-            choices = _choices.decode(event).choices
-        except (msgspec.DecodeError, UnicodeDecodeError) as e:
-            raise EngineProtocolError(f"{self._where}: event {event[:400]!r}: {e}") from e
-        for piece in choices:
-            found = self._found = self._found or _Choice(token_ids=[])
+        for piece in _choices.decode(event).choices:
+            found = self._found.setdefault(
+                piece.index, _Choice(token_ids=[], logprobs=_Logprobs([]))
+            )
             found.finish_reason = piece.finish_reason or found.finish_reason
             found.weight_versions = piece.weight_versions or found.weight_versions
             logprobs = piece.logprobs or _Logprobs()
@@ -224,20 +218,20 @@ class StreamedChoice:
             if values and not piece.token_ids:
                 raise NoTokenIds(f"{self._where}: events have no token ids")
             assert found.token_ids is not None
+            assert found.logprobs is not None
+            assert found.logprobs.token_logprobs is not None
             found.token_ids += piece.token_ids or ()
-            self._values += values
-            self._hear(piece.token_ids or [])
+            found.logprobs.token_logprobs += values
+            self._hear(piece.index, piece.token_ids or [])
 
     def read(self, answer: bytes) -> PromptCompletions:
-        """Return the whole completion; `answer` is that of a server that does not stream."""
         if answer:
             return read_choices(answer, where=self._where, prompt_tokens=self._prompt_tokens)
-        found = self._found
-        if found is None or found.finish_reason is None:
+        choices = [choice for _, choice in sorted(self._found.items())]
+        if not choices or any(choice.finish_reason is None for choice in choices):
             raise EngineUnavailable(f"{self._where}: the stream ended before the answer did")
-        found.logprobs = _Logprobs(token_logprobs=self._values)
         return _checked_choices(
-            _Choices([found]), where=self._where, prompt_tokens=self._prompt_tokens
+            _Choices(choices), where=self._where, prompt_tokens=self._prompt_tokens
         )
 
 

@@ -20,15 +20,14 @@ from weakref import WeakKeyDictionary
 
 from atroposlib.errors import ConfigError
 from atroposlib.inference.sessions.messages import Message, is_opened, with_parsed
+from atroposlib.inference.thoughts import THINK, ThinkTags, tags_known_to
 from atroposlib.utils.tokenizers.backends import decode, encode, write_chat
 
 logger = logging.getLogger(__name__)
 
-_THINK_TAGS = ("<think>", "</think>")
 _CLEANED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 """Of `clean_up_tokenization` of transformers."""
 _ASKS_FOR_DATE = re.compile(r"""strftime_now\(\s*(["'])([^"']*)\1\s*\)""")
-_OWN_THINK_BLOCK = re.compile(r"<think>\s*(</think>\s*)?\Z")
 
 
 class TemplateOptions(NamedTuple):
@@ -44,7 +43,12 @@ class _Facts:
     """What is cached per tokenizer."""
 
     size: int
+    template: str
     special: frozenset[int]
+    """Without those of the think tags, which are part of an answer's text."""
+    tags: ThinkTags | None
+    tag_tokens: frozenset[int]
+    """Special tokens in the think tags."""
     anchor: str
     """Special token text that keeps the tokenizer from adding a space before a fragment; "" if not needed."""
     plain_calls: str = ""
@@ -57,19 +61,21 @@ _FACTS: WeakKeyDictionary[Any, _Facts] = WeakKeyDictionary()
 
 def _facts_of(tokenizer: Any) -> _Facts:
     size = len(tokenizer) if hasattr(type(tokenizer), "__len__") else 0
+    template = str(getattr(tokenizer, "chat_template", None) or "")
     try:
         facts = _FACTS.get(tokenizer)
     except TypeError:  # an author's class that is not hashable or has no weak references
-        return _find_facts(tokenizer, size)
-    if facts is None or facts.size != size:
-        facts = _FACTS[tokenizer] = _find_facts(tokenizer, size)
+        return _find_facts(tokenizer, size, template)
+    if facts is None or (facts.size, facts.template) != (size, template):
+        facts = _FACTS[tokenizer] = _find_facts(tokenizer, size, template)
     return facts
 
 
-def _find_facts(tokenizer: Any, size: int) -> _Facts:
+def _find_facts(tokenizer: Any, size: int, template: str) -> _Facts:
     special = {int(token) for token in getattr(tokenizer, "all_special_ids", None) or ()}
     # Llama 3's <|eot_id|> need not be among the named special tokens.
-    for token, added in (getattr(tokenizer, "added_tokens_decoder", None) or {}).items():
+    all_added = getattr(tokenizer, "added_tokens_decoder", None) or {}
+    for token, added in all_added.items():
         if getattr(added, "special", False):
             special.add(int(token))
     eos = getattr(tokenizer, "eos_token_id", None)
@@ -82,12 +88,29 @@ def _find_facts(tokenizer: Any, size: int) -> _Facts:
         # SentencePiece models write "a" at the start of a text as " a".
         if anchored[:1] == [eos] and anchored[1:] != plain:
             anchor = text
-    return _Facts(size=size, special=frozenset(special), anchor=anchor)
+    names = {*map(str, all_added.values()), *(getattr(tokenizer, "all_special_tokens", None) or ())}
+    tags = tags_known_to(template, names)
+    tag_tokens = frozenset(
+        token
+        for token in special
+        if tags is not None
+        and (text := decode(tokenizer, [token], skip_special_tokens=False))
+        and any(text in tag for tag in tags)
+    )
+    return _Facts(
+        size=size,
+        template=template,
+        special=frozenset(special) - tag_tokens,
+        tags=tags,
+        tag_tokens=tag_tokens,
+        anchor=anchor,
+    )
 
 
 def special_texts(tokenizer: Any) -> list[str]:
     """Return the texts of a tokenizer's special tokens, longest first."""
-    special = _facts_of(tokenizer).special
+    facts = _facts_of(tokenizer)
+    special = facts.special | facts.tag_tokens
     texts = {decode(tokenizer, [token], skip_special_tokens=False) for token in special}
     return sorted(texts, key=len, reverse=True)
 
@@ -115,6 +138,9 @@ class ChatTemplate:
         self._dated_template = _dated(getattr(tokenizer, "chat_template", None), datetime.now())
         """The template with a fixed date, because a change at midnight breaks the prefix; None if it has no date."""
         self._facts = _facts_of(tokenizer)
+        self.think_tags = self._facts.tags
+        """Those that the template or the tokenizer knows; None: neither knows thoughts."""
+        self._tags = self.think_tags or THINK
 
     # Text.
 
@@ -150,9 +176,10 @@ class ChatTemplate:
                 return None
             raise ConfigError("the chat template leaves out the last message (the assistant's)")
         header = pieces[-2]
-        if messages[last]["content"].lstrip().startswith("<think>"):
+        if messages[last]["content"].lstrip().startswith(self._tags.opening):
             # Templates of reasoning models open or skip a block of their own.
-            header = _OWN_THINK_BLOCK.sub("", header)
+            opening, closing = map(re.escape, self._tags)
+            header = re.sub(rf"{opening}\s*({closing}\s*)?\Z", "", header)
         return (*pieces[:-2], header)
 
     def history(
@@ -212,7 +239,9 @@ class ChatTemplate:
                 )
                 if are_shown and results and pieces is plain:
                     self._facts.plain_calls = template
-        return None if pieces is None else tuple(map(marks.restore, pieces))
+        if pieces is None:
+            return None
+        return tuple(marks.restore(piece, self._tags) for piece in pieces)
 
     def _look_for_results(self, messages: Sequence[Message], text: str) -> None:
         """Warn once if tool results at the end of `messages` are missing from the text."""
@@ -226,18 +255,25 @@ class ChatTemplate:
     def _for_template(self, message: dict[str, Any], marks: _Marks) -> dict[str, Any]:
         if message["role"] != "assistant":
             return message
-        message = dict(message)
+        message = dict(self.with_calls_shown(message))
         if calls := message.get("tool_calls"):
-            if self._write_calls is not None and not self._mentions("tool_calls"):
-                message = self._write_calls(message)
-            else:
-                message["tool_calls"] = [with_parsed(call) for call in calls]
-        for tag in _THINK_TAGS:
-            message["content"] = message["content"].replace(tag, marks.tag(tag))
+            message["tool_calls"] = [with_parsed(call) for call in calls]
+        for i, tag in enumerate(self._tags):
+            message["content"] = message["content"].replace(tag, marks.tag(i))
         if not message["content"] and message.get("tool_calls"):
             # DeepSeek's templates take any text, even an empty one, for the whole answer.
             message["content"] = None
         return message
+
+    def with_calls_shown(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return a message with its tool calls in the text if the template would leave them out."""
+        if (
+            self._write_calls is None
+            or not message.get("tool_calls")
+            or self._mentions("tool_calls")
+        ):
+            return message
+        return self._write_calls(message)
 
     def _mentions(self, word: str) -> bool:
         return word in str(getattr(self._tokenizer, "chat_template", "") or "")
@@ -325,6 +361,9 @@ class ChatTemplate:
         text = decode(self._tokenizer, body, skip_special_tokens=False)
         if self._facts.special.isdisjoint(body):
             return text, text
+        if self._facts.tag_tokens:
+            kept = [token for token in body if token not in self._facts.special]
+            return text, decode(self._tokenizer, kept, skip_special_tokens=False)
         return text, decode(self._tokenizer, body, skip_special_tokens=True)
 
     @property
@@ -365,8 +404,8 @@ class _Marks:
     def turn(self, index: int) -> str:
         return f"{self._base}TURN{index}END"
 
-    def tag(self, tag: str) -> str:
-        return f"{self._base}TAG{_THINK_TAGS.index(tag)}END"
+    def tag(self, index: int) -> str:
+        return f"{self._base}TAG{index}END"
 
     def in_place_of(self, message: Message, mark: str, *, named: bool) -> dict[str, Any]:
         """Return a message with the mark as its content, or (`named`) as the name of its first call."""
@@ -396,10 +435,10 @@ class _Marks:
                 return None
         return pieces if len(seen) == len(names) else None
 
-    def restore(self, text: str) -> str:
+    def restore(self, text: str, tags: ThinkTags) -> str:
         if self._base in text:
-            for tag in _THINK_TAGS:
-                text = text.replace(self.tag(tag), tag)
+            for i, tag in enumerate(tags):
+                text = text.replace(self.tag(i), tag)
         return text
 
 

@@ -49,6 +49,7 @@ from atroposlib.inference.sessions.sequences import (
     VisibleText,
     state_of,
 )
+from atroposlib.inference.thoughts import THINK, ThinkTags
 from atroposlib.inference.tools.tool_messages import (
     OpenAIToolCall,
     completion_with_tool_calls,
@@ -154,6 +155,11 @@ class ManagedServer:
             self.tokenizer, write_calls=self._write_calls if self.tool_parser else None
         )
 
+    @property
+    def think_tags(self) -> ThinkTags | None:
+        """The tags around the model's thoughts; None if neither its template nor its tokenizer knows thoughts."""
+        return self._template.think_tags
+
     @functools.cached_property
     def _translator(self) -> ToolCallTranslator:
         from atroposlib.inference.tools.translator import ToolCallTranslator
@@ -181,8 +187,8 @@ class ManagedServer:
     async def chat_turn(self, **kwargs: Any) -> AsyncIterator[ManagedTurn]:
         """Yield what `chat_completion` samples; the turn is stored if the block ends without an exception.
 
-        Where the engine streams, `on_text` is called with the prompt and the text so far, which begins the content of
-        the answer unless it has tool calls.
+        Where the engine streams, `on_text` is called with the number of a choice, the prompt and the choice's text so
+        far, which begins its content unless it has tool calls.
         """
         messages = read_messages(kwargs["messages"])
         kwargs, options = _take_options(kwargs)
@@ -201,7 +207,12 @@ class ManagedServer:
                 whole = {**reply, "content": continued + (reply["content"] or "")}
                 message = SampledMessage(
                     identity=identity(whole),
-                    said=SaidTurn(whole["content"], sampled.cut, called(reply)),
+                    said=SaidTurn(
+                        whole["content"],
+                        sampled.cut,
+                        called(reply),
+                        tags=self.think_tags or THINK,
+                    ),
                     call_ids=call_ids(reply),
                 )
                 completions.append(
@@ -287,7 +298,7 @@ class ManagedServer:
     ) -> PendingTurn:
         identities = tuple(identity(message) for message in messages)
         if has_images(messages):
-            chat = _chat_with_images(messages, options)
+            chat = _chat_with_images(list(map(self._template.with_calls_shown, messages)), options)
             first = ChatPlace(index=len(messages))
             return self._first_turn("", [], messages=identities, place=first, chat=chat)
         if is_opened(messages):
@@ -447,11 +458,14 @@ class ManagedServer:
                     f" {len(turn.tokens)} tokens. Please reduce the length of the messages."
                 )
             limit_tokens(request, max(1, room))
-        listener = None
+        listeners = []
         if (tell := kwargs.get("on_text")) is not None:
-            on_text = functools.partial(tell, turn.full_text)
-            listener = TextSoFar(self._template, stops_to_cut(kwargs), on_text)
-        with listening(listener):
+            stops = stops_to_cut(kwargs)
+            listeners = [
+                TextSoFar(self._template, stops, functools.partial(tell, i, turn.full_text))
+                for i in range(int(kwargs.get("n") or 1))
+            ]
+        with listening(listeners):
             raw = await self.server.tokens_and_logprobs_completion(**prompt, **request)
         answer = TokenCompletions.of(raw)
         self.server = answer.stand_in or self.server  # later turns find their prefix in its cache

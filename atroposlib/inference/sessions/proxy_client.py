@@ -7,6 +7,7 @@ The token sequences are fetched after each call, so that `get_state()` needs no 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Self
 
@@ -19,7 +20,7 @@ from atroposlib.inference.servers.openai_routes import (
     completion_from,
     read_request,
 )
-from atroposlib.inference.servers.sampling_notes import note_sampling
+from atroposlib.inference.servers.sampling_notes import note_sampling, noted
 from atroposlib.inference.sessions.sequences import SequenceNode, state_of
 from atroposlib.inference.tools.tool_messages import (
     OpenAIToolCall,
@@ -39,6 +40,7 @@ class _Nodes(BaseModel):
     """The answer to a request for a session's sequences."""
 
     nodes: list[SequenceNode]
+    broken_prefixes: dict[str, int] = {}
 
 
 class ProxyManagedServer:
@@ -53,6 +55,7 @@ class ProxyManagedServer:
         *,
         track_tree: bool = False,
         owner_key: str | None = None,
+        counts: Counter[str] | None = None,
     ) -> None:
         self.proxy_url = proxy_url.rstrip("/")
         self.session_uuid = session_uuid
@@ -62,6 +65,9 @@ class ProxyManagedServer:
         self.track_tree = track_tree
         self.max_context_tokens: int | None = None
         """As of `ManagedServer`."""
+        self.broken_prefixes: Counter[str] = Counter()
+        """As of `ManagedServer`, when the sequences were fetched last; `counts` counts them as well."""
+        self._counts = Counter() if counts is None else counts
         own = {OWNER_HEADER: owner_key} if owner_key else {}
         self._peer = HttpPeer(self.proxy_url, api_key=session_uuid, headers=own)
         self._nodes: list[SequenceNode] = []
@@ -103,12 +109,17 @@ class ProxyManagedServer:
         number = self._num_fetches
         answer = await self._ask_nodes(self._peer.get)
         try:
-            nodes = _Nodes.model_validate_json(answer).nodes
+            found = _Nodes.model_validate_json(answer)
         except ValidationError as e:
             url = f"{self.proxy_url}/{self.session_uuid}/nodes"
             raise EngineProtocolError(f"{url} answered without sequences: {e}") from e
         if number > self._last_fetch:  # of concurrent fetches, the one sent last wins
-            self._last_fetch, self._nodes = number, nodes
+            self._last_fetch, self._nodes = number, found.nodes
+        more = Counter(found.broken_prefixes) - self.broken_prefixes
+        notes = noted()
+        for counts in (self.broken_prefixes, self._counts, notes and notes.broken_prefixes):
+            if counts is not None:
+                counts.update(more)
         return self.get_state()
 
     def reset(self) -> None:
@@ -177,16 +188,20 @@ async def create_proxy_session(
     *,
     token: str | None = None,
     options: Mapping[str, Any] | None = None,
+    counts: Counter[str] | None = None,
 ) -> ProxyManagedServer:
     """Open a session at a proxy; close it with `cleanup()`.
 
     `base_url` selects an engine of the proxy. `token` defaults to ATROPOS_PROXY_TOKEN. `options` are further fields of
-    `/sessions/create`: max_tokens, max_context_tokens, sampling, split, keeps_distribution, owner_key.
+    `/sessions/create`: max_tokens, max_context_tokens, sampling, split, keeps_distribution, owner_key. `counts` counts
+    the session's broken prefixes by reason. Sessions of one item share an engine as those of `ServerManager` do.
     """
     peer = HttpPeer(proxy_url, api_key=token or os.environ.get(TOKEN_VARIABLE))
     body = {"tool_parser": tool_parser, "track_tree": track_tree, **(options or {})}
     if base_url is not None:
         body["base_url"] = base_url
+    if (notes := noted()) is not None:
+        body["group"] = notes.key
     try:
         made: Any = await peer.post("/sessions/create", body, timeout_s=CONTROL_TIMEOUT_S)
     finally:
@@ -201,4 +216,5 @@ async def create_proxy_session(
         made.get("base_url"),
         track_tree=track_tree,
         owner_key=body.get("owner_key"),
+        counts=counts,
     )

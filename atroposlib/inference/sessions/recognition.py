@@ -15,10 +15,10 @@ from os.path import commonprefix
 from typing import Any, Literal, NamedTuple
 
 from atroposlib.inference.sessions.messages import Message, with_parsed
+from atroposlib.inference.thoughts import THINK, Spoken, ThinkTags
 
 Reason = Literal["cut", "changed", "thoughts", "calls", "template"]
 
-_BLOCK = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 _NUM_SHOWN = 20
 """Characters shown on each side of the first changed one."""
 
@@ -32,6 +32,8 @@ class SaidTurn(NamedTuple):
     """Sampled text behind it that the caller did not get: the stop string that ended it, and what follows."""
     calls: tuple[tuple[str, Any], ...] = ()
     """Name and parsed arguments of each tool call."""
+    tags: ThinkTags = THINK
+    """Around its thoughts."""
 
 
 class Difference(NamedTuple):
@@ -53,11 +55,6 @@ class Difference(NamedTuple):
         return f"character {self.position}: {self.sampled!r} became {self.given!r}"
 
 
-class _Split(NamedTuple):
-    thoughts: str
-    answer: str
-
-
 def given_after(said: SaidTurn, message: Message) -> str | Difference:
     """Return the text that a client appended to a sampled turn ("" for none), or how its message differs from the turn.
 
@@ -67,32 +64,48 @@ def given_after(said: SaidTurn, message: Message) -> str | Difference:
     >>> given_after(said, {"content": "It is 3."}).position
     6
     """
+    tags = said.tags
+    sampled, given = _split(said.content, tags), _split(message["content"], tags)
+    found = _given_after(said, message, sampled, given)
+    if isinstance(found, Difference):
+        # Only the first thought is one where an answer mentions the tags; the client may have removed it.
+        sampled = tags.divide(said.content.strip(), is_opened=tags.closing in said.content)
+        text = message["content"].strip()
+        for given in (tags.divide(text, is_opened=False), Spoken("", text)):
+            again = _given_after(said, message, sampled, given)
+            if isinstance(again, str) and not any(tag in again for tag in tags):
+                return again
+    return found
+
+
+def _given_after(
+    said: SaidTurn, message: Message, sampled: Spoken, given: Spoken
+) -> str | Difference:
     calls = called(message)
     other_calls = Difference("calls", sampled=repr(said.calls), given=repr(calls))
     may_be_text = bool(said.calls) and not calls  # some agents write calls out behind the answer
     if not (calls == said.calls or may_be_text or _is_tidied(said.calls, calls)):
         return other_calls
-    sampled, given = _split(said.content), _split(message["content"])
     if isinstance(moved := message.get("reasoning_content") or message.get("reasoning"), str):
-        given = _Split(moved.strip(), given.answer)
-    if sampled.answer == given.thoughts and not (given.answer or sampled.thoughts or may_be_text):
+        given = Spoken(moved.strip(), given.content)
+    if sampled.content == given.thought and not (given.content or sampled.thought or may_be_text):
         return ""  # cut off in thoughts that the template had opened
-    if given.thoughts not in ("", sampled.thoughts):
-        return _difference("thoughts", sampled.thoughts, given.thoughts)
-    if given.answer == sampled.answer:
+    if given.thought not in ("", sampled.thought):
+        return _difference("thoughts", sampled.thought, given.thought)
+    if given.content == sampled.content:
         return other_calls if may_be_text else ""
-    begins = given.answer.startswith(sampled.answer)
-    if calls or not begins or not (sampled.answer or may_be_text):
-        is_cut = sampled.answer.startswith(given.answer)
-        return _difference("cut" if is_cut else "changed", sampled.answer, given.answer)
+    begins = given.content.startswith(sampled.content)
+    if calls or not begins or not (sampled.content or may_be_text):
+        is_cut = sampled.content.startswith(given.content)
+        return _difference("cut" if is_cut else "changed", sampled.content, given.content)
     space = said.content[len(said.content.rstrip()) :]
     rest = message["content"].lstrip()
-    rest = rest if rest.startswith(sampled.answer) else given.answer
-    appended = _without_beginning(rest[len(sampled.answer) :], space + said.cut)
+    rest = rest if rest.startswith(sampled.content) else given.content
+    appended = _without_beginning(rest[len(sampled.content) :], space + said.cut)
     if may_be_text:
         return appended if all(name in appended for name, _ in said.calls) else other_calls
-    if appended[:1].isalnum() and (sampled.answer + said.cut)[-1].isalnum():
-        return _difference("changed", sampled.answer, given.answer)  # another last word
+    if appended[:1].isalnum() and (sampled.content + said.cut)[-1].isalnum():
+        return _difference("changed", sampled.content, given.content)  # another last word
     return appended if appended.strip() else ""
 
 
@@ -122,14 +135,15 @@ def _is_tidied(sampled: Any, given: Any) -> bool:
     return before[-len(after) :] == after if after else not before
 
 
-def _split(text: str) -> _Split:
-    """Split a turn into its thoughts and its answer; some templates open the first thought in the prompt."""
-    opening, closing = text.find("<think>"), text.find("</think>")
+def _split(text: str, tags: ThinkTags) -> Spoken:
+    """Split a turn into all of its thoughts and its answer; some templates open the first thought in the prompt."""
+    opening, closing = map(text.find, tags)
     if closing >= 0 and not 0 <= opening < closing:
-        text = "<think>" + text
-    answer, _, unfinished = _BLOCK.sub("", text).partition("<think>")
-    thoughts = [*_BLOCK.findall(text), unfinished]
-    return _Split("\n".join(filter(None, map(str.strip, thoughts))), answer.strip())
+        text = tags.opening + text
+    block = re.compile("(.*?)".join(map(re.escape, tags)), re.DOTALL)
+    answer, _, unfinished = block.sub("", text).partition(tags.opening)
+    thoughts = [*block.findall(text), unfinished]
+    return Spoken("\n".join(filter(None, map(str.strip, thoughts))), answer.strip())
 
 
 def _difference(reason: Reason, sampled: str, given: str) -> Difference:

@@ -10,11 +10,13 @@ from __future__ import annotations
 import functools
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from atroposlib.inference.thoughts import THINK_TAGS
 from atroposlib.inference.tools.parsers import STYLES, Call, Parsed, Style, style_named
 from atroposlib.inference.tools.parsers.borrowed import given_style
-from atroposlib.inference.tools.parsers.style import THINKING_ENDS, ToolCallParser, call_from
+from atroposlib.inference.tools.parsers.style import ToolCallParser, call_from
 from atroposlib.inference.tools.tool_messages import as_dict, parsed_json
 
 if TYPE_CHECKING:
@@ -179,7 +181,7 @@ class ToolCallTranslator:
         special = {str(token) for token in added if getattr(token, "special", False)}
         special.update(map(str, getattr(tokenizer, "all_special_tokens", None) or ()))
         special.add(eos_token)
-        return tuple(sorted(special - {"", *self.style.markers, *THINKING_ENDS}))
+        return tuple(sorted(special - {"", *self.style.markers, *chain(*THINK_TAGS)}))
 
 
 def _text_of(content: Any) -> str:

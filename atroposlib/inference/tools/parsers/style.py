@@ -13,13 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
+from atroposlib.inference.thoughts import THINK_TAGS
 from atroposlib.inference.tools.tool_messages import as_dict
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
 """Tool descriptions in the OpenAI form."""
 
-THINKING_ENDS = ("</think>", "[/THINK]")
-_THINKING_END = re.compile("|".join(map(re.escape, THINKING_ENDS)))
+_THINKING_END = re.compile("|".join(re.escape(tags.closing) for tags in THINK_TAGS))
 
 
 class Call(NamedTuple):

@@ -196,8 +196,12 @@ async def _serve(
     else:
         hub = Hub(_stores(config, on_failure), policy=policy_of(config))
     app = create_app(hub, tokens=tokens, replica=replica, replica_tls=replica_tls(config))
+    settings = _uvicorn_config(config, app, connections)
+    loop = asyncio.get_running_loop()
+    read_again = functools.partial(_reload, config, tokens, settings)
+    signal.signal(signal.SIGHUP, lambda *_: loop.call_soon_threadsafe(read_again))
     server = _HubServer(
-        _uvicorn_config(config, app, connections),
+        settings,
         on_start=f"atropos hub listening on {address}",
         stop_waiting=hub.stop_waiting,
     )
@@ -218,6 +222,22 @@ async def _serve(
             broken[0]
         )
     return 0
+
+
+def _reload(config: RunApiConfig, tokens: TokenSet | None, settings: uvicorn.Config) -> None:
+    """Read the token file and the certificate again; what cannot be read stays as it is, and is logged."""
+    if tokens is not None and config.tokens is not None:
+        try:
+            tokens.reload(config.tokens)
+            logger.info("SIGHUP: the tokens of %s are in force", config.tokens)
+        except ConfigError as e:
+            logger.error("SIGHUP: the tokens stay as they were: %s", e)
+    if config.ssl_certfile is not None and settings.ssl is not None:
+        try:
+            settings.ssl.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+            logger.info("SIGHUP: new connections get the certificate %s", config.ssl_certfile)
+        except (OSError, ssl.SSLError) as e:
+            logger.error("SIGHUP: the certificate stays as it was: %s", e)
 
 
 def _uvicorn_config(config: RunApiConfig, app: FastAPI, connections: Connections) -> uvicorn.Config:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import builtins
 import fcntl
+import hashlib
+import json
 import logging
 import re
 import resource
@@ -24,6 +26,7 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
+import yaml
 from pydantic import ValidationError
 
 from atroposlib.api.run.hub import Hub as Runs
@@ -156,7 +159,8 @@ def served(
         hub = hubs.get(threading.get_ident())
         if hub is None:
             return set_handler(sig, handler)
-        hub.stop = handler
+        if sig != signal.SIGHUP:
+            hub.stop = handler
         return None
 
     def say(text: str, *, file: Any = None, flush: bool = False) -> None:
@@ -646,6 +650,55 @@ def certificate(
         files += ["-CA", authority.cert, "-CAkey", authority.key]
     subprocess.run([*command.split(), *files], check=True, capture_output=True)
     return made
+
+
+def test_tokens_and_certificate_are_read_again_on_sighup(tmp_path: Path) -> None:
+    certified, other = (certificate(tmp_path, name) for name in ("hub", "other"))
+    flags = ["--tokens", "tokens.yaml", "--memory", *certified.flags]
+    tokens = tmp_path / "tokens.yaml"
+
+    def written(secret: str, **fields: str) -> None:
+        digest = hashlib.sha256(secret.encode()).hexdigest()
+        tokens.write_text(
+            json.dumps([{"name": "t", "sha256": digest, "scopes": ["read"], **fields}])
+        )
+
+    written("first-secret")
+    with running(tmp_path, *flags) as hub:
+
+        def statuses(authority: Certificate) -> list[int]:
+            verify = ssl.create_default_context(cafile=authority.cert)
+            return [
+                httpx.get(
+                    f"{hub.url}/ledger",
+                    headers={"Authorization": f"Bearer {secret}"},
+                    verify=verify,
+                ).status_code
+                for secret in ("first-secret", "second-secret")
+            ]
+
+        def read_again(line: str) -> None:
+            hub.process.send_signal(signal.SIGHUP)
+            assert hub.process.stderr is not None
+            while line not in hub.process.stderr.readline():
+                assert hub.process.poll() is None
+
+        assert statuses(certified) == [200, 401]
+        written("second-secret")
+        shutil.copy(other.cert, certified.cert)
+        shutil.copy(other.key, certified.key)
+        read_again("new connections get the certificate")
+        assert statuses(other) == [401, 200]
+        tokens.write_text("[")
+        read_again("the tokens stay as they were")
+        assert statuses(other) == [401, 200]
+        written("second-secret", expires="2020-01-01")
+        tokens.write_text(
+            yaml.safe_dump(json.loads(tokens.read_text())).replace("'2020-01-01'", "2020-01-01")
+        )
+        read_again("tokens.yaml are in force")
+        assert statuses(other) == [401, 401]
+        assert hub.end() == 0
 
 
 def test_tls_is_spoken_and_client_certificates_are_asked_for(

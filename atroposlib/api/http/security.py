@@ -7,6 +7,7 @@ tokens, and are never logged, stored or echoed. Only random secrets are safe und
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import hmac
 import json
@@ -47,6 +48,8 @@ class Token(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     scopes: Annotated[frozenset[Scope], msgspec.Meta(min_length=1)]
     runs: Annotated[frozenset[_RunName], msgspec.Meta(min_length=1)] | None = None
     """None: every run."""
+    expires: datetime.date | None = None
+    """The first day, in UTC, on which it is refused; None: never."""
 
     def allows(self, scopes: Collection[Scope]) -> bool:
         return Scope.ADMIN in self.scopes or not self.scopes.isdisjoint(scopes)
@@ -63,14 +66,20 @@ class TokenSet:
 
     @classmethod
     def load(cls, path: Path) -> TokenSet:
-        """Read a JSON or YAML list of `{name, sha256, scopes, runs}`; without `runs` a token is for all runs.
+        """Read a JSON or YAML list of `{name, sha256, scopes, runs, expires}`; the last two are optional.
 
         Raises ConfigError, which never quotes a secret.
         """
+        found = cls(())
+        found.reload(path)
+        return found
+
+    def reload(self, path: Path) -> None:
+        """Accept from now on what the file holds, and only that. Raises ConfigError and changes nothing, as `load`."""
         tokens = _parse(_read(path), path)
         if not tokens:
             raise ConfigError(f"the token file {str(path)!r} holds no token; run-api --add-token")
-        return cls(tokens)
+        self._tokens = tuple(tokens)
 
     @classmethod
     def from_plain(cls, secret: str) -> TokenSet:
@@ -232,6 +241,9 @@ class Access:
             return _refuse(401, "this hub requires a token: Authorization: Bearer TOKEN")
         scheme, _, secret = secrets_sent[0].partition(b" ")
         token = self._tokens.find(secret.strip())
+        today = datetime.datetime.now(datetime.UTC).date()
+        if token is not None and token.expires is not None and token.expires <= today:
+            return _refuse(401, f"token {token.name!r} expired on {token.expires}")
         if token is None or scheme.lower() != b"bearer" or len(secrets_sent) > 1:
             return _refuse(401, "unknown token")
         scope["token_name"] = token.name

@@ -138,17 +138,17 @@ async def test_resuming_an_experiment_that_is_not_kept_takes_nothing_of_another(
     assert (await hub.get("/status"))["current_step"] == 3
 
 
-async def test_an_experiment_begun_in_a_kept_run_is_not_taken_for_the_kept_one(hub: Hub) -> None:
+@pytest.mark.parametrize("fields", [{}, {"experiment": "third"}, {"experiment": "first"}])
+async def test_no_trainer_begins_in_a_kept_experiment(hub: Hub, fields: dict[str, Any]) -> None:
     for experiment in ("first", "second"):
         await begin(hub, experiment)
         await post_group(hub, 1, experiment)
-    reply = await hub.post("/runs/default.1/register", registration(experiment="third"))
-    assert reply["set_aside"] == "default.1.1"
+    refused = await hub.http.post("/runs/default.1/register", json=registration(**fields))
+    assert refused.status_code == 409
+    assert "an earlier experiment of the run 'default'" in refused.json()["detail"]["msg"]
     await hub.post("/register", registration(experiment="first", resume_step=0))
-    assert (await hub.get("/runs/default.1/status"))["current_step"] == 0
-    assert "default.1" in hub.runs
-    assert await places(hub) == {}
-    assert await places(hub, "default.1.1") == {"queued": 1}
+    assert await places(hub) == {"queued": 1}
+    assert await places(hub, "default.2") == {"queued": 1}
 
 
 async def test_environments_outlive_the_trainer_and_their_old_groups_are_refused(hub: Hub) -> None:

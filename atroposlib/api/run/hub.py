@@ -18,7 +18,7 @@ from atroposlib.api.run.types import RunPolicy
 from atroposlib.api.schemas import RegisterTrainer, RegistrationReply
 from atroposlib.api.stores.base import UnreadableRun
 from atroposlib.api.stores.runs import Kept, MemoryRuns, RunStores
-from atroposlib.errors import AtroposError
+from atroposlib.errors import AtroposError, ConfigError
 
 T = TypeVar("T")
 
@@ -129,9 +129,16 @@ class Hub:
         """Register a trainer with a run, created on first use.
 
         If the trainer begins or resumes another experiment than the run's, that one (empty if it is not kept) replaces
-        the current one, which is set aside and named in the reply. Raises `TooManyRuns`, `StoreBroken`.
+        the current one, which is set aside and named in the reply. Raises `TooManyRuns`, `StoreBroken`, and ConfigError
+        for a trainer that would begin in an experiment that was set aside.
         """
         async with self._registering:
+            kept_here = [each for each in await self._stores.kept() if each.name == name]
+            if kept_here and registration.resume_step is None:
+                raise ConfigError(
+                    f"{name!r} is an earlier experiment of the run {kept_here[0].of_run!r}, set aside: register with that"
+                    f" run, or delete it first (run-api --forget {name})"
+                )
             run = await self.run(name)
             kept = await self._kept(name, registration, run)
             set_aside = None

@@ -136,8 +136,8 @@ class Hub:
             kept_here = [each for each in await self._stores.kept() if each.name == name]
             if kept_here and registration.resume_step is None:
                 raise ConfigError(
-                    f"{name!r} is an earlier experiment of the run {kept_here[0].of_run!r}, set aside: register with that"
-                    f" run, or delete it first (run-api --forget {name})"
+                    f"{name!r} is an earlier experiment of the run {kept_here[0].of_run!r}, set aside: register with"
+                    f" that run, or delete it first (run-api --forget {name})"
                 )
             run = await self.run(name)
             kept = await self._kept(name, registration, run)

@@ -11,7 +11,8 @@ import pytest
 from atroposlib.envs.agent_env import AgentEnv
 from atroposlib.envs.bridge import Bridge
 from atroposlib.envs.sandbox import DockerSandbox, run_code
-from tests.envs.helpers_envs import Offline, make_env
+from tests.builders.environments import Offline
+from tests.envs.helpers_envs import make_env
 
 SECRETS = (
     "ATROPOS_DATABASE",

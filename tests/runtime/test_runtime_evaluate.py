@@ -19,7 +19,8 @@ from atroposlib.errors import ConfigError
 from atroposlib.runtime import env_command
 from atroposlib.runtime.env_command import run_environment
 from atroposlib.runtime.evaluate import evaluate
-from tests.envs.helpers_envs import ENGINE, Offline
+from tests.builders.environments import Offline
+from tests.envs.helpers_envs import ENGINE
 from tests.frontend.helpers_pages import read_page
 from tests.processes import running, wait_for
 from tests.runtime.slow_sums_env import SlowSums

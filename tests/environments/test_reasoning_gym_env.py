@@ -73,14 +73,8 @@ def tasks_of_the_library() -> list[str]:
 
 
 EVALUATED = {
-    *(
-        "binary_matrix",
-        "countdown",
-        "intermediate_integration",
-        "n_queens",
-        "polynomial_multiplication",
-    ),
-    *("puzzle24", "simple_integration", "spiral_matrix", "string_insertion"),
+    *("binary_matrix", "countdown", "intermediate_integration", "n_queens", "puzzle24"),
+    *("polynomial_multiplication", "simple_integration", "spiral_matrix", "string_insertion"),
 }
 """Tasks whose graders in the library run the answer."""
 CODE = """__import__('os').system('touch {0}')|open('{0}', 'w')|[open('{0}', 'w')]|[[open('{0}', 'w')]]
@@ -90,32 +84,9 @@ f"{{open('{0}', 'w')}}"|sin(open('{0}', 'w').write('x'))|Symbol(open('{0}', 'w')
 !!python/object/apply:os.system ['touch {0}']|$(touch {0})|"'+str(open('{0}', 'w'))+'"|24 if open('{0}', 'w') else 0
 """
 JUNK = [
-    "zzz",
-    " ",
-    "nan",
-    "n a n",
-    "inf",
-    "[NaN]",
-    "[]",
-    "{}",
-    "()",
-    "None",
-    "null",
-    "Q",
-    "-",
-    "...",
-    "0.0001",
-    "\x00",
-]
-JUNK += [
-    "zzz " * 5000,
-    "9" * 5000,
-    "[" * 5000,
-    "-" * 5000,
-    "9**9**9",
-    "[0]*10**10",
-    "1e999999999",
-    "R99999999 U-999999",
+    *("zzz", " ", "nan", "n a n", "inf", "[NaN]", "[]", "{}", "()", "None", "null", "Q", "-"),
+    *("...", "0.0001", "\x00", "9**9**9", "[0]*10**10", "1e999999999", "R99999999 U-999999"),
+    *("zzz " * 5000, "9" * 5000, "[" * 5000, "-" * 5000),
 ]
 
 

@@ -15,18 +15,8 @@ from tests.builders.environments import Offline
 from tests.envs.helpers_envs import make_env
 
 SECRETS = (
-    "ATROPOS_DATABASE",
-    "DATABASE_URL",
-    "SENTRY_DSN",
-    "GITHUB_PAT",
-    "PGPASSWD",
-    "SLACK_WEBHOOK",
-    "WANDB_API_KEY",
-    "HF_TOKEN",
-    "AWS_SESSION",
-    "NETRC",
-    "MY_COOKIE",
-    "PASSPHRASE",
+    *("ATROPOS_DATABASE", "DATABASE_URL", "SENTRY_DSN", "GITHUB_PAT", "PGPASSWD", "SLACK_WEBHOOK"),
+    *("WANDB_API_KEY", "HF_TOKEN", "AWS_SESSION", "NETRC", "MY_COOKIE", "PASSPHRASE"),
 )
 NAMED = "OPENAI_BASE_URL_OF_THE_JUDGE"
 

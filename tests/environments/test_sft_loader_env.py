@@ -53,13 +53,9 @@ REST = {"text": " and the rest", "prefix": "The begin"}
         ({"dataset_format": "oai_format"}, OPENAI, "first<eos>last<eos>"),
         (TEXT, {"text": "all of it"}, "<bos>all of it<eos>"),
         (PREFIXED, REST, " and the rest<eos>"),
-        (
-            PREFIXED | {"mask_everything_but_assistant_answer": False},
-            REST,
-            "<bos>The begin and the rest<eos>",
-        ),
+        (PREFIXED | {"mask_everything_but_assistant_answer": False}, REST, "<bos>The begin and the rest<eos>"),
     ],
-)
+)  # fmt: skip
 async def test_each_format_trains_the_answer(
     started: Any, settings: dict[str, Any], row: dict[str, Any], trained: str
 ) -> None:

@@ -54,15 +54,8 @@ async def test_empty_hub_answers_every_question(hub: Hub) -> None:
     assert await hub.get("/latest_example") == {
         name: []
         for name in (
-            "tokens",
-            "masks",
-            "scores",
-            "advantages",
-            "ref_logprobs",
-            "generation_params",
-            "inference_logprobs",
-            "messages",
-            "images",
+            *("tokens", "masks", "scores", "advantages", "ref_logprobs", "generation_params"),
+            *("inference_logprobs", "messages", "images"),
         )
     }
 

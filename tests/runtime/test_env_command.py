@@ -77,12 +77,8 @@ def test_help_shows_the_flags_of_the_mode_with_the_defaults_of_the_environment(
         shown[mode] = capsys.readouterr().out
     first = shown["process"].split("Section 'env'")[0]
     assert [line.split()[0] for line in first.splitlines() if line.startswith("  --")] == [
-        "--openai.base_url",
-        "--openai.model_name",
-        "--openai.server_type",
-        "--env.tokenizer_name",
-        "--env.total_steps",
-        "--config",
+        *("--openai.base_url", "--openai.model_name", "--openai.server_type"),
+        *("--env.tokenizer_name", "--env.total_steps", "--config"),
     ]
     assert "(default: 'http://localhost:9001/v1')" in first
     assert "--env.group_size int\n      Sequences per group. (default: 2)" in shown["serve"]

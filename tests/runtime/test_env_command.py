@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, ExtraServers
+from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ExtraServers
 from atroposlib.envs.env_config import workers_are_set
 from atroposlib.errors import ConfigError, HubUnavailable
 from atroposlib.inference.harness import ServerHarness
@@ -197,7 +197,7 @@ def test_missing_tokenizer_exits_2_and_says_which(
 ) -> None:
     class WithTokenizer(ScriptedEnv):
         def load_tokenizer(self) -> Any:
-            return super(ScriptedEnv, self).load_tokenizer()
+            return BaseEnv.load_tokenizer(self)
 
     missing = str(tmp_path / "missing")
     argv = ["serve", "--testing", "--env.tokenizer_name", missing]

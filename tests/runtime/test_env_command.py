@@ -26,9 +26,8 @@ from tests.runtime.helpers_runtime import ScriptedEnv
 @pytest.fixture(autouse=True)
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # `evaluate` writes to evals/
-    monkeypatch.setattr(
-        env_command, "collect_less_often", lambda: None
-    )  # scans the heap of all tests
+    # It scans the heap of all tests.
+    monkeypatch.setattr(env_command, "collect_less_often", lambda: None)
 
 
 def build(*argv: str, mode: str = "serve", env_cls: type[ScriptedEnv] = ScriptedEnv) -> ScriptedEnv:

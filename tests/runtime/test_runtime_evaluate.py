@@ -32,9 +32,8 @@ FLAGS = ["--env.num_eval_samples=3", "--env.max_eval_workers=2", "--openai.model
 @pytest.fixture(autouse=True)
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        env_command, "collect_less_often", lambda: None
-    )  # scans the heap of all tests
+    # It scans the heap of all tests.
+    monkeypatch.setattr(env_command, "collect_less_often", lambda: None)
 
 
 @pytest.fixture(scope="module")

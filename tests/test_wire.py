@@ -168,22 +168,16 @@ def minimal(**changes: Any) -> dict[str, Any]:
         ({"tokens": [[1, 2.5, 3]]}, r"sequences\[0\].tokens: expected integers, got float 2.5"),
         ({"tokens": None}, "tokens: required"),
         ({"tokens": [[1, [2], 3]]}, r"sequences\[0\].tokens: expected a flat list"),
-        (
-            {"masks": [[-100, 7, 3]]},
-            r"sequences\[0\].masks\[1\]: 7 is neither -100 nor the token 2",
-        ),
+        ({"masks": [[-100, 7, 3]]}, r"sequences\[0\].masks\[1\]: 7 is neither -100 nor the token 2"),
         ({"inference_logprobs": [[1.0, 1.0, -0.5]]}, r"inference_logprobs\[1\]: 1.0 at a trained"),
-        (
-            {"inference_logprobs": [[1.0, -0.5]]},
-            r"sequences\[0\].inference_logprobs: 2 values for 3",
-        ),
+        ({"inference_logprobs": [[1.0, -0.5]]}, r"sequences\[0\].inference_logprobs: 2 values for 3"),
         ({"messages": [[{"role": "user"}]]}, r"sequences\[0\].messages\[0\].content: required"),
         ({"overrides": [None]}, r"sequences\[0\].overrides: expected a dict"),
         ({"env_id": "0"}, "env_id: expected a 64-bit integer"),
         ({"group_id": ""}, "group_id: expected 1 to 128"),
         ({"tokens": [], "masks": [], "scores": []}, "tokens: the group has no sequences"),
     ],
-)
+)  # fmt: skip
 def test_a_malformed_group_is_refused_with_its_path(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(GroupError, match=message) as e:
         check_group(minimal(**changes), strictness=Strictness.MEANING, environment="gsm8k")

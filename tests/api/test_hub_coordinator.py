@@ -40,18 +40,9 @@ from atroposlib.api.stores.run_file import PayloadReader
 from atroposlib.errors import GroupError
 from atroposlib.scored_data import GroupHeader
 from tests.api.helpers_api import environment, registration
+from tests.builders.clocks import Clock
 
 T = TypeVar("T")
-
-
-class Clock:
-    """Time that a test moves."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def incoming(
@@ -200,15 +191,15 @@ async def test_full_registry_gives_away_the_place_that_was_silent_longest(
 
 
 async def test_expired_lease_returns_its_groups_first_and_a_late_ack_is_refused() -> None:
-    clock = Clock()
+    clock = Clock(1000.0)
     coordinator = await started(batch_size=2, clock=clock)
     await coordinator.accept([incoming(2, tag=tag) for tag in (1, 2)])
     late = await leased(coordinator, ttl_s=10.0)
-    clock.now += 9
+    clock.now_s += 9
     assert await coordinator.heartbeat(late.row.number, late.row.lease_id) == 10.0
-    clock.now += 9
+    clock.now_s += 9
     assert tags(await leased(coordinator)) == [2]
-    clock.now += 2
+    clock.now_s += 2
     second = await leased(coordinator)
     assert tags(second) == tags(late) == [1]
     with pytest.raises(LeaseLost, match="expired"):
@@ -249,7 +240,7 @@ async def test_same_request_id_returns_the_same_open_batch() -> None:
 
 async def test_batch_whose_answer_was_lost_counts_once() -> None:
     """Once in the shares, the staleness, the tokens and the trainer's times, however often it is delivered."""
-    clock = Clock()
+    clock = Clock(1000.0)
     coordinator = await started(batch_size=4, clock=clock)
     await coordinator.set_policy(0)
     for name in ("first", "second"):
@@ -261,7 +252,7 @@ async def test_batch_whose_answer_was_lost_counts_once() -> None:
     # A second record of the batch would differ: its groups are older now, and the other environment has queued some.
     await coordinator.set_policy(4)
     await coordinator.accept([incoming(4, env_id=1)])
-    clock.now += 30
+    clock.now_s += 30
     again = await leased(coordinator, request_id="r")
     assert (first.is_repeated, again.is_repeated, again.staleness) == (False, True, [4])
     now = coordinator.status_env(0)
@@ -490,7 +481,7 @@ async def test_trainer_may_ask_for_its_own_staleness_bound() -> None:
 
 
 async def test_silent_environment_suspends_its_minimum_until_it_is_heard_of() -> None:
-    clock = Clock()
+    clock = Clock(1000.0)
     coordinator = await started(batch_size=4, clock=clock, policy=RunPolicy(env_timeout_s=60))
     for name in ("a", "b"):
         share = 0.5 if name == "b" else None
@@ -499,7 +490,7 @@ async def test_silent_environment_suspends_its_minimum_until_it_is_heard_of() ->
     assert await coordinator.deliver() is None
     why = coordinator.explain()
     assert (why.blocker, why.env_id, why.have, why.need) == ("minimum", 1, 0, 2)
-    clock.now += 61
+    clock.now_s += 61
     coordinator.status_env(0)
     assert tags(await coordinator.deliver()) == [1, 2]
     assert [view.state for view in coordinator.explain().environments] == ["active", "silent"]
@@ -558,7 +549,7 @@ async def test_environment_beyond_its_share_does_not_take_the_room_of_others() -
 
 
 async def test_restart_brings_back_trainer_environments_step_and_leases() -> None:
-    store, clock = MemoryStore(), Clock()
+    store, clock = MemoryStore(), Clock(1000.0)
     coordinator = await started(2, store=store, clock=clock)
     await joined(coordinator, group_size=2)
     await coordinator.set_policy(3)
@@ -734,7 +725,7 @@ class RunMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.loop = asyncio.new_event_loop()
-        self.clock = Clock()
+        self.clock = Clock(1000.0)
         self.store = MemoryStore()
         self.policy = RunPolicy(
             lease_ttl_s=100, env_timeout_s=1000, max_deliveries=4, keep_trained_batches=2
@@ -843,7 +834,7 @@ class RunMachine(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         for batch in self.leases:
             self.run(self.coordinator.heartbeat(batch.row.number, batch.row.lease_id))
-        self.clock.now += seconds
+        self.clock.now_s += seconds
         self.run(self.coordinator.tick())
         self.forget_expired(seconds > 100)
 
@@ -964,7 +955,7 @@ async def test_plain_delivery_that_fails_before_it_begins_is_not_held_for_ever(
 
 @pytest.mark.parametrize("is_silent", [True, False], ids=["silent", "lowered"])
 async def test_waiting_trainer_is_woken_when_a_minimum_ends(is_silent: bool) -> None:
-    clock = Clock()
+    clock = Clock(1000.0)
     coordinator = await started(2, policy=RunPolicy(env_timeout_s=60), clock=clock)
     await joined(coordinator, env_uid="u", min_batch_allocation=1.0)
     await coordinator.accept([incoming(2)])
@@ -973,7 +964,7 @@ async def test_waiting_trainer_is_woken_when_a_minimum_ends(is_silent: bool) -> 
         waiting.create_task(coordinator.arrivals.wait(60))
         await asyncio.sleep(0)
         if is_silent:
-            clock.now += 61
+            clock.now_s += 61
             await coordinator.tick()
         else:
             await joined(coordinator, env_uid="u")
@@ -1134,22 +1125,22 @@ async def test_group_that_grew_too_old_while_an_expiry_was_stored_is_not_deliver
             if work is not None:
                 await work
 
-    store, clock = Busy(), Clock()
+    store, clock = Busy(), Clock(1000.0)
     policy = RunPolicy(max_staleness=1, lease_ttl_s=10)
     coordinator = await started(2, policy=policy, store=store, clock=clock)
     await coordinator.accept([incoming(2, version=0)])
     await leased(coordinator)
-    clock.now += 11
+    clock.now_s += 11
     store.meanwhile = coordinator.set_policy(5)  # while the end of the lease is stored
     assert await coordinator.deliver() is None
     assert coordinator.ledger().expired == 1
 
 
 async def test_process_that_lost_its_place_cannot_disconnect_its_successor() -> None:
-    clock = Clock()
+    clock = Clock(1000.0)
     coordinator = await started(policy=RunPolicy(env_timeout_s=60), clock=clock)
     await joined(coordinator, env_uid="old")
-    clock.now += 61
+    clock.now_s += 61
     await coordinator.tick()
     await joined(coordinator, env_uid="new")
     with pytest.raises(EnvironmentNotFound, match="registered by another process"):

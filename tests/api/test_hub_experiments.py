@@ -19,12 +19,12 @@ from atroposlib.api.stores.disk import DiskStore
 from atroposlib.api.stores.memory import MemoryStore
 from atroposlib.api.stores.runs import DirectoryRuns, MemoryRuns, RunStores
 from tests.api.helpers_api import Hub, environment, group, registration, running_hub
-from tests.api.test_hub_coordinator import Clock
+from tests.builders.clocks import Clock
 
 
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(1000.0)
 
 
 @pytest.fixture(params=["memory", "disk", "postgres"])
@@ -182,12 +182,12 @@ async def test_original_trainer_joins_a_live_run_and_begins_anew_when_it_is_sile
 ) -> None:
     await hub.start()
     await hub.post("/scored_data", group(2))
-    clock.now += 59
+    clock.now_s += 59
     assert (await hub.post("/register", registration(batch_size=8))).keys() == {"uuid"}
     assert (await hub.get("/info"))["batch_size"] == 4
     assert (await hub.get("/explain"))["conflicts"] == ["batch_size: 4 stays, 8 was asked for"]
     assert await places(hub) == {"queued": 1}
-    clock.now += 61
+    clock.now_s += 61
     assert (await hub.post("/register", registration(batch_size=8)))["set_aside"] == "default.1"
     assert (await hub.get("/info"))["batch_size"] == 8
     assert (await places(hub), await places(hub, "default.1")) == ({}, {"queued": 1})
@@ -196,7 +196,7 @@ async def test_original_trainer_joins_a_live_run_and_begins_anew_when_it_is_sile
 async def test_original_trainer_goes_on_from_a_later_step(hub: Hub, clock: Clock) -> None:
     await hub.start()
     await hub.post("/scored_data", group(2))
-    clock.now += 61
+    clock.now_s += 61
     await hub.post("/register", registration(starting_step=5))
     assert await hub.get("/status") == {"current_step": 5, "queue_size": 1}
 

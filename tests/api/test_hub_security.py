@@ -534,13 +534,8 @@ async def test_a_path_through_one_run_deletes_no_other() -> None:
             assert started.status_code == 200
         only_a = {"Authorization": f"Bearer {secret_of('a')}"}
         for path in (
-            "/runs/a/runs/b",
-            "/runs/a/runs/default",
-            "/runs/a/runs/a",
-            "/runs/a%2Fruns%2Fb",
-            "/runs/a/%72uns/b",
-            "/runs/a//runs/b",
-            "/runs/a/runs/a/runs/b",
+            *("/runs/a/runs/b", "/runs/a/runs/default", "/runs/a/runs/a", "/runs/a%2Fruns%2Fb"),
+            *("/runs/a/%72uns/b", "/runs/a//runs/b", "/runs/a/runs/a/runs/b"),
         ):
             assert (await http.delete(path, headers=only_a)).status_code in (403, 404), path
             assert (await http.delete(path, headers=everywhere)).status_code == 404, path

@@ -54,15 +54,8 @@ async def test_empty_hub_answers_every_question(hub: Hub) -> None:
     assert await hub.get("/latest_example") == {
         name: []
         for name in (
-            "tokens",
-            "masks",
-            "scores",
-            "advantages",
-            "ref_logprobs",
-            "generation_params",
-            "inference_logprobs",
-            "messages",
-            "images",
+            *("tokens", "masks", "scores", "advantages", "ref_logprobs", "generation_params"),
+            *("inference_logprobs", "messages", "images"),
         )
     }
 
@@ -762,16 +755,12 @@ async def test_run_that_is_deleted_under_traffic_stays_deleted(tmp_path: Path) -
         ("/checkpoints", b'{"step": -1}', [("greater_than_equal", ["body", "step"])]),
         ("/batch?wait=soon", None, [("float_parsing", ["query", "wait"])]),
         ("/batch?wait=inf", None, [("finite_number", ["query", "wait"])]),
-        (
-            "/batch?wait=-1&ttl=0",
-            None,
-            [("greater_than_equal", ["query", "wait"]), ("greater_than", ["query", "ttl"])],
-        ),
+        ("/batch?wait=-1&ttl=0", None, [("greater_than_equal", ["query", "wait"]), ("greater_than", ["query", "ttl"])]),
         ("/batch?lease=maybe", None, [("bool_parsing", ["query", "lease"])]),
         ("/batch?ttl=86401", None, [("less_than_equal", ["query", "ttl"])]),
         ("/batch?request_id=", None, [("string_too_short", ["query", "request_id"])]),
     ],
-)
+)  # fmt: skip
 async def test_faults_of_requests_for_batches_are_named(
     hub: Hub, path: str, content: bytes | None, faults: list[Any]
 ) -> None:

@@ -25,6 +25,7 @@ from atroposlib.api.stores.postgres import sessions  # noqa: E402
 from atroposlib.api.stores.postgres.runs import PostgresRuns  # noqa: E402
 from atroposlib.api.stores.postgres.store import PostgresStore  # noqa: E402
 from tests.api.test_hub_stores import new_group, stored  # noqa: E402
+from tests.builders.clocks import Clock  # noqa: E402
 
 
 @asynccontextmanager
@@ -42,13 +43,6 @@ async def opened(url: str) -> AsyncIterator[PostgresRuns]:
 async def runs(postgres_url: str) -> AsyncIterator[PostgresRuns]:
     async with opened(postgres_url) as runs:
         yield runs
-
-
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def make_store(runs: PostgresRuns, clock: Clock) -> PostgresStore:

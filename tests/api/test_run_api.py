@@ -277,12 +277,34 @@ def test_port_in_use_names_the_port_and_the_cure(command: Command) -> None:
         (["--port", "seventy"], "--port"),
         (["--port", "70000"], "--port"),
         (["--host", "no.such.host.invalid"], "--host no.such.host.invalid"),
+        (["--database", "postgresql://hub:geheim@localhost/x"], "PGPASSFILE"),
+        (["--database", "postgresql://hub@localhost/x?password=geheim"], "PGPASSFILE"),
+        (["--database", "postgresql://hub@localhost/x", "--memory"], "--database and --memory"),
+        (["--database", "mysql://localhost/x"], "--database: not a URL like"),
+        (["--list", "--database", "postgresql://hub@127.0.0.1:1/x"], "cannot be reached"),
+        (["--token", SECRET, "--tokens", "f"], "give one of them"),
+        (["--token", "short"], "at least 8"),
+        (["--tokens", "absent.yaml"], "absent.yaml"),
+        (["--add-token", "a", "--scopes", "read"], "--tokens FILE"),
+        (["--add-token", "a", "--tokens", "f"], "--scopes"),
+        (["--add-token", "a", "--tokens", "f", "--scopes", "write"], "--scopes"),
+        (["--scopes", "read"], "--add-token"),
+        (["--memory", "--fresh"], "--fresh is for runs on disk or in a database"),
+        (["--store", "memory", "--list"], "--list is for runs on disk or in a database"),
+        (["--store", "memroy"], "did you mean memory? valid: disk, memory"),
+        (["--ssl-keyfile", "k"], "--ssl-certfile"),
+        (["--ssl-certfile", "absent.pem"], "absent.pem"),
     ],
 )
-def test_wrong_flag_is_one_clear_line(command: Command, flags: list[str], message: str) -> None:
+def test_wrong_flags_are_refused_in_one_clear_line(
+    tmp_path: Path, command: Command, flags: list[str], message: str
+) -> None:
     said = command.said(*flags, code=2)
     assert message in said
     assert said.count("\n") == 1
+    assert SECRET not in said
+    assert "geheim" not in said
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_flags_reach_the_policy_of_runs() -> None:
@@ -388,25 +410,6 @@ def test_a_package_registers_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert isinstance(_stores(RunApiConfig(memory=True), pytest.fail), MemoryRuns)
     with pytest.raises(ValidationError, match="--memory and --store own"):
         RunApiConfig(memory=True, store="own")
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--database", "postgresql://hub:geheim@localhost/x"], "PGPASSFILE"),
-        (["--database", "postgresql://hub@localhost/x?password=geheim"], "PGPASSFILE"),
-        (["--database", "postgresql://hub@localhost/x", "--memory"], "--database and --memory"),
-        (["--database", "mysql://localhost/x"], "--database: not a URL like"),
-        (["--list", "--database", "postgresql://hub@127.0.0.1:1/x"], "cannot be reached"),
-    ],
-)
-def test_a_database_that_cannot_be_used_is_one_clear_line(
-    command: Command, flags: list[str], message: str
-) -> None:
-    said = command.said(*flags, code=2)
-    assert message in said
-    assert "geheim" not in said
-    assert said.count("\n") == 1
 
 
 def test_a_password_in_the_variable_is_never_shown(
@@ -595,32 +598,6 @@ def test_added_token_opens_what_it_was_made_for(
         assert statuses == [200, 403, 403]
         assert hub.end() == 0
     assert secret not in hub.errors
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--token", SECRET, "--tokens", "f"], "give one of them"),
-        (["--token", "short"], "at least 8"),
-        (["--tokens", "absent.yaml"], "absent.yaml"),
-        (["--add-token", "a", "--scopes", "read"], "--tokens FILE"),
-        (["--add-token", "a", "--tokens", "f"], "--scopes"),
-        (["--add-token", "a", "--tokens", "f", "--scopes", "write"], "--scopes"),
-        (["--scopes", "read"], "--add-token"),
-        (["--memory", "--fresh"], "--fresh is for runs on disk or in a database"),
-        (["--store", "memory", "--list"], "--list is for runs on disk or in a database"),
-        (["--store", "memroy"], "did you mean memory? valid: disk, memory"),
-        (["--ssl-keyfile", "k"], "--ssl-certfile"),
-        (["--ssl-certfile", "absent.pem"], "absent.pem"),
-    ],
-)
-def test_flags_that_do_not_fit_are_refused(
-    tmp_path: Path, command: Command, flags: list[str], message: str
-) -> None:
-    said = command.said(*flags, code=2)
-    assert message in said
-    assert SECRET not in said
-    assert list(tmp_path.iterdir()) == []
 
 
 # TLS

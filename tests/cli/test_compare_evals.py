@@ -73,13 +73,7 @@ def test_command_prints_every_number_of_the_samples(
     head, _, *rows = capsys.readouterr().out.splitlines()
     cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in (head, *rows)]
     assert cells[0] == [
-        "Value",
-        "Before",
-        "After",
-        "Difference",
-        "Stderr",
-        "95 % interval",
-        "Items",
+        *("Value", "Before", "After", "Difference", "Stderr", "95 % interval", "Items"),
     ]
     assert cells[1] == ["score", "0.0000", "1.0000", "+1.0000", "0.0000", "[1.0000, 1.0000]", "2"]
     assert cells[2][:4] == ["length", "3.0000", "3.0000", "+0.0000"]

@@ -101,37 +101,7 @@ def test_derived_batch_size_is_the_share_that_may_be_filled() -> None:
     assert env.derived_batch_size == 24
 
 
-CONFIG_DEFAULTS = {
-    "group_size": 4,
-    "max_num_workers": -1,
-    "max_eval_workers": 16,
-    "max_num_workers_per_node": 8,
-    "steps_per_eval": 100,
-    "max_token_length": 2048,
-    "eval_handling": EvalHandlingEnum.STOP_TRAIN,
-    "eval_limit_ratio": 0.5,
-    "inference_weight": 1.0,
-    "batch_size": -1,
-    "max_batches_offpolicy": 3,
-    "tokenizer_name": "NousResearch/DeepHermes-3-Llama-3-3B-Preview",
-    "use_wandb": True,
-    "rollout_server_url": "http://localhost:8000",
-    "total_steps": 1000,
-    "wandb_name": None,
-    "num_rollouts_to_keep": 32,
-    "num_rollouts_per_group_for_logging": 1,
-    "ensure_scores_are_not_same": True,
-    "data_path_to_save_groups": None,
-    "data_dir_to_save_evals": None,
-    "min_items_sent_before_logging": 2,
-    "include_messages": False,
-    "min_batch_allocation": None,
-    "worker_timeout": 600,
-    "thinking_mode": False,
-    "reasoning_effort": None,
-    "max_reasoning_tokens": None,
-    "custom_thinking_prompt": None,
-}
+CONFIG_DEFAULTS = SURFACE["defaults"] | {"eval_handling": EvalHandlingEnum.STOP_TRAIN}
 
 
 def test_configuration_has_the_original_fields_and_defaults() -> None:

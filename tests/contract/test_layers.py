@@ -9,21 +9,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-FOUNDATION = {
-    "atroposlib.type_definitions",
-    "atroposlib.scored_data",
-    "atroposlib.samples",
-    "atroposlib.wire",
-    "atroposlib.errors",
-    "atroposlib.config",
-    "atroposlib.patience",
-    "atroposlib.http_bodies",
-    "atroposlib.http_guard",
-    "atroposlib.utils",
-    "atroposlib.utils.number_list",
-    "atroposlib.utils.wording",
-    "atroposlib.frontend",
-}
+_FOUNDATION = """
+type_definitions scored_data samples wire errors config patience http_bodies http_guard utils utils.number_list
+utils.wording frontend
+"""
+FOUNDATION = {f"atroposlib.{name}" for name in _FOUNDATION.split()}
 """Every row of LAYERS may import these; they import each other alone."""
 
 HUB = "api.schemas api.run.types api.stores api.run api.http api"

@@ -169,16 +169,9 @@ async def test_a_part_of_the_rows_is_the_same_part_every_time(started: Any) -> N
         ({}, None),
         ({"custom_system_prompt": "Be brief."}, "Be brief."),
         ({"thinking_mode": True, "custom_thinking_prompt": "Think."}, "Think."),
-        (
-            {
-                "thinking_mode": True,
-                "custom_thinking_prompt": "Think.",
-                "custom_system_prompt": "Be.",
-            },
-            "Think.\n\nBe.",
-        ),
+        ({"thinking_mode": True, "custom_thinking_prompt": "Think.", "custom_system_prompt": "Be."}, "Think.\n\nBe."),
     ],
-)
+)  # fmt: skip
 def test_system_prompts_are_joined(made: Any, settings: dict[str, Any], system: str | None) -> None:
     env = made(ARC, **settings)
     messages = env.conversation(CHOICE)

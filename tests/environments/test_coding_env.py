@@ -72,17 +72,11 @@ def test_every_test_must_pass() -> None:
 
 @pytest.mark.drill
 async def test_hostile_programs_are_counted_and_earn_nothing(started: Any) -> None:
-    names = [
-        "loop",
-        "memory",
-        "fork_bomb",
-        "exit_at_once",
-        "forge_replies",
-        "memory_of_the_parent",
-        "descriptors_of_the_parent",
-        "flood_stdout",
-        "become_root",
-    ]
+    attacks = """
+        loop memory fork_bomb exit_at_once forge_replies memory_of_the_parent descriptors_of_the_parent
+        flood_stdout become_root
+    """
+    names = attacks.split()
     programs = ["print(int(input()) * 2)", *(ATTACKS[name].source for name in names)]
     answers = [*map(block, programs), "I do not know."]
     env = await started(answers, test_timeout_s=2.0, group_size=len(answers))

@@ -400,11 +400,8 @@ REFUSED = {
 """Environments that cannot be stepped, and the error."""
 
 STEPPED_IN_EVERY_RUN = (
-    "text_reversal_environment",
-    "tool_use_multiturn_server",
-    "game_environments.wordle",
-    "game_environments.gymnasium.blackjack.blackjack_env_no_thinking",
-    "letter_reversal_server",
+    *("text_reversal_environment", "tool_use_multiturn_server", "game_environments.wordle"),
+    *("game_environments.gymnasium.blackjack.blackjack_env_no_thinking", "letter_reversal_server"),
     "rubric_judge_server",
 )
 

@@ -73,9 +73,8 @@ async def test_an_answer_without_an_action_costs_what_is_configured(made: Any, a
     [rollout] = await env.roll_out(0, 1, split="train")
     assert (rollout.finish_reason, rollout.outcome) == ("invalid_action", -7.0)
     assert env.read_action(None, f"<action>{'9' * 5000}</action>") is None  # too long for int()
-    assert (
-        env.read_action(None, "<think>or <action>1</action>?") is None
-    )  # the thinking did not end
+    unended = "<think>or <action>1</action>?"
+    assert env.read_action(None, unended) is None
 
 
 async def test_a_game_that_does_not_exist_is_refused_at_the_start(made: Any) -> None:

@@ -57,11 +57,7 @@ async def test_every_format_is_judged_by_the_model(made: Any, form: Any) -> None
     [
         ("tagged", "<think>a</think><json_output>{}</json_output>", "{}"),
         ("tagged", "<think>a</think>Here: <json_output>{}</json_output>", "{}"),
-        (
-            "tagged",
-            "<think>a</think><json_output>{}</json_output><json_output>1</json_output>",
-            None,
-        ),
+        ("tagged", "<think>a</think><json_output>{}</json_output><json_output>1</json_output>", None),
         ("tagged", "<think>a</think><yaml_output>{}</yaml_output>", None),
         ("tagged", "<think><json_output>{}</json_output></think>", None),
         ("markdown", "<think>a</think>\n```json\n{}\n```", "{}"),
@@ -73,7 +69,7 @@ async def test_every_format_is_judged_by_the_model(made: Any, form: Any) -> None
         ("none", "{}", None),
         ("none", "<think>a</think>", None),
     ],
-)
+)  # fmt: skip
 def test_the_container_must_be_the_required_one(
     container: Any, answer: str, content: str | None
 ) -> None:

@@ -73,14 +73,8 @@ def tasks_of_the_library() -> list[str]:
 
 
 EVALUATED = {
-    *(
-        "binary_matrix",
-        "countdown",
-        "intermediate_integration",
-        "n_queens",
-        "polynomial_multiplication",
-    ),
-    *("puzzle24", "simple_integration", "spiral_matrix", "string_insertion"),
+    *("binary_matrix", "countdown", "intermediate_integration", "n_queens", "puzzle24"),
+    *("polynomial_multiplication", "simple_integration", "spiral_matrix", "string_insertion"),
 }
 """Tasks whose graders in the library run the answer."""
 CODE = """__import__('os').system('touch {0}')|open('{0}', 'w')|[open('{0}', 'w')]|[[open('{0}', 'w')]]
@@ -90,32 +84,9 @@ f"{{open('{0}', 'w')}}"|sin(open('{0}', 'w').write('x'))|Symbol(open('{0}', 'w')
 !!python/object/apply:os.system ['touch {0}']|$(touch {0})|"'+str(open('{0}', 'w'))+'"|24 if open('{0}', 'w') else 0
 """
 JUNK = [
-    "zzz",
-    " ",
-    "nan",
-    "n a n",
-    "inf",
-    "[NaN]",
-    "[]",
-    "{}",
-    "()",
-    "None",
-    "null",
-    "Q",
-    "-",
-    "...",
-    "0.0001",
-    "\x00",
-]
-JUNK += [
-    "zzz " * 5000,
-    "9" * 5000,
-    "[" * 5000,
-    "-" * 5000,
-    "9**9**9",
-    "[0]*10**10",
-    "1e999999999",
-    "R99999999 U-999999",
+    *("zzz", " ", "nan", "n a n", "inf", "[NaN]", "[]", "{}", "()", "None", "null", "Q", "-"),
+    *("...", "0.0001", "\x00", "9**9**9", "[0]*10**10", "1e999999999", "R99999999 U-999999"),
+    *("zzz " * 5000, "9" * 5000, "[" * 5000, "-" * 5000),
 ]
 
 
@@ -184,24 +155,18 @@ def filled(puzzle: Any) -> str:
         ("tsumego", around("{}9")),
         ("manipulate_matrix", around("7 {}")),
         ("game_of_life", numbers_as("0")),
-        (
-            "knights_knaves",
-            lambda puzzle: re.sub("an? (angel|devil|knight|knave|\\w+)", "a knight", puzzle.answer),
-        ),
+        ("knights_knaves", lambda puzzle: re.sub("an? (angel|devil|knight|knave|\\w+)", "a knight", puzzle.answer)),
         ("prime_factorization", lambda puzzle: str(prod(map(int, puzzle.answer.split(" × "))))),
         ("time_intervals", numbers_as("1")),
         ("polynomial_equations", "0.2"),
         ("mini_sudoku", filled),
         ("sudoku", filled),
         ("simple_integration", lambda puzzle: f"integrate({puzzle.metadata['integrand']})"),
-        (
-            "polynomial_multiplication",
-            lambda puzzle: f"expand({puzzle.metadata['polynomial_expr']})",
-        ),
+        ("polynomial_multiplication", lambda puzzle: f"expand({puzzle.metadata['polynomial_expr']})"),
         ("string_insertion", "oracle_answer"),
         ("n_queens", "[valid_solutions[0].split()]"),
     ],
-)
+)  # fmt: skip
 def test_a_text_that_solves_nothing_earns_nothing(task: str, text: Any) -> None:
     for seed in range(3):
         puzzle = made(task, seed)
@@ -214,11 +179,7 @@ def test_a_text_that_solves_nothing_earns_nothing(task: str, text: Any) -> None:
     [
         ("spiral_matrix", lambda puzzle: str(puzzle.answer.split()).replace("'", ""), 0.1),
         ("string_insertion", lambda puzzle: str([*puzzle.answer]), 0.1),
-        (
-            "binary_matrix",
-            lambda puzzle: str([row.split() for row in puzzle.answer.split("\n")]),
-            0.1,
-        ),
+        ("binary_matrix", lambda puzzle: str([row.split() for row in puzzle.answer.split("\n")]), 0.1),
         ("n_queens", lambda puzzle: str([row.split() for row in puzzle.answer.split("\n")]), 0.5),
         ("n_queens", lambda puzzle: puzzle.metadata["valid_answers"][-1], 1.0),
         ("countdown", around("( {} )"), 1.0),
@@ -237,7 +198,7 @@ def test_a_text_that_solves_nothing_earns_nothing(task: str, text: Any) -> None:
         ("chain_sum", around("{}.0"), 1.0),
         ("sudoku", around("{}\n"), 1.0),
     ],
-)
+)  # fmt: skip
 def test_right_answers_in_usual_forms_are_paid(task: str, text: Any, score: float) -> None:
     for seed in range(3):
         puzzle = made(task, seed)

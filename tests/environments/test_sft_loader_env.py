@@ -38,42 +38,24 @@ async def trained_text(env: Any, row: dict[str, Any]) -> str:
     return env.tokenizer.decode([label for label in masks if label != IGNORE_INDEX])
 
 
+ORIGINAL = {"conversations": CHAT}
+OPENAI = {"conversations": [sft.message_of(turn) for turn in CHAT]}
+TEXT = {"dataset_format": "completion", "dataset_column_name": "text"}
+PREFIXED = TEXT | {"dataset_format": "prefix_completion", "prefix_column_name": "prefix"}
+REST = {"text": " and the rest", "prefix": "The begin"}
+
+
 @pytest.mark.parametrize(
     ("settings", "row", "trained"),
     [
-        ({}, {"conversations": CHAT}, "first<eos>last<eos>"),
-        ({"mask_everything_but_last_step": True}, {"conversations": CHAT}, "last<eos>"),
-        (
-            {"dataset_format": "oai_format"},
-            {"conversations": [sft.message_of(turn) for turn in CHAT]},
-            "first<eos>last<eos>",
-        ),
-        (
-            {"dataset_format": "completion", "dataset_column_name": "text"},
-            {"text": "all of it"},
-            "<bos>all of it<eos>",
-        ),
-        (
-            {
-                "dataset_format": "prefix_completion",
-                "dataset_column_name": "text",
-                "prefix_column_name": "prefix",
-            },
-            {"text": " and the rest", "prefix": "The begin"},
-            " and the rest<eos>",
-        ),
-        (
-            {
-                "dataset_format": "prefix_completion",
-                "dataset_column_name": "text",
-                "prefix_column_name": "prefix",
-                "mask_everything_but_assistant_answer": False,
-            },
-            {"text": " and the rest", "prefix": "The begin"},
-            "<bos>The begin and the rest<eos>",
-        ),
+        ({}, ORIGINAL, "first<eos>last<eos>"),
+        ({"mask_everything_but_last_step": True}, ORIGINAL, "last<eos>"),
+        ({"dataset_format": "oai_format"}, OPENAI, "first<eos>last<eos>"),
+        (TEXT, {"text": "all of it"}, "<bos>all of it<eos>"),
+        (PREFIXED, REST, " and the rest<eos>"),
+        (PREFIXED | {"mask_everything_but_assistant_answer": False}, REST, "<bos>The begin and the rest<eos>"),
     ],
-)
+)  # fmt: skip
 async def test_each_format_trains_the_answer(
     started: Any, settings: dict[str, Any], row: dict[str, Any], trained: str
 ) -> None:

@@ -10,13 +10,6 @@ from atroposlib.scored_data import IGNORE_INDEX
 ENGINE = APIServerConfig(model_name="m", base_url="http://127.0.0.1:9/v1", server_type="vllm")
 
 
-class Offline:
-    """Mixed into an environment: its tokenizer needs no files."""
-
-    def load_tokenizer(self) -> Any:
-        return ByteTokenizer()
-
-
 def make_env(
     env_cls: type[Any],
     *,

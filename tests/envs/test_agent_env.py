@@ -32,7 +32,8 @@ from atroposlib.runtime.progress import RunStatus, with_servers
 from atroposlib.scored_data import Strictness, check_group
 from atroposlib.utils.local_server import serve_locally
 from environments.agents.arithmetic_agents import ArithmeticAgents
-from tests.envs.helpers_envs import ENGINE, Offline, group_of, make_env, trained_texts
+from tests.builders.environments import Offline
+from tests.envs.helpers_envs import ENGINE, group_of, make_env, trained_texts
 
 
 class Doubling(Offline, AgentEnv):

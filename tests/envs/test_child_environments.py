@@ -11,21 +11,12 @@ import pytest
 from atroposlib.envs.agent_env import AgentEnv
 from atroposlib.envs.bridge import Bridge
 from atroposlib.envs.sandbox import DockerSandbox, run_code
-from tests.envs.helpers_envs import Offline, make_env
+from tests.builders.environments import Offline
+from tests.envs.helpers_envs import make_env
 
 SECRETS = (
-    "ATROPOS_DATABASE",
-    "DATABASE_URL",
-    "SENTRY_DSN",
-    "GITHUB_PAT",
-    "PGPASSWD",
-    "SLACK_WEBHOOK",
-    "WANDB_API_KEY",
-    "HF_TOKEN",
-    "AWS_SESSION",
-    "NETRC",
-    "MY_COOKIE",
-    "PASSPHRASE",
+    *("ATROPOS_DATABASE", "DATABASE_URL", "SENTRY_DSN", "GITHUB_PAT", "PGPASSWD", "SLACK_WEBHOOK"),
+    *("WANDB_API_KEY", "HF_TOKEN", "AWS_SESSION", "NETRC", "MY_COOKIE", "PASSPHRASE"),
 )
 NAMED = "OPENAI_BASE_URL_OF_THE_JUDGE"
 

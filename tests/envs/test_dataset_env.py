@@ -15,8 +15,9 @@ from atroposlib.inference.harness import HarnessRequest
 from atroposlib.runtime.evaluate import evaluate
 from atroposlib.runtime.serve import serve
 from atroposlib.scored_data import IGNORE_INDEX, Strictness, check_group
+from tests.builders.environments import Offline
 from tests.builders.rows import rows_in, write_rows
-from tests.envs.helpers_envs import Offline, group_of, make_env
+from tests.envs.helpers_envs import group_of, make_env
 from tests.runtime.helpers_runtime import FAST, LoopbackHub
 
 

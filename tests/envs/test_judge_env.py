@@ -16,7 +16,8 @@ from atroposlib.inference.harness import HarnessRequest, ServerHarness, create_c
 from atroposlib.inference.servers.sampling_notes import noting_sampling
 from atroposlib.runtime.env_command import build_environment
 from atroposlib.scored_data import Strictness, check_group
-from tests.envs.helpers_envs import ENGINE, Offline, group_of
+from tests.builders.environments import Offline
+from tests.envs.helpers_envs import ENGINE, group_of
 
 JUDGE = APIServerConfig(model_name="judge", base_url="http://127.0.0.1:9/v1")
 ANSWERS = ["good", "fair", "poor", "none"]

@@ -145,9 +145,8 @@ class LegacyEnv(BaseEnv):
 @pytest.fixture(autouse=True)
 def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("atroposlib.envs.hooks.load_tokenizer", lambda source: ByteTokenizer())
-    monkeypatch.setattr(
-        env_command, "collect_less_often", lambda: None
-    )  # scans the heap of all tests
+    # It scans the heap of all tests.
+    monkeypatch.setattr(env_command, "collect_less_often", lambda: None)
 
 
 def legacy(*argv: str) -> LegacyEnv:

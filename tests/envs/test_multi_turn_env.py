@@ -9,7 +9,8 @@ from atroposlib.envs.multi_turn_env import Episode, MultiTurnEnv, Step
 from atroposlib.errors import EngineRejected, EnvError
 from atroposlib.inference.harness import ByteTokenizer, HarnessRequest
 from atroposlib.scored_data import Strictness, check_group
-from tests.envs.helpers_envs import Offline, group_of, make_env, trained_texts
+from tests.builders.environments import Offline
+from tests.envs.helpers_envs import group_of, make_env, trained_texts
 
 
 class Guess(Offline, MultiTurnEnv):

@@ -26,8 +26,9 @@ from atroposlib.envs.tool_env import (
 from atroposlib.errors import ConfigError, EnvError, MissingDependency
 from atroposlib.inference.harness import HarnessRequest
 from atroposlib.scored_data import Strictness, check_group
+from tests.builders.environments import Offline
 from tests.envs import helpers_rewards
-from tests.envs.helpers_envs import Offline, group_of, make_env, trained_texts
+from tests.envs.helpers_envs import group_of, make_env, trained_texts
 
 RELEASE = threading.Event()
 

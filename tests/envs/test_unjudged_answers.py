@@ -27,7 +27,8 @@ from atroposlib.inference.harness import ByteTokenizer, HarnessRequest, ServerHa
 from atroposlib.scored_data import Strictness, check_group
 from example_trainer.data import DataOptions, make_batch
 from example_trainer.objective import Baseline
-from tests.envs.helpers_envs import ENGINE, Offline, group_of
+from tests.builders.environments import Offline
+from tests.envs.helpers_envs import ENGINE, group_of
 from tests.trainer.helpers_trainer import make_group
 
 FAILURES = ["failure", "none", "nan", "inf", "raise", "text", "abort", "short"]

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+import pytest
 
 from atroposlib.client import (
     AnotherExperiment,
@@ -235,6 +236,16 @@ async def eventually(
         assert time.monotonic() - began < timeout_s, f"not within {timeout_s} s: {what}"
         await asyncio.sleep(interval_s)
     return time.monotonic() - began
+
+
+def drilled(name: str, drill: tuple[Any, int], *, slow: tuple[Any, int]) -> pytest.MarkDecorator:
+    """Parametrize a test by a value for drills and one that is run by name, each with its limit in seconds."""
+    (short, limit_s), (long, long_limit_s) = drill, slow
+    marks = [pytest.mark.slow, pytest.mark.timeout(long_limit_s)]
+    return pytest.mark.parametrize(
+        name,
+        [pytest.param(short, marks=pytest.mark.timeout(limit_s)), pytest.param(long, marks=marks)],
+    )
 
 
 def assert_balanced(ledger: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from collections import Counter
 from typing import Any
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
-from atroposlib.inference.harness import ByteTokenizer
+from tests.builders.environments import Offline
 from tests.faults.closing import MARK
 
 PROMPT_END = ";"
@@ -53,7 +53,7 @@ class FaultyEnvConfig(BaseEnvConfig):
     has_faults: bool = True
 
 
-class FaultyEnv(BaseEnv):
+class FaultyEnv(Offline, BaseEnv):
     """Counts upwards."""
 
     name = "faulty"
@@ -72,9 +72,6 @@ class FaultyEnv(BaseEnv):
             worker_timeout=WORKER_TIMEOUT_S,
         )
         return config, [APIServerConfig(server_type="vllm", model_name="scripted")]
-
-    def load_tokenizer(self) -> Any:
-        return ByteTokenizer()
 
     async def setup(self) -> None:
         self.num_given = 0

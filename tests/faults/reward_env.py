@@ -13,8 +13,8 @@ from typing import Any
 
 from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig, Outcome, Rollout
-from atroposlib.inference.harness import ByteTokenizer
 from atroposlib.inference.servers.choices import run_together
+from tests.builders.environments import Offline
 from tests.faults import bad_rewards
 from tests.faults.closing import MARK
 
@@ -28,7 +28,7 @@ class RewardEnvConfig(DatasetEnvConfig):
     """Only the first attempt to judge a row's first answer goes wrong."""
 
 
-class RewardEnv(DatasetEnv):
+class RewardEnv(Offline, DatasetEnv):
     """Asks every row once."""
 
     name = "rewards"
@@ -48,9 +48,6 @@ class RewardEnv(DatasetEnv):
             max_consecutive_failures=3,
         )
         return config, [APIServerConfig(server_type="vllm", model_name="scripted")]
-
-    def load_tokenizer(self) -> Any:
-        return ByteTokenizer()
 
     def load_rows(self, split: str) -> Any:
         return self.config.kinds if split == "train" else []

@@ -34,6 +34,7 @@ from tests.faults.drivers import (
     BATCH_SIZE,
     HubProcess,
     assert_balanced,
+    drilled,
     eventually,
     hub_process,
     kill_group,
@@ -372,13 +373,7 @@ async def fill_up(url: str, num_groups: int) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize(
-    "num_pairs",
-    [
-        pytest.param(4, marks=pytest.mark.timeout(600)),
-        pytest.param(70, marks=[pytest.mark.slow, pytest.mark.timeout(2400)]),
-    ],
-)
+@drilled("num_pairs", (4, 600), slow=(70, 2400))
 async def test_no_group_is_lost_or_trained_twice_under_a_schedule_of_faults(
     num_pairs: int, tmp_path: Path
 ) -> None:

@@ -26,7 +26,7 @@ from atroposlib.api.server import create_app
 from atroposlib.scored_data import Strictness
 from atroposlib.wire import CONTENT_TYPE_PACKED, split_packed, unpack_group
 from tests.api.helpers_api import registration
-from tests.builders.json_groups import BAD_BODIES, BAD_FIELDS
+from tests.builders.json_groups import BAD_BODIES, BAD_FIELDS, with_fields
 from tests.builders.packed_groups import BAD_PACKED, IDS, SAMPLED, blob, f64, u32
 from tests.faults.asgi_calls import Answer, Caller, Headers, hub_on_disk
 from tests.faults.drivers import assert_balanced
@@ -510,36 +510,18 @@ async def drain(call: Callable[..., Any]) -> int:
 
 
 COSTLY: dict[str, tuple[str, bytes]] = {
-    "a string of escaped quotes that does not end": (
-        "/scored_data",
-        b'{"tokens": "' + b'\\"' * 30_000 + b"\x01",
-    ),
-    "a key of escaped quotes that does not end": (
-        "/scored_data",
-        b'{"' + b'\\"' * 30_000 + b"\x01",
-    ),
+    "a string of escaped quotes that does not end": ("/scored_data", b'{"tokens": "' + b'\\"' * 30_000 + b"\x01"),
+    "a key of escaped quotes that does not end": ("/scored_data", b'{"' + b'\\"' * 30_000 + b"\x01"),
     "backslashes": ("/scored_data", b'{"a": "' + b"\\" * 60_001 + b"\x01"),
     "empty strings and a NaN": ("/scored_data", b'{"a": [' + b'"",' * 20_000 + b"NaN]}"),
     "a megabyte of escaped quotes": ("/scored_data", b'{"tokens": "' + b'\\"' * 500_000 + b"\\x"),
-    "a megabyte of digits": ("/scored_data", to_json(a_group(scores=[Literal("9" * 2**20), 0]))),
-    "numbers and a boolean": (
-        "/scored_data",
-        to_json(a_group(tokens=[Literal("[" + "1," * 30_000 + "true]"), []])),
-    ),
-    "distilled lists and a float": (
-        "/scored_data",
-        to_json(a_group(distill_token_ids=[Literal("[" + "[1]," * 900 + "[1.5]]"), []])),
-    ),
+    "a megabyte of digits": ("/scored_data", with_fields(scores="[" + "9" * 2**20 + ", 0]")),
+    "numbers and a boolean": ("/scored_data", with_fields(tokens="[[" + "1," * 30_000 + "true], []]")),
+    "distilled lists and a float": ("/scored_data", with_fields(distill_token_ids=f"[[{'[1],' * 900}[1.5]], []]")),
     "100k wrong numbers": ("/dead/requeue", b'{"numbers": [' + b'"x",' * 99_000 + b'"x"]}'),
-    "330k objects in an unknown field": (
-        "/policy",
-        b'{"version": -1, "x": [' + b"{}," * 330_000 + b"{}]}",
-    ),
-    "95k unknown keys": (
-        "/status-env",
-        b"{" + b",".join(b'"%d":1' % i for i in range(95_000)) + b"}",
-    ),
-}
+    "330k objects in an unknown field": ("/policy", b'{"version": -1, "x": [' + b"{}," * 330_000 + b"{}]}"),
+    "95k unknown keys": ("/status-env", b"{" + b",".join(b'"%d":1' % i for i in range(95_000)) + b"}"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", COSTLY)

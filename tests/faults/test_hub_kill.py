@@ -26,6 +26,7 @@ from tests.faults.drivers import (
     Traffic,
     assert_balanced,
     children,
+    drilled,
     eventually,
     has_group_ended,
     hub_process,
@@ -36,13 +37,7 @@ from tests.faults.drivers import (
 pytestmark = pytest.mark.e2e
 
 
-@pytest.mark.parametrize(
-    "num_cycles",
-    [
-        pytest.param(24, marks=pytest.mark.timeout(300)),
-        pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
-    ],
-)
+@drilled("num_cycles", (24, 300), slow=(1000, 3600))
 async def test_killed_hub_loses_no_group_and_commits_none_twice(
     num_cycles: int, tmp_path: Path
 ) -> None:
@@ -86,13 +81,7 @@ async def its_turn(experiment: Traffic) -> AsyncIterator[None]:
         await experiment.training
 
 
-@pytest.mark.parametrize(
-    "num_turns",
-    [
-        pytest.param(9, marks=pytest.mark.timeout(240)),
-        pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
-    ],
-)
+@drilled("num_turns", (9, 240), slow=(200, 1800))
 async def test_experiments_that_take_turns_are_each_trained_on_their_own_groups_alone(
     num_turns: int, tmp_path: Path
 ) -> None:

@@ -22,6 +22,7 @@ from tests.faults.drivers import (
     GroupKey,
     assert_balanced,
     children,
+    drilled,
     eventually,
     hub_process,
     make_group,
@@ -47,13 +48,7 @@ def stamped(template: ScoredGroup, number: int) -> ScoredGroup:
     return template.replace(group_id=f"m-{number}", scores=scores)
 
 
-@pytest.mark.parametrize(
-    "total_bytes",
-    [
-        pytest.param(1_000 * MIB, marks=pytest.mark.timeout(300)),
-        pytest.param(10_000 * MIB, marks=[pytest.mark.slow, pytest.mark.timeout(3000)]),
-    ],
-)
+@drilled("total_bytes", (1_000 * MIB, 300), slow=(10_000 * MIB, 3000))
 async def test_memory_is_bounded_while_the_trainer_is_stopped(
     total_bytes: int, tmp_path: Path
 ) -> None:

@@ -27,6 +27,7 @@ from tests.faults.drivers import (
     LeaseTrainer,
     Traffic,
     assert_balanced,
+    drilled,
     kill_group,
     traffic,
 )
@@ -203,13 +204,7 @@ def _end(hub: HubProcess) -> None:
         hub.process.popen.wait()
 
 
-@pytest.mark.parametrize(
-    "seconds",
-    [
-        pytest.param(None, marks=pytest.mark.timeout(240)),
-        pytest.param(600, marks=[pytest.mark.slow, pytest.mark.timeout(1500)]),
-    ],
-)
+@drilled("seconds", (None, 240), slow=(600, 1500))
 async def test_no_fault_of_a_replica_or_the_database_loses_a_group_or_trains_one_twice(
     seconds: int | None, tmp_path: Path
 ) -> None:

@@ -18,7 +18,8 @@ from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig, Outcome
 from atroposlib.envs.rewards import RewardFailure, RewardWorkers
 from atroposlib.envs.sandbox import ProcessSandbox, local_sandbox
-from atroposlib.inference.harness import ByteTokenizer, ServerHarness
+from atroposlib.inference.harness import ServerHarness
+from tests.builders.environments import Offline
 from tests.faults import hostile_programs
 from tests.faults.drivers import eventually
 from tests.faults.hostile_programs import ATTACKS, HANG_S, PATIENT_S, RIGHT, WRONG
@@ -39,13 +40,10 @@ def attacks() -> dict[str, hostile_programs.Attack]:
     }
 
 
-class Programs(DatasetEnv):
+class Programs(Offline, DatasetEnv):
     """The row is the input; the answer is a program."""
 
     name = "programs"
-
-    def load_tokenizer(self) -> Any:
-        return ByteTokenizer()
 
     def load_rows(self, split: str) -> Any:
         return [secrets.token_hex(16)]

@@ -45,16 +45,7 @@ PNG = (
     ).decode()
 )
 PIECES = [
-    "<|im_start|>",
-    "user",
-    "\n",
-    "What",
-    " is",
-    " it",
-    "?",
-    "<|im_end|>",
-    " four",
-    " ",
+    *("<|im_start|>", "user", "\n", "What", " is", " it", "?", "<|im_end|>", " four", " "),
     "\u202e",
 ]
 

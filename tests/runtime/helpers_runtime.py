@@ -17,9 +17,9 @@ from atroposlib.api.run.types import RunPolicy
 from atroposlib.api.schemas import RegisterEnv, RegisterTrainer
 from atroposlib.api.server import create_app
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
-from atroposlib.inference.harness import ByteTokenizer
 from atroposlib.runtime.serve import serve
 from atroposlib.runtime.timings import Timings
+from tests.builders.environments import Offline
 from tests.processes import free_port
 
 _PAUSE = b"retry-after"
@@ -51,7 +51,7 @@ def make_group(num_sequences: int = 2, *, scores: list[float] | None = None) -> 
     }
 
 
-class ScriptedEnv(BaseEnv):
+class ScriptedEnv(Offline, BaseEnv):
     """Hands out 0, 1, 2, ...; `answer(item)` is what an item becomes."""
 
     name = "scripted"
@@ -83,9 +83,6 @@ class ScriptedEnv(BaseEnv):
         return BaseEnvConfig(group_size=2, max_num_workers=4), [
             APIServerConfig(base_url="http://localhost:9001/v1", model_name="m", api_key="secret")
         ]
-
-    def load_tokenizer(self) -> Any:
-        return ByteTokenizer()
 
     async def setup(self) -> None:
         pass

@@ -10,7 +10,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from atroposlib.envs.dataset_env import DatasetEnv
-from atroposlib.inference.harness import ByteTokenizer, HarnessRequest, ServerHarness
+from atroposlib.inference.harness import HarnessRequest, ServerHarness
+from tests.builders.environments import Offline
 
 
 def add(request: HarnessRequest) -> str:
@@ -19,7 +20,7 @@ def add(request: HarnessRequest) -> str:
     return str(a + b + ((a + request.choice) % 3 == 0))
 
 
-class SlowSums(DatasetEnv):
+class SlowSums(Offline, DatasetEnv):
     name = "slow_sums"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -27,9 +28,6 @@ class SlowSums(DatasetEnv):
         engine = ServerHarness(self.server.servers[0].config, respond=add)
         engine.delay_s = 0.02
         self.server.servers = [engine]
-
-    def load_tokenizer(self) -> Any:
-        return ByteTokenizer()
 
     def load_rows(self, split: str) -> Any:
         return [(i, i * i) for i in range(100 if split == "train" else 60)]

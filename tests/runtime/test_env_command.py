@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, ExtraServers
+from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ExtraServers
 from atroposlib.envs.env_config import workers_are_set
 from atroposlib.errors import ConfigError, HubUnavailable
 from atroposlib.inference.harness import ServerHarness
@@ -26,9 +26,8 @@ from tests.runtime.helpers_runtime import ScriptedEnv
 @pytest.fixture(autouse=True)
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # `evaluate` writes to evals/
-    monkeypatch.setattr(
-        env_command, "collect_less_often", lambda: None
-    )  # scans the heap of all tests
+    # It scans the heap of all tests.
+    monkeypatch.setattr(env_command, "collect_less_often", lambda: None)
 
 
 def build(*argv: str, mode: str = "serve", env_cls: type[ScriptedEnv] = ScriptedEnv) -> ScriptedEnv:
@@ -77,12 +76,8 @@ def test_help_shows_the_flags_of_the_mode_with_the_defaults_of_the_environment(
         shown[mode] = capsys.readouterr().out
     first = shown["process"].split("Section 'env'")[0]
     assert [line.split()[0] for line in first.splitlines() if line.startswith("  --")] == [
-        "--openai.base_url",
-        "--openai.model_name",
-        "--openai.server_type",
-        "--env.tokenizer_name",
-        "--env.total_steps",
-        "--config",
+        *("--openai.base_url", "--openai.model_name", "--openai.server_type"),
+        *("--env.tokenizer_name", "--env.total_steps", "--config"),
     ]
     assert "(default: 'http://localhost:9001/v1')" in first
     assert "--env.group_size int\n      Sequences per group. (default: 2)" in shown["serve"]
@@ -201,7 +196,7 @@ def test_missing_tokenizer_exits_2_and_says_which(
 ) -> None:
     class WithTokenizer(ScriptedEnv):
         def load_tokenizer(self) -> Any:
-            return super(ScriptedEnv, self).load_tokenizer()
+            return BaseEnv.load_tokenizer(self)
 
     missing = str(tmp_path / "missing")
     argv = ["serve", "--testing", "--env.tokenizer_name", missing]

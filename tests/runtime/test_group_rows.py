@@ -12,10 +12,11 @@ from atroposlib.envs.base import APIServerConfig, BaseEnv
 from atroposlib.envs.dataset_env import DatasetEnv, Split
 from atroposlib.envs.judge_env import JudgeEnv
 from atroposlib.envs.multi_turn_env import Episode, MultiTurnEnv, Step
-from atroposlib.inference.harness import ByteTokenizer, HarnessRequest, ServerHarness
+from atroposlib.inference.harness import HarnessRequest, ServerHarness
 from atroposlib.inference.servers.openai import OpenAIServer
 from atroposlib.runtime.group_rows import item_json
 from atroposlib.runtime.process import ProcessOptions, process
+from tests.builders.environments import Offline
 
 POLICY = APIServerConfig(model_name="policy", base_url="http://policy/v1", prompt_price=2.0)
 
@@ -24,13 +25,10 @@ def answers(request: HarnessRequest) -> str:
     return f"answer {request.choice}"
 
 
-class Adding(DatasetEnv):
+class Adding(Offline, DatasetEnv):
     """Rows of two numbers."""
 
     name = "adding"
-
-    def load_tokenizer(self) -> Any:
-        return ByteTokenizer()
 
     def load_rows(self, split: Split) -> Any:
         return [{"a": i, "b": 1} for i in range(6)] if split == "train" else []
@@ -101,11 +99,8 @@ async def test_a_row_tells_what_was_asked_answered_and_used(tmp_path: Path) -> N
     }
 
 
-class Judged(JudgeEnv):
+class Judged(Offline, JudgeEnv):
     """A judge that gives 7 to every answer."""
-
-    def load_tokenizer(self) -> Any:
-        return ByteTokenizer()
 
     def load_rows(self, split: Split) -> Any:
         return ["Write."] if split == "train" else []
@@ -126,11 +121,8 @@ async def test_a_row_has_the_verdicts_of_a_judge(tmp_path: Path) -> None:
     assert row["usage"]["num_requests"] == 3
 
 
-class Guessing(MultiTurnEnv):
+class Guessing(Offline, MultiTurnEnv):
     """Two turns."""
-
-    def load_tokenizer(self) -> Any:
-        return ByteTokenizer()
 
     def load_rows(self, split: Split) -> Any:
         return ["Guess."] if split == "train" else []
@@ -201,13 +193,10 @@ async def test_an_episode_without_token_ids_is_one_entry(tmp_path: Path) -> None
     assert said == [["Guess.", "answer 0", "Again.", "answer 0"]] * 2
 
 
-class ByHand(BaseEnv):
+class ByHand(Offline, BaseEnv):
     """Builds its group from nodes, as environments written for the original do."""
 
     name = "by_hand"
-
-    def load_tokenizer(self) -> Any:
-        return ByteTokenizer()
 
     async def setup(self) -> None:
         pass

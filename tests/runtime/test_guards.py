@@ -24,6 +24,7 @@ from atroposlib.inference.scripted_engine.server import ScriptedEngine
 from atroposlib.runtime import guards
 from atroposlib.runtime.env_command import run_mode
 from atroposlib.runtime.guards import engines_checked
+from tests.builders.environments import Offline
 from tests.processes import free_port
 from tests.runtime.helpers_runtime import ScriptedEnv, until
 
@@ -79,16 +80,12 @@ async def test_wrong_model_is_said_where_the_engine_reads_the_name(
         assert "'served'; set --openai.model_name" in said[0]
 
 
-class Judged(JudgeEnv):
-    def load_tokenizer(self) -> Any:
-        return ByteTokenizer()
+class Judged(Offline, JudgeEnv):
+    pass
 
 
-class Taught(TeacherDistillationEnv):
+class Taught(Offline, TeacherDistillationEnv):
     get_next_item = evaluate = None  # type: ignore[assignment]
-
-    def load_tokenizer(self) -> Any:
-        return ByteTokenizer()
 
 
 def env_with(namespace: str, url: str, *, extra_url: str) -> BaseEnv:
@@ -263,10 +260,7 @@ async def test_cancelled_run_stays_cancelled() -> None:
             await running
 
 
-class Rows(DatasetEnv):
-    def load_tokenizer(self) -> Any:
-        return ByteTokenizer()
-
+class Rows(Offline, DatasetEnv):
     async def setup(self) -> None:
         raise AssertionError("the run was not refused")
 

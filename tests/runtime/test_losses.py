@@ -15,7 +15,8 @@ from atroposlib.errors import EnvError
 from atroposlib.inference.harness import HarnessRequest
 from atroposlib.runtime.losses import CAUSES, LossReminder, explain, sample
 from atroposlib.runtime.process import process
-from tests.envs.helpers_envs import Offline, make_env
+from tests.builders.environments import Offline
+from tests.envs.helpers_envs import make_env
 from tests.runtime.helpers_runtime import FAST, LoopbackHub, ScriptedEnv, make_group, serving, until
 
 OFTEN = replace(FAST, progress_s=0.02, no_group_reminder_s=0.1)

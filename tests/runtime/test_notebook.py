@@ -14,20 +14,18 @@ import pytest
 from atroposlib.envs.base import APIServerConfig, BaseEnv
 from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig
 from atroposlib.errors import ConfigError, EngineUnavailable
-from atroposlib.inference.scripted_engine import ByteTokenizer, Script, ScriptedEngine
+from atroposlib.inference.scripted_engine import Script, ScriptedEngine
 from atroposlib.scored_data import Strictness, check_group
+from tests.builders.environments import Offline
 from tests.processes import free_port
 
 
-class Sums(DatasetEnv):
+class Sums(Offline, DatasetEnv):
     """Two answers of the engine are right and wrong; counts calls of `setup` and `close`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.calls: list[str] = []
-
-    def load_tokenizer(self) -> Any:
-        return ByteTokenizer()
 
     def load_rows(self, split: str) -> list[int]:
         return list(range(1, 9))

@@ -19,7 +19,8 @@ from atroposlib.errors import ConfigError
 from atroposlib.runtime import env_command
 from atroposlib.runtime.env_command import run_environment
 from atroposlib.runtime.evaluate import evaluate
-from tests.envs.helpers_envs import ENGINE, Offline
+from tests.builders.environments import Offline
+from tests.envs.helpers_envs import ENGINE
 from tests.frontend.helpers_pages import read_page
 from tests.processes import running, wait_for
 from tests.runtime.slow_sums_env import SlowSums
@@ -31,9 +32,8 @@ FLAGS = ["--env.num_eval_samples=3", "--env.max_eval_workers=2", "--openai.model
 @pytest.fixture(autouse=True)
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        env_command, "collect_less_often", lambda: None
-    )  # scans the heap of all tests
+    # It scans the heap of all tests.
+    monkeypatch.setattr(env_command, "collect_less_often", lambda: None)
 
 
 @pytest.fixture(scope="module")

@@ -27,16 +27,8 @@ from tests.runtime.helpers_runtime import (
 )
 
 HOOKS = (
-    "setup_wandb",
-    "register_env",
-    "get_server_info",
-    "get_status",
-    "env_step_checks",
-    "add_train_workers",
-    "handle_env",
-    "handle_send_to_api",
-    "_send_scored_data_to_api",
-    "cleanup",
+    *("setup_wandb", "register_env", "get_server_info", "get_status", "env_step_checks", "cleanup"),
+    *("add_train_workers", "handle_env", "handle_send_to_api", "_send_scored_data_to_api"),
 )
 
 
@@ -86,15 +78,8 @@ async def test_register_env_asks_once_per_call_and_is_what_registration_waits_fo
         await hub.start_trainer()
         await until(lambda: env.env_id is not None)
     await hub.stop()
-    assert answers[-1].keys() >= {
-        "status",
-        "env_id",
-        "wandb_name",
-        "checkpoint_dir",
-        "starting_step",
-        "checkpoint_interval",
-        "num_steps",
-    }
+    names = "status env_id wandb_name checkpoint_dir starting_step checkpoint_interval num_steps"
+    assert answers[-1].keys() >= {*names.split()}
     assert (answers[-1]["status"], answers[-1]["env_id"]) == ("success", 0)
 
 

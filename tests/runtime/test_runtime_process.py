@@ -23,6 +23,7 @@ from atroposlib.errors import (
 from atroposlib.inference.harness import ByteTokenizer
 from atroposlib.runtime.group_log import GroupLog
 from atroposlib.runtime.process import ProcessOptions, process, process_and_render
+from tests.builders.environments import Offline
 from tests.frontend.helpers_pages import read_page
 from tests.runtime.helpers_runtime import ScriptedEnv, make_group
 from tests.utils.test_tracing import start_recorder
@@ -282,13 +283,10 @@ async def test_append_says_which_groups_name_no_item(
 # Epochs.
 
 
-class Rows(DatasetEnv):
+class Rows(Offline, DatasetEnv):
     """Five rows; an answer to row 2 cannot be judged."""
 
     name = "rows"
-
-    def load_tokenizer(self) -> Any:
-        return ByteTokenizer()
 
     def load_rows(self, split: str) -> Any:
         return list(range(5)) if split == "train" else []

@@ -16,7 +16,7 @@ from torch import Tensor
 from atroposlib.errors import AtroposError
 from atroposlib.scored_data import ScoredGroup
 from example_trainer.config import TrainerConfig
-from example_trainer.data import Batch, DataOptions, MicroBatch, make_batch
+from example_trainer.data import Batch, DataOptions, MicroBatch, Row, make_batch
 from example_trainer.gap import GapReport, LogprobGap
 from example_trainer.loss import (
     MAX_LOG_RATIO,
@@ -68,7 +68,7 @@ class Peaks:
         self._ratios: list[Tensor] = []
         self._pushes: list[Tensor] = []
         """Of each micro-batch: sum of the absolute gradients, the largest, and its sequence."""
-        self._pushed: list[MicroBatch] = []
+        self._pushed: list[Sequence[Row]] = []
 
     def observe(self, micro_batch: MicroBatch, logprobs_N: Tensor) -> None:
         """Note the ratios now, and the gradient when the backward pass reaches the logprobs."""
@@ -81,7 +81,7 @@ class Peaks:
             largest, at = push_N.max(dim=0)
             sequence = positions.sequence_N[at].double()
             self._pushes.append(torch.stack([push_N.sum(), largest, sequence]))
-            self._pushed.append(micro_batch)
+            self._pushed.append(micro_batch.rows)
 
         logprobs_N.register_hook(note)
 
@@ -90,9 +90,9 @@ class Peaks:
         ratios = torch.stack(self._ratios).tolist() if self._ratios else []
         pushes = torch.stack(self._pushes).tolist() if self._pushes else []
         most, group = 0.0, -1
-        for (_, largest, sequence), micro_batch in zip(pushes, self._pushed, strict=True):
+        for (_, largest, sequence), rows in zip(pushes, self._pushed, strict=True):
             if largest > most:
-                most, group = largest, micro_batch.rows[int(sequence)].origin.group
+                most, group = largest, rows[int(sequence)].origin.group
         total = sum(push[0] for push in pushes)
         total = float(self._world.sum(torch.tensor(total, dtype=torch.float64)))
         mine = torch.tensor([max(ratios, default=-math.inf), most], dtype=torch.float64)

@@ -148,8 +148,9 @@ def train(config: TrainerConfig) -> None:
             record |= {"num_lost_leases": feed.num_lost_leases} | clock.read()
             peak = None if result.peak.group is None else groups[result.peak.group]
             for fault in set(faults_of(record, config, peak)) - known_faults:
-                logger.warning("step %d: %s", version, fault)
                 known_faults.add(fault)
+                if world.is_main:
+                    logger.warning("step %d: %s", version, fault)
             record |= {"step": version, "queue_size": feed.queue_size()} | gpu_memory(policy.device)
             record |= {"tokens_per_s": batch.num_tokens / record["train_s"], "save_s": None}
             with clock.phase("save_s"):

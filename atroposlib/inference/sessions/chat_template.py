@@ -357,8 +357,8 @@ class _Marks:
     @classmethod
     def absent_from(cls, messages: Sequence[Message]) -> _Marks:
         """Return marks that no message contains."""
-        nonce = 0
-        while any(f"ATROPOS{nonce}" in _searched(message) for message in messages):
+        nonce, searched = 0, "\n".join(map(_searched, messages))
+        while f"ATROPOS{nonce}" in searched:
             nonce += 1
         return cls(nonce)
 

@@ -390,7 +390,7 @@ class ManagedServer:
         added_tokens, added_text = self._template.join(kept, added)
         return PendingTurn(
             order=self._store.next_order(),
-            tokens=[*kept, *added_tokens],
+            tokens=kept + added_tokens,
             full_text=full_text + added_text,
             visible_text=VisibleText(added, after=match.stage.visible_text),
             parent=match,

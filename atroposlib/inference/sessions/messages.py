@@ -28,7 +28,8 @@ def read_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
         message = as_dict(given)
         if not isinstance(message.get("role"), str):
             raise ValueError(f"messages[{i}] has no role")
-        message["content"] = _content_of(message.get("content"), where=f"messages[{i}].content")
+        if not isinstance(content := message.get("content"), str):
+            message["content"] = _content_of(content, where=f"messages[{i}].content")
         if calls := message.get("tool_calls"):
             message["tool_calls"] = [_plain(call) for call in calls]
         found.append(message)
@@ -41,10 +42,9 @@ def has_images(messages: Sequence[Message]) -> bool:
 
 
 def _content_of(content: Any, *, where: str) -> str | list[Any]:
+    """Return content that is no text."""
     if content is None:
         return ""
-    if isinstance(content, str):
-        return content
     if not isinstance(content, list):
         raise ValueError(f"{where} is a {type(content).__name__}, expected text")
     kinds = [

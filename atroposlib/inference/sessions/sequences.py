@@ -276,10 +276,9 @@ class SequenceStore:
         difference: Difference | None = None
         for i, identity in enumerate(identities):
             following = point.next.get(identity)
-            message = messages[i] if messages else {"role": ""}
-            is_answer = message["role"] == "assistant" and isinstance(message["content"], str)
-            if following is None and is_answer:
-                following, difference = _recognised(point, message)
+            if following is None and messages and messages[i]["role"] == "assistant":
+                if isinstance(messages[i]["content"], str):
+                    following, difference = _recognised(point, messages[i])
                 if following is not None:
                     point.next[identity] = following
             if following is None:
@@ -374,7 +373,10 @@ class SequenceStore:
             return
         point = self._chats
         for message in turn.messages:
-            point = point.next.setdefault(message, _Point())
+            known = point.next.get(message)
+            if known is None:
+                known = point.next[message] = _Point()
+            point = known
         answer = match.stage.message.identity
         following = point.next.get(answer)
         if following is None or following.given:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -206,21 +207,19 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool,
     ) -> tuple[str, ...] | None:
-        marks = _Marks.absent_from(messages)
-
         def cut(num: int, *, named: bool = False, prompt: bool = False) -> list[str] | None:
             text = self._apply(
                 [
-                    self._for_template(messages[i], marks)
+                    self._for_template(messages[i])
                     if i not in tracked
-                    else marks.in_place_of(messages[i], marks.turn(i), named=named)
+                    else _MARKS.in_place_of(messages[i], _MARKS.turn(i), named=named)
                     for i in range(num)
                 ],
                 options,
                 add_generation_prompt=prompt,
             )
             names = {i: _first_name(messages[i]) if named else "" for i in tracked if i < num}
-            return marks.cut(text, names)
+            return _MARKS.cut(_MARKS.restore(text, self._tags), names)
 
         called = [i for i in sorted(tracked) if messages[i].get("tool_calls")]
         if not called or not self._mentions("tool_calls"):
@@ -239,9 +238,7 @@ class ChatTemplate:
                 )
                 if are_shown and results and pieces is plain:
                     self._facts.plain_calls = template
-        if pieces is None:
-            return None
-        return tuple(marks.restore(piece, self._tags) for piece in pieces)
+        return None if pieces is None else tuple(pieces)
 
     def _look_for_results(self, messages: Sequence[Message], text: str) -> None:
         """Warn once if tool results at the end of `messages` are missing from the text."""
@@ -252,14 +249,14 @@ class ChatTemplate:
                 " Some templates show them only after a message with tool_calls"
             )
 
-    def _for_template(self, message: dict[str, Any], marks: _Marks) -> dict[str, Any]:
+    def _for_template(self, message: dict[str, Any]) -> dict[str, Any]:
         if message["role"] != "assistant":
             return message
         message = dict(self.with_calls_shown(message))
         if calls := message.get("tool_calls"):
             message["tool_calls"] = [with_parsed(call) for call in calls]
         for i, tag in enumerate(self._tags):
-            message["content"] = message["content"].replace(tag, marks.tag(i))
+            message["content"] = message["content"].replace(tag, _MARKS.tag(i))
         if not message["content"] and message.get("tool_calls"):
             # DeepSeek's templates take any text, even an empty one, for the whole answer.
             message["content"] = None
@@ -388,18 +385,11 @@ class _Refused(ConfigError):
 
 
 class _Marks:
-    """Placeholders for turns and think tags while the template runs."""
+    """Placeholders for turns and think tags while the template runs. No message contains them: they are random."""
 
-    def __init__(self, nonce: int) -> None:
-        self._base = f"ATROPOS{nonce}"
-
-    @classmethod
-    def absent_from(cls, messages: Sequence[Message]) -> _Marks:
-        """Return marks that no message contains."""
-        nonce = 0
-        while any(f"ATROPOS{nonce}" in _searched(message) for message in messages):
-            nonce += 1
-        return cls(nonce)
+    def __init__(self) -> None:
+        self._base = f"ATROPOS{secrets.token_hex(16)}"
+        self._turns = re.compile(rf"{self._base}TURN(\d+)END")
 
     def turn(self, index: int) -> str:
         return f"{self._base}TURN{index}END"
@@ -420,7 +410,7 @@ class _Marks:
 
         A mark that stands for a call's name may recur: some templates repeat the name in the result.
         """
-        piece, *marked = re.split(rf"{self._base}TURN(\d+)END", text)
+        piece, *marked = self._turns.split(text)
         pieces = [piece]
         indices = iter(sorted(names))
         seen: set[int] = set()
@@ -436,16 +426,12 @@ class _Marks:
         return pieces if len(seen) == len(names) else None
 
     def restore(self, text: str, tags: ThinkTags) -> str:
-        if self._base in text:
-            for i, tag in enumerate(tags):
-                text = text.replace(self.tag(i), tag)
+        for i, tag in enumerate(tags):
+            text = text.replace(self.tag(i), tag)
         return text
 
 
-def _searched(message: Message) -> str:
-    if message.keys() <= {"role", "content"}:
-        return str(message["content"])
-    return repr(message)
+_MARKS = _Marks()
 
 
 def _cut_calls(

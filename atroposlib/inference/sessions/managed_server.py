@@ -14,7 +14,7 @@ import functools
 import logging
 import os
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Hashable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -339,7 +339,7 @@ class ManagedServer:
             )
 
     def _begin(
-        self, messages: list[dict[str, Any]], before: tuple[str, ...], options: TemplateOptions
+        self, messages: list[dict[str, Any]], before: tuple[Hashable, ...], options: TemplateOptions
     ) -> PendingTurn:
         pieces = self._template.render(messages, options=options)
         assert pieces is not None  # without tracked turns there is one piece
@@ -363,7 +363,7 @@ class ManagedServer:
         self,
         match: NodeMatch,
         messages: list[dict[str, Any]],
-        before: tuple[str, ...],
+        before: tuple[Hashable, ...],
         options: TemplateOptions,
     ) -> PendingTurn | None:
         """Prepare the turn after a sampled one; None if the template rewrites what came before."""
@@ -403,7 +403,7 @@ class ManagedServer:
         added_tokens, added_text = self._template.join(kept, added)
         return PendingTurn(
             order=self._store.next_order(),
-            tokens=[*kept, *added_tokens],
+            tokens=kept + added_tokens,
             full_text=full_text + added_text,
             visible_text=VisibleText(added, after=match.stage.visible_text),
             parent=match,

@@ -28,7 +28,8 @@ def read_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
         message = as_dict(given)
         if not isinstance(message.get("role"), str):
             raise ValueError(f"messages[{i}] has no role")
-        message["content"] = _content_of(message.get("content"), where=f"messages[{i}].content")
+        if not isinstance(content := message.get("content"), str):
+            message["content"] = _content_of(content, where=f"messages[{i}].content")
         if calls := message.get("tool_calls"):
             message["tool_calls"] = [_plain(call) for call in calls]
         found.append(message)
@@ -41,10 +42,9 @@ def has_images(messages: Sequence[Message]) -> bool:
 
 
 def _content_of(content: Any, *, where: str) -> str | list[Any]:
+    """Return content that is no text."""
     if content is None:
         return ""
-    if isinstance(content, str):
-        return content
     if not isinstance(content, list):
         raise ValueError(f"{where} is a {type(content).__name__}, expected text")
     kinds = [
@@ -61,7 +61,7 @@ def _content_of(content: Any, *, where: str) -> str | list[Any]:
     return "".join(str(part.get("text") or "") for part in content)
 
 
-def identity(message: Message) -> str:
+def identity(message: Message) -> tuple[str, str]:
     """Return the key of a turn: role, name, content, and tool calls without their ids.
 
     Arguments of tool calls are compared as parsed JSON, because clients serialise them again.
@@ -75,8 +75,8 @@ def identity(message: Message) -> str:
             content = content.strip()
         if any(rest) or calls:
             head = repr((head, rest, [_call_identity(call) for call in calls]))
-    # The content without repr(), which takes 4 ms per million characters.
-    return f"{len(head)} {head}{content}"
+    # The content itself: a copy of it would have to be hashed again.
+    return head, content if isinstance(content, str) else repr(content)
 
 
 def _call_identity(call: Mapping[str, Any]) -> tuple[str, str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import secrets
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -71,7 +71,7 @@ class VisibleText:
 class SampledMessage:
     """What a caller sees of a sampled chat turn."""
 
-    identity: str
+    identity: Hashable
     said: SaidTurn
     call_ids: tuple[str, ...] = ()
 
@@ -161,7 +161,7 @@ class PendingTurn:
     parent: NodeMatch | None = None
     num_kept: int = 0
     """Tokens of the parent's node that this prompt begins with."""
-    messages: tuple[str, ...] = ()
+    messages: tuple[Hashable, ...] = ()
     """Identity of each message before the sampled one; () for text completions."""
     place: ChatPlace | None = None
     """None for text completions."""
@@ -197,7 +197,7 @@ class _Point:
     __slots__ = ("given", "matches", "next")
 
     def __init__(self, matches: list[NodeMatch] | None = None, given: str = "") -> None:
-        self.next: dict[str, _Point] = {}
+        self.next: dict[Hashable, _Point] = {}
         """The points after one more message, by its identity and by those of its recognised changes."""
         self.matches = [] if matches is None else matches
         """Stages of chats that end here."""
@@ -265,7 +265,9 @@ class SequenceStore:
             for stage in stages:
                 self._continued.remove(stage)
 
-    def find_messages(self, identities: Sequence[str], messages: Sequence[Message] = ()) -> Lookup:
+    def find_messages(
+        self, identities: Sequence[Hashable], messages: Sequence[Message] = ()
+    ) -> Lookup:
         """Return the stage that matches the longest prefix of a conversation.
 
         `messages`, as many, are compared with sampled turns that were not returned exactly as they were sampled, and
@@ -276,10 +278,9 @@ class SequenceStore:
         difference: Difference | None = None
         for i, identity in enumerate(identities):
             following = point.next.get(identity)
-            message = messages[i] if messages else {"role": ""}
-            is_answer = message["role"] == "assistant" and isinstance(message["content"], str)
-            if following is None and is_answer:
-                following, difference = _recognised(point, message)
+            if following is None and messages and messages[i]["role"] == "assistant":
+                if isinstance(messages[i]["content"], str):
+                    following, difference = _recognised(point, messages[i])
                 if following is not None:
                     point.next[identity] = following
             if following is None:
@@ -300,7 +301,7 @@ class SequenceStore:
             match = replace(match, given=found.given)
         return Lookup(match, difference)
 
-    def find_opened(self, before: Sequence[str], content: str) -> tuple[NodeMatch, str] | None:
+    def find_opened(self, before: Sequence[Hashable], content: str) -> tuple[NodeMatch, str] | None:
         """Return the longest turn after `before` whose text is a prefix of `content`, and the rest of `content`."""
         point: _Point | None = self._chats
         for message in before:
@@ -374,7 +375,10 @@ class SequenceStore:
             return
         point = self._chats
         for message in turn.messages:
-            point = point.next.setdefault(message, _Point())
+            known = point.next.get(message)
+            if known is None:
+                known = point.next[message] = _Point()
+            point = known
         answer = match.stage.message.identity
         following = point.next.get(answer)
         if following is None or following.given:

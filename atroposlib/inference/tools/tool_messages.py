@@ -72,7 +72,8 @@ def _types() -> tuple[Any, Any, Any]:
 
 def as_dict(message: Any) -> dict[str, Any]:
     """Return a message as a dict; `completion.choices[0].message` is a pydantic object."""
-    if isinstance(message, BaseModel):
+    # The check for a model takes longer than copying most messages.
+    if not isinstance(message, dict) and isinstance(message, BaseModel):
         return message.model_dump(exclude_none=True)
     return dict(message)
 

@@ -196,6 +196,7 @@ class ManagedServer:
         turn = self._prepare_chat(messages, options)
         continued = _opening(messages)
         tools = options.tools if self.tool_parser is not None else None
+        tags = self.think_tags or THINK
         completions, replies = [], []
         with self._store.continuing(turn):
             turn, answer = await self._sample(turn, kwargs)
@@ -208,12 +209,7 @@ class ManagedServer:
                 whole = {**reply, "content": continued + (reply["content"] or "")}
                 message = SampledMessage(
                     identity=identity(whole),
-                    said=SaidTurn(
-                        whole["content"],
-                        sampled.cut,
-                        called(reply),
-                        tags=self.think_tags or THINK,
-                    ),
+                    said=SaidTurn(whole["content"], sampled.cut, called(reply), tags),
                     call_ids=call_ids(reply),
                 )
                 completions.append(

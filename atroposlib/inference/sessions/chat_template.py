@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 
 from atroposlib.errors import ConfigError
 from atroposlib.inference.sessions.messages import Message, is_opened, with_parsed
-from atroposlib.inference.thoughts import THINK, ThinkTags, tags_known_to
+from atroposlib.inference.tools.thoughts import THINK, ThinkTags, tags_known_to
 from atroposlib.utils.tokenizers.backends import decode, encode
 
 logger = logging.getLogger(__name__)

@@ -49,7 +49,7 @@ from atroposlib.inference.sessions.sequences import (
     VisibleText,
     state_of,
 )
-from atroposlib.inference.thoughts import THINK, ThinkTags
+from atroposlib.inference.tools.thoughts import THINK, ThinkTags
 from atroposlib.inference.tools.tool_messages import (
     OpenAIToolCall,
     completion_with_tool_calls,

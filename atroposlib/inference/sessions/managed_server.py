@@ -209,7 +209,7 @@ class ManagedServer:
                 whole = {**reply, "content": continued + (reply["content"] or "")}
                 message = SampledMessage(
                     identity=identity(whole),
-                    said=SaidTurn(whole["content"], sampled.cut, called(reply), tags),
+                    said=SaidTurn(whole["content"], sampled.cut, called(reply), tags=tags),
                     call_ids=call_ids(reply),
                 )
                 completions.append(

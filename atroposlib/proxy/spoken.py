@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from atroposlib.inference.sessions.sampled_text import before_any
-from atroposlib.inference.thoughts import Spoken, ThinkTags
+from atroposlib.inference.tools.thoughts import Spoken, ThinkTags
 
 
 def certain(

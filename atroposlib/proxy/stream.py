@@ -19,7 +19,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from atroposlib.inference.thoughts import Spoken
+from atroposlib.inference.tools.thoughts import Spoken
 from atroposlib.proxy.errors import ProxyError
 from atroposlib.proxy.turn import AgentAnswer
 from atroposlib.utils.json_lines import on_one_line

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from atroposlib.inference.sessions.managed_server import ManagedServer
 from atroposlib.inference.sessions.recognition import Difference, SaidTurn, called, given_after
 from atroposlib.inference.sessions.sequences import train_once
-from atroposlib.inference.thoughts import THINK_TAGS, ThinkTags, tags_known_to
+from atroposlib.inference.tools.thoughts import THINK_TAGS, ThinkTags, tags_known_to
 from tests.inference.helpers_templates import (
     CHATML,
     CUTS_THOUGHTS,

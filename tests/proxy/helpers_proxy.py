@@ -12,7 +12,7 @@ import httpx
 from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.harness import ByteTokenizer, HarnessRequest, ServerHarness
 from atroposlib.inference.manager import ServerManager
-from atroposlib.inference.thoughts import THINK
+from atroposlib.inference.tools.thoughts import THINK
 from atroposlib.proxy.command import create_app
 from atroposlib.proxy.sessions import SessionLimits
 from atroposlib.scored_data import IGNORE_INDEX

@@ -19,7 +19,7 @@ from helpers_proxy import (
 )
 
 from atroposlib.errors import EngineUnavailable
-from atroposlib.inference.thoughts import THINK_TAGS, ThinkTags
+from atroposlib.inference.tools.thoughts import THINK_TAGS, ThinkTags
 from atroposlib.proxy import chat, messages, responses
 from atroposlib.proxy.errors import ProxyError
 from atroposlib.proxy.stream import AnswerStream

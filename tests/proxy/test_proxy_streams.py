@@ -32,8 +32,8 @@ from atroposlib.inference.scripted_engine import Latency, Script, ScriptedEngine
 from atroposlib.inference.servers.stops import Stops
 from atroposlib.inference.sessions.chat_template import ChatTemplate
 from atroposlib.inference.sessions.sampled_text import TextSoFar
-from atroposlib.inference.thoughts import THINK_TAGS, Spoken, ThinkTags
 from atroposlib.inference.tools.parsers import STYLES
+from atroposlib.inference.tools.thoughts import THINK_TAGS, Spoken, ThinkTags
 from atroposlib.proxy import stream
 from atroposlib.proxy.spoken import certain
 from atroposlib.utils.local_server import serve_locally

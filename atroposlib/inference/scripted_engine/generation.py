@@ -36,6 +36,7 @@ from atroposlib.inference.scripted_engine.script import Script
 from atroposlib.inference.servers.api_server import WeightSpan
 
 PauseMode = Literal["abort", "wait", "keep"]
+Tell = Callable[[Answers], Awaitable[None]]
 PRINTABLE = range(32 + 3, 127 + 3)
 """Ids of printable ASCII in `ByteTokenizer`."""
 
@@ -162,11 +163,7 @@ class Generator(Answerer):
     # Generating.
 
     async def answer(
-        self,
-        ask: Ask,
-        *,
-        swaps_weights: bool = False,
-        tell: Callable[[Answers], Awaitable[None]] | None = None,
+        self, ask: Ask, *, swaps_weights: bool = False, tell: Tell | None = None
     ) -> Answers:
         """Return `ask.n` completions after the time that the script sets.
 
@@ -191,9 +188,9 @@ class Generator(Answerer):
                 new = self.next_version()
                 self.set_weight_version(new)
                 flight.changes[-1] = (half, new)
-            for num_tokens in range(1, longest) if tell is not None else ():
+            for num_tokens in range(1, longest if tell else 0):
                 await self._until(flight, num_tokens=num_tokens)
-                if not flight.is_aborted:
+                if tell is not None and not flight.is_aborted:
                     so_far = [plan.until(num_tokens) for plan in plans]
                     await tell(self._made(ask, so_far, version, flight))
             await self._until(flight, num_tokens=longest)

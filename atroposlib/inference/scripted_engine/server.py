@@ -10,7 +10,7 @@ import asyncio
 import inspect
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -21,7 +21,7 @@ from atroposlib.http_bodies import ApiError
 from atroposlib.inference.answerer import Answers, Ask
 from atroposlib.inference.scripted_answers import ByteTokenizer, Respond, vocab_size_of
 from atroposlib.inference.scripted_engine import dialects
-from atroposlib.inference.scripted_engine.generation import Generator
+from atroposlib.inference.scripted_engine.generation import Generator, Tell
 from atroposlib.inference.scripted_engine.script import Fault, Schedule, Script
 from atroposlib.utils.answer_bodies import model_card
 
@@ -213,12 +213,7 @@ class ScriptedEngine:
         return await _deliver(request, reply, fault)
 
     async def _answers(
-        self,
-        path: str,
-        body: dict[str, Any],
-        fault: Fault | None,
-        *,
-        tell: Callable[[Answers], Awaitable[None]] | None = None,
+        self, path: str, body: dict[str, Any], fault: Fault | None, tell: Tell | None = None
     ) -> list[Answers]:
         asks = _dialect_of(path, body).read(body, self)
         served = ServedRequest(path, body, None if fault is None else fault.kind)
@@ -245,7 +240,7 @@ class ScriptedEngine:
             for event in dialects.sglang_events(body, answers, self, ended=ended):
                 await response.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
 
-        (answers,) = await self._answers(request.path, body, fault, tell=tell)
+        (answers,) = await self._answers(request.path, body, fault, tell)
         if fault is not None and fault.kind.startswith("drop"):
             return _dropped(request)
         await tell(answers)

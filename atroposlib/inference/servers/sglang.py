@@ -18,11 +18,7 @@ import msgspec
 from atroposlib.errors import EngineProtocolError, EngineUnavailable
 from atroposlib.inference.servers.api_server import TokenCompletions, WeightSpan
 from atroposlib.inference.servers.choices import RequestPart, part_of
-from atroposlib.inference.servers.http_peer import (
-    EngineHttpRejected,
-    excerpt,
-    raise_for_status,
-)
+from atroposlib.inference.servers.http_peer import EngineHttpRejected, excerpt, raise_for_status
 from atroposlib.inference.servers.openai_routes import (
     CallKeywords,
     OpenAIRoutesServer,
@@ -184,17 +180,14 @@ class SGLangServer(TokenServer, OpenAIRoutesServer):
         sampling = body["sampling_params"]
         n = int(sampling.get("n", 1))
         limit = int(sampling.get("max_new_tokens", DEFAULT_MAX_TOKENS))
+        interval = -(-limit // MAX_EVENTS)
 
         async def send(part: RequestPart) -> list[_Result]:
             params = part_of(sampling, part, seed_name="sampling_seed")
             asked = {**body, "sampling_params": params}
-            when_streamed = {
-                "sampling_params": {"stream_interval": -(-limit // MAX_EVENTS), **params}
-            }
+            paced = {**body, "sampling_params": {"stream_interval": interval, **params}}
             collect = functools.partial(StreamedResults, where=f"POST {self._peer.root}/generate")
-            return await self._send_part(
-                "/generate", asked, request, part, collect, when_streamed=when_streamed
-            )
+            return await self._send_part("/generate", asked, request, part, collect, streamed=paced)
 
         at_most = max(1, MAX_TOKENS_PER_ANSWER // max(1, limit))
         parts = await self._ask_for(n, send, count=len, at_most=at_most)

@@ -10,7 +10,7 @@ import asyncio
 import functools
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -133,9 +133,9 @@ class TokenServer(HttpServer):
         part: RequestPart,
         collect: Callable[[Hear], StreamedAnswer[T]],
         *,
-        when_streamed: Mapping[str, Any] | None = None,
+        streamed: dict[str, Any] | None = None,
     ) -> T:
-        """Request some of a call's completions, streamed if anyone listens; then `when_streamed` replaces fields."""
+        """Request some of a call's completions, as a stream if anyone listens; `streamed` is its body if it differs."""
         listener = hearing.get()
 
         def hear(number: int, tokens: list[int]) -> None:
@@ -144,7 +144,7 @@ class TokenServer(HttpServer):
 
         answer = collect(hear)
         if listener is not None and self._streams:
-            asked = {**body, **(when_streamed or {}), "stream": True}
+            asked = {**(streamed or body), "stream": True}
             try:
                 return await self._send(path, asked, request, answer.read, answer.add)
             except EngineHttpRejected as e:

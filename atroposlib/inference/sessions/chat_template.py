@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 
 from atroposlib.errors import ConfigError
 from atroposlib.inference.sessions.messages import Message, is_opened, with_parsed
-from atroposlib.inference.thoughts import THINK, ThinkTags, tags_known_to
+from atroposlib.inference.tools.thoughts import THINK, ThinkTags, tags_known_to
 from atroposlib.utils.tokenizers.backends import decode, encode, write_chat
 
 logger = logging.getLogger(__name__)
@@ -89,21 +89,15 @@ def _find_facts(tokenizer: Any, size: int, template: str) -> _Facts:
         # SentencePiece models write "a" at the start of a text as " a".
         if anchored[:1] == [eos] and anchored[1:] != plain:
             anchor = text
-    names = {*map(str, all_added.values()), *(getattr(tokenizer, "all_special_tokens", None) or ())}
-    tags = tags_known_to(template, names)
-    tag_tokens = frozenset(
-        token
-        for token in special
-        if tags is not None
-        and (text := decode(tokenizer, [token], skip_special_tokens=False))
-        and any(text in tag for tag in tags)
-    )
+    texts = {int(token): str(added) for token, added in all_added.items()}
+    tags = tags_known_to(template, set(texts.values()))
+    in_tags = {token for token, text in texts.items() if any(text in tag for tag in tags or ())}
     return _Facts(
         size=size,
         template=template,
-        special=frozenset(special) - tag_tokens,
+        special=frozenset(special - in_tags),
         tags=tags,
-        tag_tokens=tag_tokens,
+        tag_tokens=frozenset(special & in_tags),
         anchor=anchor,
     )
 
@@ -264,13 +258,9 @@ class ChatTemplate:
 
     def with_calls_shown(self, message: dict[str, Any]) -> dict[str, Any]:
         """Return a message with its tool calls in the text if the template would leave them out."""
-        if (
-            self._write_calls is None
-            or not message.get("tool_calls")
-            or self._mentions("tool_calls")
-        ):
-            return message
-        return self._write_calls(message)
+        if self._write_calls and message.get("tool_calls") and not self._mentions("tool_calls"):
+            return self._write_calls(message)
+        return message
 
     def _mentions(self, word: str) -> bool:
         return word in str(getattr(self._tokenizer, "chat_template", "") or "")

@@ -49,7 +49,7 @@ from atroposlib.inference.sessions.sequences import (
     VisibleText,
     state_of,
 )
-from atroposlib.inference.thoughts import THINK, ThinkTags
+from atroposlib.inference.tools.thoughts import THINK, ThinkTags
 from atroposlib.inference.tools.tool_messages import (
     OpenAIToolCall,
     completion_with_tool_calls,
@@ -195,6 +195,7 @@ class ManagedServer:
         turn = self._prepare_chat(messages, options)
         continued = _opening(messages)
         tools = options.tools if self.tool_parser is not None else None
+        tags = self.think_tags or THINK
         completions, replies = [], []
         with self._store.continuing(turn):
             turn, answer = await self._sample(turn, kwargs)
@@ -207,12 +208,7 @@ class ManagedServer:
                 whole = {**reply, "content": continued + (reply["content"] or "")}
                 message = SampledMessage(
                     identity=identity(whole),
-                    said=SaidTurn(
-                        whole["content"],
-                        sampled.cut,
-                        called(reply),
-                        tags=self.think_tags or THINK,
-                    ),
+                    said=SaidTurn(whole["content"], sampled.cut, called(reply), tags=tags),
                     call_ids=call_ids(reply),
                 )
                 completions.append(

@@ -116,10 +116,9 @@ class ProxyManagedServer:
         if number > self._last_fetch:  # of concurrent fetches, the one sent last wins
             self._last_fetch, self._nodes = number, found.nodes
         more = Counter(found.broken_prefixes) - self.broken_prefixes
-        notes = noted()
-        for counts in (self.broken_prefixes, self._counts, notes and notes.broken_prefixes):
-            if counts is not None:
-                counts.update(more)
+        own = [] if (notes := noted()) is None else [notes.broken_prefixes]
+        for counts in (self.broken_prefixes, self._counts, *own):
+            counts.update(more)
         return self.get_state()
 
     def reset(self) -> None:

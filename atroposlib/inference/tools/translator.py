@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from atroposlib.inference.thoughts import THINK_TAGS
 from atroposlib.inference.tools.parsers import STYLES, Call, Parsed, Style, style_named
 from atroposlib.inference.tools.parsers.borrowed import given_style
 from atroposlib.inference.tools.parsers.style import ToolCallParser, call_from
+from atroposlib.inference.tools.thoughts import THINK_TAGS
 from atroposlib.inference.tools.tool_messages import as_dict, parsed_json
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from atroposlib.inference.thoughts import THINK_TAGS
+from atroposlib.inference.tools.thoughts import THINK_TAGS
 from atroposlib.inference.tools.tool_messages import as_dict
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]

@@ -20,7 +20,6 @@ from collections.abc import (
     Callable,
     Coroutine,
     Iterator,
-    Sequence,
 )
 from contextlib import (
     AbstractAsyncContextManager,
@@ -42,8 +41,10 @@ from atroposlib.inference.servers.api_server import TokenCompletions
 from atroposlib.inference.servers.sampling_notes import noting_sampling, position, recorded
 from atroposlib.inference.sessions.managed_server import ManagedServer, ManagedTurn, Prompt
 from atroposlib.inference.sessions.messages import has_images, is_opened
+from atroposlib.inference.sessions.sampled_text import before_any
 from atroposlib.inference.sessions.sequences import SequenceNode
-from atroposlib.inference.tools.parsers import style_named
+from atroposlib.inference.tools.parsers import Style, style_named
+from atroposlib.inference.tools.parsers.style import joined, thoughts_of
 from atroposlib.proxy.chat import DISTRIBUTION_KEPT, EngineSampling
 from atroposlib.proxy.errors import ProxyError, error_for
 from atroposlib.proxy.spoken import END_OF_THINK, Spoken, certain, divide, is_opened_in
@@ -382,10 +383,15 @@ class Session:
     def _listener(
         self, ask: AgentRequest, say: Callable[[Spoken], None]
     ) -> Callable[[str, str], None]:
-        may_call = ask.tools and ask.tool_choice != "none"
-        markers = self._call_starts if may_call else ()
+        tools = (ask.tools if ask.tool_choice != "none" else None) or []
+        style = self._style
+        markers = style.starts if tools and style else ()
 
         def listen(prompt: str, text: str) -> None:
+            if style and style.certain is not None:
+                parts = style.certain(before_any(text, style.markers, cuts_whole=False), tools)
+                say(Spoken(thoughts_of(parts), joined(parts).content.rstrip()))
+                return
             is_opened = is_opened_in(prompt)
             has_thoughts = is_opened or self._has_thoughts
             spoken = certain(text, has_thoughts=has_thoughts, is_opened=is_opened, markers=markers)
@@ -394,10 +400,9 @@ class Session:
         return listen
 
     @functools.cached_property
-    def _call_starts(self) -> Sequence[str] | None:
-        """Texts with which a tool call may begin; None if any text may."""
+    def _style(self) -> Style | None:
         name = self.options.tool_parser
-        return style_named(name, tokenizer=self.managed.tokenizer).starts if name else ()
+        return style_named(name, tokenizer=self.managed.tokenizer) if name else None
 
     @functools.cached_property
     def _has_thoughts(self) -> bool:

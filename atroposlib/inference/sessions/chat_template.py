@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 
 from atroposlib.errors import ConfigError
 from atroposlib.inference.sessions.messages import Message, is_opened, with_parsed
+from atroposlib.inference.tools.parsers.harmony import MESSAGE_ENDS
 from atroposlib.utils.tokenizers.backends import decode, encode
 
 logger = logging.getLogger(__name__)
@@ -306,11 +307,14 @@ class ChatTemplate:
             del added_tokens[0]
         if not self.ends_turn(tokens):
             return added_tokens, added
-        end = self.text_of(tokens[-1])
-        before, found, after = added.partition(end)
-        # Some templates write a line break before the end of a turn.
-        if found and not before.strip() and tokens[-1] in added_tokens:
-            return added_tokens[added_tokens.index(tokens[-1]) + 1 :], after
+        sampled = self.text_of(tokens[-1])
+        for end in _alike(sampled):
+            before, found, after = added.partition(end)
+            # Some templates write a line break before the end of a turn.
+            if found and not before.strip():
+                token = tokens[-1] if end == sampled else encode(self._tokenizer, end)[-1]
+                if token in added_tokens:
+                    return added_tokens[added_tokens.index(token) + 1 :], after
         return added_tokens, added
 
     def ends_turn(self, tokens: Sequence[int]) -> bool:
@@ -444,11 +448,17 @@ def _cut_calls(
         if pieces[newest].endswith(plain[newest]) and num_left_out <= len(call_text(called[-1])):
             return plain
     for i, place in places.items():
-        position = call_text(i).rfind(tracked[i]) if tracked[i] else -1
+        text = call_text(i)
+        position = max(text.rfind(end) for end in _alike(tracked[i])) if tracked[i] else -1
         if position < 0:
             return None
         pieces[place] = pieces[place][position:]
     return pieces
+
+
+def _alike(end: str) -> tuple[str, ...]:
+    """Return what a template may write where a turn ended with `end`."""
+    return (end, *MESSAGE_ENDS) if end in MESSAGE_ENDS else (end,)
 
 
 def _are_shown(results: Sequence[Message], text: str) -> bool:

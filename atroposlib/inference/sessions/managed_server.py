@@ -162,6 +162,11 @@ class ManagedServer:
         assert self.tool_parser is not None
         return ToolCallTranslator(self.tokenizer, parser_name=self.tool_parser)
 
+    @property
+    def _has_channels(self) -> bool:
+        """Whether answers are read with their special tokens, with or without tools."""
+        return self.tool_parser is not None and self._translator.style.certain is not None
+
     def _write_calls(self, message: Mapping[str, Any]) -> dict[str, Any]:
         return self._translator.convert_messages_for_template([dict(message)])[0]
 
@@ -172,8 +177,9 @@ class ManagedServer:
 
         After the first call of a session, `choices[i]` is `get_state()["nodes"][i]`; concurrent calls add their nodes
         in the order of the calls. If the last message is the assistant's, the model continues it. With `tools` and a
-        `tool_parser`, calls are in `message.tool_calls`. A stop string or token is moved from the content to
-        `choice.stop_reason`. The nodes hold all sampled tokens.
+        `tool_parser`, calls are in `message.tool_calls`; that of gpt-oss also moves thoughts to
+        `message.reasoning_content`. A stop string or token is moved from the content to `choice.stop_reason`. The nodes
+        hold all sampled tokens.
         """
         async with self.chat_turn(**kwargs) as turn:
             return turn.completion
@@ -183,7 +189,7 @@ class ManagedServer:
         """Yield what `chat_completion` samples; the turn is stored if the block ends without an exception.
 
         Where the engine streams, `on_text` is called with the prompt and the text so far, which begins the content of
-        the answer unless it has tool calls.
+        the answer unless it has tool calls; of gpt-oss, with its special tokens.
         """
         messages = read_messages(kwargs["messages"])
         kwargs, options = _take_options(kwargs)
@@ -202,7 +208,12 @@ class ManagedServer:
                 whole = {**reply, "content": continued + (reply["content"] or "")}
                 message = SampledMessage(
                     identity=identity(whole),
-                    said=SaidTurn(whole["content"], sampled.cut, called(reply)),
+                    said=SaidTurn(
+                        whole["content"],
+                        sampled.cut,
+                        called(reply),
+                        reply.get("reasoning_content", ""),
+                    ),
                     call_ids=call_ids(reply),
                 )
                 completions.append(
@@ -444,7 +455,10 @@ class ManagedServer:
         listener = None
         if (tell := kwargs.get("on_text")) is not None:
             on_text = functools.partial(tell, turn.full_text)
-            listener = TextSoFar(self._template, stops_to_cut(kwargs), on_text)
+            keeps_special = turn.place is not None and self._has_channels
+            listener = TextSoFar(
+                self._template, stops_to_cut(kwargs), on_text, keeps_special=keeps_special
+            )
         with listening(listener):
             raw = await self.server.tokens_and_logprobs_completion(**prompt, **request)
         answer = TokenCompletions.of(raw)
@@ -489,18 +503,30 @@ class ManagedServer:
     ) -> tuple[dict[str, Any], str | None]:
         """Return the message for the caller and its finish reason."""
         reply: dict[str, Any] = {"role": "assistant", "content": sampled.visible_text}
-        if not tools or tool_choice == "none":
+        may_call, has_channels = bool(tools) and tool_choice != "none", self._has_channels
+        if not may_call and not has_channels:
             return reply, sampled.finish_reason
         raw_text = continued + sampled.full_text.removesuffix(sampled.end).removesuffix(sampled.cut)
+        if has_channels:  # the end shows that a call is whole
+            raw_text += sampled.end
+        tools = (tools or []) if may_call else []
         if len(raw_text) < THREAD_FROM_CHARS:
             read = self._translator.read(raw_text, tools)
         else:
             read = await off_loop(self._translator.read, raw_text, tools)
-        if not read.parsed.calls:
+        if has_channels:
+            content, calls = read.parsed
+            if calls and not may_call:
+                written = self._translator.style.render(calls)
+                content = "\n".join(filter(None, (content, written)))
+            reply["content"] = content.removeprefix(continued).removesuffix(sampled.end)
+            if read.thoughts:
+                reply["reasoning_content"] = read.thoughts
+        if not may_call or not read.parsed.calls:
             return reply, sampled.finish_reason
-        text, calls, _ = self._translator.remember(read)
+        text, tool_calls, _ = self._translator.remember(read)
         reply["content"] = (text or "").removeprefix(continued) or None
-        reply["tool_calls"] = list(map(OpenAIToolCall.of, calls or ()))
+        reply["tool_calls"] = list(map(OpenAIToolCall.of, tool_calls or ()))
         return reply, "length" if sampled.finish_reason == "length" else "tool_calls"
 
     def _body(

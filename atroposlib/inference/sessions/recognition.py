@@ -32,6 +32,8 @@ class SaidTurn(NamedTuple):
     """Sampled text behind it that the caller did not get: the stop string that ended it, and what follows."""
     calls: tuple[tuple[str, Any], ...] = ()
     """Name and parsed arguments of each tool call."""
+    thoughts: str = ""
+    """Those that are not in the content."""
 
 
 class Difference(NamedTuple):
@@ -73,6 +75,8 @@ def given_after(said: SaidTurn, message: Message) -> str | Difference:
     if not (calls == said.calls or may_be_text or _is_tidied(said.calls, calls)):
         return other_calls
     sampled, given = _split(said.content), _split(message["content"])
+    if said.thoughts:
+        sampled = _Split(said.thoughts.strip(), sampled.answer)
     if isinstance(moved := message.get("reasoning_content") or message.get("reasoning"), str):
         given = _Split(moved.strip(), given.answer)
     if sampled.answer == given.thoughts and not (given.answer or sampled.thoughts or may_be_text):

@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from atroposlib.inference.tools.parsers import STYLES, Call, Parsed, Style, style_named
 from atroposlib.inference.tools.parsers.borrowed import given_style
-from atroposlib.inference.tools.parsers.style import THINKING_ENDS, ToolCallParser, call_from
+from atroposlib.inference.tools.parsers.style import (
+    THINKING_ENDS,
+    ToolCallParser,
+    call_from,
+    joined,
+    thoughts_of,
+)
 from atroposlib.inference.tools.tool_messages import as_dict, parsed_json
 
 if TYPE_CHECKING:
@@ -41,6 +47,8 @@ class Read(NamedTuple):
 
     text: str
     parsed: Parsed
+    thoughts: str = ""
+    """Of formats that have more than think tags for them; not in the content."""
 
 
 class ToolCallTranslator:
@@ -80,7 +88,8 @@ class ToolCallTranslator:
     def read(self, raw_text: str, tools: Sequence[Any]) -> Read:
         """Find the calls in an answer. Changes no state, so it may run in a thread."""
         text = self._without_end_of_turn(raw_text)
-        return Read(text, self.style.parse(text, [as_dict(tool) for tool in tools]))
+        parts = self.style.split(text, [as_dict(tool) for tool in tools])
+        return Read(text, joined(parts), thoughts_of(parts))
 
     def remember(self, read: Read) -> ModelOutput:
         """Return an answer with calls in the OpenAI form, and store the text that they were parsed from."""

@@ -65,6 +65,28 @@ class Parsed(NamedTuple):
     calls: tuple[Call, ...]
 
 
+class Thought(NamedTuple):
+    """A thought that the format marks by more than think tags."""
+
+    text: str
+
+
+Part: TypeAlias = str | Call | Thought
+"""Of an answer: some content, a call or a thought."""
+
+
+def joined(parts: Sequence[Part]) -> Parsed:
+    """Return the content and the calls of an answer, without its thoughts."""
+    calls = tuple(part for part in parts if isinstance(part, Call))
+    pieces = [part.strip() if calls else part for part in parts if isinstance(part, str)]
+    return Parsed("\n".join(filter(None, pieces)), calls)
+
+
+def thoughts_of(parts: Sequence[Part]) -> str:
+    """Return the thoughts of an answer, one a line."""
+    return "\n".join(part.text for part in parts if isinstance(part, Thought) and part.text)
+
+
 def _new_id() -> str:
     return f"call_{uuid.uuid4().hex[:24]}"
 
@@ -74,7 +96,7 @@ class Style:
     """One format of tool calls."""
 
     name: str
-    split: Callable[[str, Tools], list[str | Call]]
+    split: Callable[[str, Tools], list[Part]]
     """Split a model's answer into calls and the text between them, in order. Formats without types need the tools."""
     render: Callable[[Sequence[Call]], str]
     """Write calls as the model would."""
@@ -84,6 +106,9 @@ class Style:
     """Texts one of which begins every call; None if the markers do, or if any text may when there are no markers."""
     new_id: Callable[[], str] = _new_id
     """Return an id for a call that has none."""
+    certain: Callable[[str, Tools], list[Part]] | None = None
+    """Split the beginning of an answer into what is certain of the whole. Only for formats whose markers are around
+    thoughts and content as well: with or without tools, an answer is read with its special tokens."""
 
     @property
     def starts(self) -> tuple[str, ...] | None:
@@ -97,12 +122,7 @@ class Style:
         >>> style_named("hermes").parse('Hm. <tool_call>{"name": "now", "arguments": {}}</tool_call>')
         Parsed(content='Hm.', calls=(Call(name='now', arguments='{}', id=None),))
         """
-        parts = self.split(text, tools)
-        calls = tuple(part for part in parts if isinstance(part, Call))
-        if not calls:
-            return Parsed(text, ())
-        pieces = [part.strip() for part in parts if isinstance(part, str)]
-        return Parsed("\n".join(filter(None, pieces)), calls)
+        return joined(self.split(text, tools))
 
 
 _SURROGATE = re.compile(r"[\ud800-\udfff]|\\u[dD][89a-fA-F]")
@@ -130,13 +150,13 @@ def _repaired(text: str) -> str:
 
 def by_places(
     find: Callable[[str, Tools], list[FoundCalls]],
-) -> Callable[[str, Tools], list[str | Call]]:
+) -> Callable[[str, Tools], list[Part]]:
     """Return a style's `split` for a function that finds the well-formed calls of a text, in order."""
 
-    def split(text: str, tools: Tools) -> list[str | Call]:
+    def split(text: str, tools: Tools) -> list[Part]:
         found = find(text, tools)
         thinking_end = _end_of_thinking(text, found)
-        parts: list[str | Call] = []
+        parts: list[Part] = []
         at = 0
         for one in found:
             if one.start >= thinking_end:

@@ -35,6 +35,7 @@ from atroposlib.inference.tools.parsers import STYLES
 from atroposlib.proxy import stream
 from atroposlib.proxy.spoken import Spoken, certain, divide
 from atroposlib.utils.local_server import serve_locally
+from tests.inference.helpers_templates import CHANNELS, make_tokenizer
 
 ASKED: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Go."}]}
 
@@ -165,10 +166,13 @@ def test_what_is_certain_is_the_beginning_of_what_is_said(
 
 
 class StreamingEngine:
-    """vLLM's `/v1/completions` with `stream`: sends `text` token by token and waits for `go` at each `|`."""
+    """vLLM's `/v1/completions` with `stream`: sends `text` token by token and waits for `go` at each `pause`."""
 
-    def __init__(self, text: str, *, breaks_off: bool = False) -> None:
-        self.text = text
+    def __init__(
+        self, text: str, *, breaks_off: bool = False, tokenizer: Any = None, pause: str = "|"
+    ) -> None:
+        self.text, self.pause = text, pause
+        self.tokenizer = tokenizer or ByteTokenizer()
         self.breaks_off = breaks_off
         self.go = asyncio.Event()
         self.aborted = asyncio.Event()
@@ -180,16 +184,16 @@ class StreamingEngine:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         try:
-            for number, part in enumerate(self.text.split("|")):
+            for number, part in enumerate(self.text.split(self.pause)):
                 if number:
                     await self.go.wait()
-                for token in ByteTokenizer().encode(part, add_special_tokens=False):
+                for token in self.tokenizer.encode(part, add_special_tokens=False):
                     await self._send(response, [token], None, body["prompt"])
             if self.breaks_off:
                 assert request.transport is not None
                 request.transport.abort()
                 return response
-            await self._send(response, [2], "stop", body["prompt"])
+            await self._send(response, [self.tokenizer.eos_token_id], "stop", body["prompt"])
             await response.write(b"data: [DONE]\n\n")
         except (asyncio.CancelledError, ConnectionError):
             self.aborted.set()
@@ -262,6 +266,31 @@ async def test_text_arrives_while_the_engine_samples_and_is_trained_once(
         assert [body["stream"] for body in engine.bodies] == [True]
         (node,) = await proxy.nodes(url.split("/")[-2])
         assert trained_text(node) == text.replace("|", "") + "<eos>"
+
+
+async def test_thoughts_and_the_final_message_of_gpt_oss_arrive_while_the_engine_samples() -> None:
+    start = "<|start|>assistant"
+    text = f"<|channel|>analysis<|message|>It is mild.<|end|>{start}<|channel|>commentary<|message|>So:<|end|>"
+    text += f"{start}<|channel|>final<|message|>The weather is mild@ today."
+    tokenizer = make_tokenizer(CHANNELS, eos="<|return|>")
+    engine = StreamingEngine(text, tokenizer=tokenizer, pause="@")
+    async with streaming_proxy(engine) as (url, proxy), httpx.AsyncClient() as client:
+        proxy.sessions.tokenizer = tokenizer
+        uuid = await proxy.open(tool_parser="gpt_oss")
+        chat = f"{url.rsplit('/', 2)[0]}/{uuid}/v1/chat/completions"
+        told = {"reasoning_content": "", "content": ""}
+        async with client.stream("POST", chat, json={**ASKED, "stream": True}) as answer:
+            async for line in answer.aiter_lines():
+                for event in events_of(line):
+                    for key in told:
+                        told[key] += event["choices"][0]["delta"].get(key) or ""
+                if told["content"].startswith("So:\nThe weather"):
+                    assert told["reasoning_content"] == "It is mild."
+                    engine.go.set()
+        said = "So:\nThe weather is mild today."
+        assert told == {"reasoning_content": "It is mild.", "content": said}
+        (node,) = await proxy.nodes(uuid)
+        assert node["full_text"].endswith(text.replace("@", "") + "<|return|>")
 
 
 async def test_a_client_that_leaves_a_stream_ends_the_request_at_the_engine() -> None:

@@ -39,11 +39,11 @@ FINAL = message("final", " It is mild.\n", "<|return|>")
 @pytest.mark.parametrize(
     ("text", "thoughts", "content", "calls"),
     [
-        (THOUGHT + START + FINAL, "Hm.", "It is mild.\n", ()),
-        (THOUGHT + START + THOUGHT + START + CALL, "Hm.\nHm.", "", (WEATHER,)),
+        (THOUGHT + START + FINAL, "Hm. ", "It is mild.\n", ()),
+        (THOUGHT + START + THOUGHT + START + CALL, "Hm. \nHm. ", "", (WEATHER,)),
         (
             THOUGHT + START + message("commentary", "I look.") + START + CALL,
-            "Hm.",
+            "Hm. ",
             "I look.",
             (WEATHER,),
         ),
@@ -88,9 +88,9 @@ FINAL = message("final", " It is mild.\n", "<|return|>")
         ),
         ("<|start|>user<|message|>Hi<|end|>", "", None, ()),
         ("<|start|>functions.f to=assistant<|channel|>commentary<|message|>1<|end|>", "", None, ()),
-        (THOUGHT + "<|start|>assi", "Hm.", "<|start|>assi", ()),
+        (THOUGHT + "<|start|>assi", "Hm. ", "<|start|>assi", ()),
         (message("analysis", "Hm", ""), "Hm", "", ()),
-        (message("final", "a", "") + START + message("final", "b"), "", "a\nb", ()),
+        (message("final", "a") + message("final", "b"), "", "a\nb", ()),
         ("Plain.", "", "Plain.", ()),
         # The thoughts end where the final message begins.
         (FINAL + START + THOUGHT, "", "It is mild.\n\n" + START + THOUGHT.strip(), ()),
@@ -205,7 +205,7 @@ async def test_thoughts_are_apart_with_and_without_tools() -> None:
         engine.tell(THOUGHT + START + ANSWER, end="<|return|>")
         reply = await managed.chat_completion(messages=[user("Weather?")], **tools)
         said = reply.choices[0].message
-        assert (said.content, said.reasoning_content) == ("It is mild.", "Hm.")
+        assert (said.content, said.reasoning_content) == ("It is mild.", "Hm. ")
 
 
 async def test_a_call_that_was_not_offered_is_content() -> None:

@@ -29,7 +29,7 @@ _HEAD = re.compile(
     r"\s*+(?:<\|constrain\|>\s*+)?[^\s<]*+)?\s*+"
 )
 """Ends with the type of the content, such as `json`."""
-_END = re.compile(r"<\|(?:end|return|call)\|>|(?=<\|start\|>)")
+_END = re.compile("|".join(map(re.escape, MESSAGE_ENDS)))
 
 
 class _Message(NamedTuple):
@@ -86,7 +86,7 @@ def _split(text: str, tools: Tools) -> list[Part]:
                 continue
             part = sendable(Call(message.to.removeprefix(_FUNCTIONS), message.arguments))
         elif message.channel == "analysis" and not has_final:
-            part = Thought(message.body.strip())
+            part = Thought(message.body)
         elif message.is_final:
             # White space at the end stays: the model may continue here.
             part, has_final = message.body.lstrip(), True

@@ -44,7 +44,6 @@ from atroposlib.inference.sessions.messages import has_images, is_opened
 from atroposlib.inference.sessions.sampled_text import before_any
 from atroposlib.inference.sessions.sequences import SequenceNode
 from atroposlib.inference.tools.parsers import Style, style_named
-from atroposlib.inference.tools.parsers.style import joined, thoughts_of
 from atroposlib.proxy.chat import DISTRIBUTION_KEPT, EngineSampling
 from atroposlib.proxy.errors import ProxyError, error_for
 from atroposlib.proxy.spoken import END_OF_THINK, Spoken, certain, divide, is_opened_in
@@ -389,8 +388,9 @@ class Session:
 
         def listen(prompt: str, text: str) -> None:
             if style and style.certain is not None:
-                parts = style.certain(before_any(text, style.markers, cuts_whole=False), tools)
-                say(Spoken(thoughts_of(parts), joined(parts).content.rstrip()))
+                text = style.certain(before_any(text, style.markers, cuts_whole=False))
+                read = style.read(text, tools)
+                say(Spoken(read.thoughts, read.parsed.content.rstrip()))
                 return
             is_opened = is_opened_in(prompt)
             has_thoughts = is_opened or self._has_thoughts

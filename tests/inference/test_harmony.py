@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from atroposlib.inference.sessions.managed_server import ManagedServer
 from atroposlib.inference.sessions.sampled_text import before_any
 from atroposlib.inference.tools.parsers import STYLES, Call
-from atroposlib.inference.tools.parsers.style import joined, thoughts_of
 from tests.inference.helpers_templates import (
     CHANNELS,
     ToldEngine,
@@ -100,9 +99,9 @@ def test_an_answer_is_thoughts_content_and_calls(
     text: str, thoughts: str, content: str | None, calls: tuple[Call, ...]
 ) -> None:
     """`content` None: the whole text."""
-    parts = HARMONY.split(text, TOOLS)
-    assert joined(parts) == (text if content is None else content, calls)
-    assert thoughts_of(parts) == thoughts
+    read = HARMONY.read(text, TOOLS)
+    assert read.parsed == (text if content is None else content, calls)
+    assert read.thoughts == thoughts
 
 
 def test_arguments_may_contain_marks() -> None:
@@ -119,6 +118,7 @@ PIECES = [
     "final",
     " to=functions.f",
     " to=f",
+    " to=g",
 ]
 PIECES += [" json", '{"a": 1}', '{"a": "', "x", " ", "\n", START, THOUGHT, FINAL, CALL]
 
@@ -127,13 +127,14 @@ PIECES += [" json", '{"a": 1}', '{"a": "', "x", " ", "\n", START, THOUGHT, FINAL
 def test_what_is_certain_of_an_answer_is_the_beginning_of_the_whole(text: str, cut: int) -> None:
     assert HARMONY.certain is not None
     tools = [{"function": {"name": "f"}}]
-    begun = before_any(text[:cut], HARMONY.markers, cuts_whole=False)
-    whole, certain = HARMONY.split(text, tools), HARMONY.certain(begun, tools)
-    assert thoughts_of(whole).startswith(thoughts_of(certain))
-    told = joined(certain).content.rstrip()
-    assert joined(whole).content.startswith(told)
+    whole = HARMONY.read(text, tools)
+    begun = HARMONY.certain(before_any(text[:cut], HARMONY.markers, cuts_whole=False))
+    certain = HARMONY.read(begun, tools)
+    assert whole.thoughts.startswith(certain.thoughts)
+    told = certain.parsed.content.rstrip()
+    assert whole.parsed.content.startswith(told)
     if told:
-        assert thoughts_of(certain) == thoughts_of(whole)
+        assert certain.thoughts == whole.thoughts
 
 
 # Sessions.
@@ -208,12 +209,13 @@ async def test_thoughts_are_apart_with_and_without_tools() -> None:
         assert (said.content, said.reasoning_content) == ("It is mild.", "Hm. ")
 
 
-async def test_a_call_that_was_not_offered_is_content() -> None:
+async def test_a_call_that_was_not_offered_is_neither_a_call_nor_content() -> None:
     engine, managed = session()
     engine.tell(THOUGHT + START + CALL.removesuffix("<|call|>"), end="<|call|>")
     reply = await managed.chat_completion(messages=[user("Weather?")])
     choice = reply.choices[0]
-    assert (choice.message.content, choice.finish_reason) == (CALL.removesuffix("<|call|>"), "stop")
+    assert (choice.message.content, choice.message.tool_calls) == ("", None)
+    assert choice.finish_reason == "stop"
 
 
 async def test_a_call_that_was_cut_before_its_end_is_none() -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from atroposlib.inference.tools.parsers import STYLES, Call
-from atroposlib.inference.tools.parsers.style import joined, thoughts_of
 from tests.inference.tool_samples import DS, SAMPLED, TOOLS
 from tests.processes import ROOT
 from tests.vllm.helpers_vllm import vllm_python
@@ -246,13 +245,9 @@ def test_thousands_of_gpt_oss_answers_are_read_as_vllm_reads_them() -> None:
     different: Counter[str] = Counter()
     written: list[Any] = []
     for (kind, text), theirs in zip(asked, found, strict=True):
-        parts = STYLES["gpt_oss"].split(text, TOOLS)
-        content, calls = joined(parts)
-        ours = [
-            thoughts_of(parts),
-            content,
-            [[call.name, json.loads(call.arguments)] for call in calls],
-        ]
+        read = STYLES["gpt_oss"].read(text, TOOLS)
+        calls = [[call.name, json.loads(call.arguments)] for call in read.parsed.calls]
+        ours = [read.thoughts, read.parsed.content, calls]
         if kind == "whole":
             assert ours == theirs
             written = ours[2]

@@ -301,20 +301,19 @@ class ChatTemplate:
         """Tokenise the text that follows `tokens`, without the end of turn if it was sampled already."""
         if not added:
             return [], added
+        end = self.text_of(tokens[-1]) if self.ends_turn(tokens) else ""
+        if end in MESSAGE_ENDS and (other := next(filter(added.startswith, MESSAGE_ENDS), "")):
+            added = end + added.removeprefix(other)
         anchor = self._facts.anchor
         added_tokens = encode(self._tokenizer, anchor + added)
         if anchor:
             del added_tokens[0]
-        if not self.ends_turn(tokens):
+        if not end:
             return added_tokens, added
-        sampled = self.text_of(tokens[-1])
-        for end in _alike(sampled):
-            before, found, after = added.partition(end)
-            # Some templates write a line break before the end of a turn.
-            if found and not before.strip():
-                token = tokens[-1] if end == sampled else encode(self._tokenizer, end)[-1]
-                if token in added_tokens:
-                    return added_tokens[added_tokens.index(token) + 1 :], after
+        before, found, after = added.partition(end)
+        # Some templates write a line break before the end of a turn.
+        if found and not before.strip() and tokens[-1] in added_tokens:
+            return added_tokens[added_tokens.index(tokens[-1]) + 1 :], after
         return added_tokens, added
 
     def ends_turn(self, tokens: Sequence[int]) -> bool:
@@ -448,17 +447,12 @@ def _cut_calls(
         if pieces[newest].endswith(plain[newest]) and num_left_out <= len(call_text(called[-1])):
             return plain
     for i, place in places.items():
-        text = call_text(i)
-        position = max(text.rfind(end) for end in _alike(tracked[i])) if tracked[i] else -1
+        ends = MESSAGE_ENDS if tracked[i] in MESSAGE_ENDS else (tracked[i],)
+        position = max(map(call_text(i).rfind, ends)) if tracked[i] else -1
         if position < 0:
             return None
         pieces[place] = pieces[place][position:]
     return pieces
-
-
-def _alike(end: str) -> tuple[str, ...]:
-    """Return what a template may write where a turn ended with `end`."""
-    return (end, *MESSAGE_ENDS) if end in MESSAGE_ENDS else (end,)
 
 
 def _are_shown(results: Sequence[Message], text: str) -> bool:

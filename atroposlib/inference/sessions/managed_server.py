@@ -206,14 +206,10 @@ class ManagedServer:
                     sampled, continued, tools, kwargs.get("tool_choice")
                 )
                 whole = {**reply, "content": continued + (reply["content"] or "")}
+                thoughts = reply.get("reasoning_content", "")
                 message = SampledMessage(
                     identity=identity(whole),
-                    said=SaidTurn(
-                        whole["content"],
-                        sampled.cut,
-                        called(reply),
-                        reply.get("reasoning_content", ""),
-                    ),
+                    said=SaidTurn(whole["content"], sampled.cut, called(reply), thoughts),
                     call_ids=call_ids(reply),
                 )
                 completions.append(
@@ -455,10 +451,8 @@ class ManagedServer:
         listener = None
         if (tell := kwargs.get("on_text")) is not None:
             on_text = functools.partial(tell, turn.full_text)
-            keeps_special = turn.place is not None and self._has_channels
-            listener = TextSoFar(
-                self._template, stops_to_cut(kwargs), on_text, keeps_special=keeps_special
-            )
+            is_raw = turn.place is not None and self._has_channels
+            listener = TextSoFar(self._template, stops_to_cut(kwargs), on_text, raw=is_raw)
         with listening(listener):
             raw = await self.server.tokens_and_logprobs_completion(**prompt, **request)
         answer = TokenCompletions.of(raw)
@@ -515,18 +509,14 @@ class ManagedServer:
         else:
             read = await off_loop(self._translator.read, raw_text, tools)
         if has_channels:
-            content, calls = read.parsed
-            if calls and not may_call:
-                written = self._translator.style.render(calls)
-                content = "\n".join(filter(None, (content, written)))
-            reply["content"] = content.removeprefix(continued).removesuffix(sampled.end)
-            if read.thoughts:
-                reply["reasoning_content"] = read.thoughts
+            content = read.parsed.content.removeprefix(continued)
+            thoughts = {"reasoning_content": read.thoughts} if read.thoughts else {}
+            reply |= {"content": content.removesuffix(sampled.end), **thoughts}
         if not may_call or not read.parsed.calls:
             return reply, sampled.finish_reason
-        text, tool_calls, _ = self._translator.remember(read)
+        text, calls, _ = self._translator.remember(read)
         reply["content"] = (text or "").removeprefix(continued) or None
-        reply["tool_calls"] = list(map(OpenAIToolCall.of, tool_calls or ()))
+        reply["tool_calls"] = list(map(OpenAIToolCall.of, calls or ()))
         return reply, "length" if sampled.finish_reason == "length" else "tool_calls"
 
     def _body(

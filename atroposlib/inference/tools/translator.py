@@ -14,13 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from atroposlib.inference.tools.parsers import STYLES, Call, Parsed, Style, style_named
 from atroposlib.inference.tools.parsers.borrowed import given_style
-from atroposlib.inference.tools.parsers.style import (
-    THINKING_ENDS,
-    ToolCallParser,
-    call_from,
-    joined,
-    thoughts_of,
-)
+from atroposlib.inference.tools.parsers.style import THINKING_ENDS, Read, ToolCallParser, call_from
 from atroposlib.inference.tools.tool_messages import as_dict, parsed_json
 
 if TYPE_CHECKING:
@@ -40,15 +34,6 @@ class ModelOutput(NamedTuple):
     tool_calls: list[ChatCompletionMessageToolCall] | None
     finish_reason: str
     """ "tool_calls" or "stop"; truncation is not detected here."""
-
-
-class Read(NamedTuple):
-    """An answer without its end of turn, and its parsed content and calls."""
-
-    text: str
-    parsed: Parsed
-    thoughts: str = ""
-    """Of formats that have more than think tags for them; not in the content."""
 
 
 class ToolCallTranslator:
@@ -88,8 +73,7 @@ class ToolCallTranslator:
     def read(self, raw_text: str, tools: Sequence[Any]) -> Read:
         """Find the calls in an answer. Changes no state, so it may run in a thread."""
         text = self._without_end_of_turn(raw_text)
-        parts = self.style.split(text, [as_dict(tool) for tool in tools])
-        return Read(text, joined(parts), thoughts_of(parts))
+        return self.style.read(text, [as_dict(tool) for tool in tools])
 
     def remember(self, read: Read) -> ModelOutput:
         """Return an answer with calls in the OpenAI form, and store the text that they were parsed from."""

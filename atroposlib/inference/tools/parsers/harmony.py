@@ -3,9 +3,9 @@
 `<|channel|>analysis<|message|>...<|end|>` is a thought, `commentary` without a recipient and `final` are content, and
 `<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>` is a call on any channel; the
 recipient may stand before the channel. Each but the first message begins with `<|start|>assistant`, as the prompt ends.
-A message that is none of these stays text as it was written, marks included: a call that is cut off or has other
-arguments than a JSON object, and one to a tool that is not a function (`python`, `browser.search`) on a channel for the
-user. Format: OpenAI's guide, github.com/openai/openai-cookbook, articles/openai-harmony.md.
+A message that is none of these stays text as it was written, marks included: a call that is cut off or without a JSON
+object, and one to a tool that is no function (`python`), unless it is a thought. Format: OpenAI's guide,
+github.com/openai/openai-cookbook, articles/openai-harmony.md.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ from typing import NamedTuple
 
 from atroposlib.inference.tools.parsers.json_text import Reader, arguments_at, skip_space
 from atroposlib.inference.tools.parsers.style import Call, Part, Style, Thought, Tools, sendable
-from atroposlib.inference.tools.tool_messages import as_dict
 
 _START, _CHANNEL, _CONSTRAIN, _MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 MESSAGE_ENDS = ("<|end|>", "<|return|>", "<|call|>")
-"""`<|return|>` and `<|call|>` also end the turn; templates write `<|end|>` where `<|return|>` was sampled."""
-
+"""`<|return|>` and `<|call|>` also end the turn; the template may write another than was sampled."""
 _FUNCTIONS = "functions."
 _HEAD = re.compile(
     r"(?:<\|start\|>assistant)?(?:\s*+to=(?P<to>[^\s<]++))?\s*+"
@@ -35,17 +33,13 @@ _END = re.compile("|".join(map(re.escape, MESSAGE_ENDS)))
 class _Message(NamedTuple):
     start: int
     end: int
-    """Their positions in the text, including header and end."""
     channel: str | None
+    """Only of thoughts and of messages to the user."""
     to: str
     """The recipient; "" if there is none."""
     body: str
     arguments: str | None
-    """The body if it is a JSON object and the message is whole; only of a message with a recipient."""
-
-    @property
-    def is_final(self) -> bool:
-        return self.channel == "final" and not self.to
+    """Of a whole message with a recipient, the body if it is a JSON object."""
 
 
 def _messages(text: str) -> Iterator[_Message]:
@@ -56,23 +50,23 @@ def _messages(text: str) -> Iterator[_Message]:
         start = max(at, text.rfind(_START, at, mark))
         head = _HEAD.fullmatch(text, start, mark)
         at = body = mark + len(_MESSAGE)
-        to = head and (head["to"] or head["then_to"]) or ""
-        if head is None or not (head["channel"] or to):
+        if head is None or not any(head.groups()):
             continue
-        arguments = None
+        to, arguments = head["to"] or head["then_to"] or "", None
         if to and (read := arguments_at(text, at, reader)) is not None:
-            at = skip_space(text, read.end)
-            arguments = read.text if text.startswith(MESSAGE_ENDS, at) else None
+            at = skip_space(text, read[1])
+            arguments = read[0] if text.startswith(MESSAGE_ENDS, at) else None
         found = _END.search(text, at)
         stop, at = found.span() if found else (len(text), len(text))
-        yield _Message(start, at, head["channel"], to, text[body:stop], arguments)
+        channel = head["channel"] if not to or head["channel"] == "analysis" else None
+        yield _Message(start, at, channel, to, text[body:stop], arguments)
 
 
 def _is_function(to: str, tools: Tools) -> bool:
     """Whether a recipient is a function; models may leave out the prefix of one that was offered."""
     if to.startswith(_FUNCTIONS):
         return to != _FUNCTIONS
-    return any(as_dict(tool.get("function") or {}).get("name") == to for tool in tools)
+    return any((tool.get("function") or {}).get("name") == to for tool in tools)
 
 
 def _split(text: str, tools: Tools) -> list[Part]:
@@ -81,16 +75,16 @@ def _split(text: str, tools: Tools) -> list[Part]:
     has_final = False
     for message in _messages(text):
         part: Part
-        if message.to and _is_function(message.to, tools):
+        if _is_function(message.to, tools):
             if message.arguments is None:
                 continue
             part = sendable(Call(message.to.removeprefix(_FUNCTIONS), message.arguments))
         elif message.channel == "analysis" and not has_final:
             part = Thought(message.body)
-        elif message.is_final:
+        elif message.channel == "final":
             # White space at the end stays: the model may continue here.
             part, has_final = message.body.lstrip(), True
-        elif message.channel == "commentary" and not message.to:
+        elif message.channel == "commentary":
             part = message.body.strip()
         else:
             continue
@@ -99,19 +93,20 @@ def _split(text: str, tools: Tools) -> list[Part]:
     return [*parts, text[at:].strip()] if parts else [text]
 
 
-def _certain(text: str, tools: Tools) -> list[Part]:
-    """Split the thoughts at the beginning and, from where the final message begins, the content up to its end.
+def _certain(text: str) -> str:
+    """Return the thoughts; from where the final message begins, the answer up to its end.
 
-    Nothing is a thought after the final message. Before it more thoughts may follow a content.
+    Before it more thoughts may follow a content; after it nothing is a thought.
     """
-    end = 0
+    thoughts = ""
     for message in _messages(text):
-        if message.to and _is_function(message.to, tools) and message.arguments is None:
-            break  # its arguments may contain marks
-        end = message.end
-        if message.is_final:
-            return _split(text[:end], tools)
-    return [part for part in _split(text[:end], tools) if isinstance(part, Thought)]
+        if message.to and message.arguments is None:
+            break  # arguments that are not whole may contain marks
+        if message.channel == "final":
+            return text[: message.end]
+        if message.channel == "analysis":
+            thoughts += text[message.start : message.end]
+    return thoughts
 
 
 def _render(calls: Sequence[Call]) -> str:

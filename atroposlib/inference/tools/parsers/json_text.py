@@ -182,21 +182,15 @@ def arguments_of(member: JsonMember) -> str | None:
     return text
 
 
-class Arguments(NamedTuple):
-    text: str
-    end: int
-    """The position after them."""
-
-
-def arguments_at(text: str, at: int, reader: Reader) -> Arguments | None:
-    """Read the JSON object at `at`, white space aside, as arguments; None if there is none."""
+def arguments_at(text: str, at: int, reader: Reader) -> tuple[str, int] | None:
+    """Return the arguments at `at` and the position after them."""
     start = skip_space(text, at)
     read = reader.read_object(start)
     if read is None:
         return None
     value = {key: member.value for key, member in read.members.items()}
     arguments = arguments_of(JsonMember(value, text[start : read.end]))
-    return None if arguments is None else Arguments(arguments, read.end)
+    return None if arguments is None else (arguments, read.end)
 
 
 def write_call(call: Call, *, key: str = "arguments") -> str:

@@ -65,26 +65,22 @@ class Parsed(NamedTuple):
     calls: tuple[Call, ...]
 
 
+class Read(NamedTuple):
+    """An answer without its end of turn, and what was parsed."""
+
+    text: str
+    parsed: Parsed
+    thoughts: str
+    """Of formats that mark them by more than think tags, which are content."""
+
+
 class Thought(NamedTuple):
-    """A thought that the format marks by more than think tags."""
+    """A thought that is no content."""
 
     text: str
 
 
 Part: TypeAlias = str | Call | Thought
-"""Of an answer: some content, a call or a thought."""
-
-
-def joined(parts: Sequence[Part]) -> Parsed:
-    """Return the content and the calls of an answer, without its thoughts."""
-    calls = tuple(part for part in parts if isinstance(part, Call))
-    pieces = [part.strip() if calls else part for part in parts if isinstance(part, str)]
-    return Parsed("\n".join(filter(None, pieces)), calls)
-
-
-def thoughts_of(parts: Sequence[Part]) -> str:
-    """Return the thoughts of an answer, one a line."""
-    return "\n".join(part.text for part in parts if isinstance(part, Thought) and part.text)
 
 
 def _new_id() -> str:
@@ -97,7 +93,7 @@ class Style:
 
     name: str
     split: Callable[[str, Tools], list[Part]]
-    """Split a model's answer into calls and the text between them, in order. Formats without types need the tools."""
+    """Split a model's answer into calls, thoughts and text, in order. Formats without types need the tools."""
     render: Callable[[Sequence[Call]], str]
     """Write calls as the model would."""
     markers: tuple[str, ...]
@@ -106,9 +102,9 @@ class Style:
     """Texts one of which begins every call; None if the markers do, or if any text may when there are no markers."""
     new_id: Callable[[], str] = _new_id
     """Return an id for a call that has none."""
-    certain: Callable[[str, Tools], list[Part]] | None = None
-    """Split the beginning of an answer into what is certain of the whole. Only for formats whose markers are around
-    thoughts and content as well: with or without tools, an answer is read with its special tokens."""
+    certain: Callable[[str], str] | None = None
+    """Return what of the beginning of an answer can be read. Only for formats with markers around thoughts and content:
+    their answers are read with special tokens, with or without tools."""
 
     @property
     def starts(self) -> tuple[str, ...] | None:
@@ -122,7 +118,16 @@ class Style:
         >>> style_named("hermes").parse('Hm. <tool_call>{"name": "now", "arguments": {}}</tool_call>')
         Parsed(content='Hm.', calls=(Call(name='now', arguments='{}', id=None),))
         """
-        return joined(self.split(text, tools))
+        return self.read(text, tools).parsed
+
+    def read(self, text: str, tools: Tools = ()) -> Read:
+        """Return the content, the calls and the thoughts of an answer."""
+        parts = self.split(text, tools)
+        calls = tuple(part for part in parts if isinstance(part, Call))
+        pieces = [part.strip() if calls else part for part in parts if isinstance(part, str)]
+        thoughts = [part.text for part in parts if isinstance(part, Thought)]
+        content, thought = ("\n".join(filter(None, texts)) for texts in (pieces, thoughts))
+        return Read(text, Parsed(content, calls), thought)
 
 
 _SURROGATE = re.compile(r"[\ud800-\udfff]|\\u[dD][89a-fA-F]")

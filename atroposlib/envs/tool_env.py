@@ -404,7 +404,7 @@ def parse_hermes_calls(answer: str) -> list[ToolCall | MalformedCall]:
     for part in _HERMES.split(answer, ()):
         if isinstance(part, Call):
             found.append(ToolCall(name=part.name, arguments=json.loads(part.arguments)))
-        else:  # remaining tags belong to calls that could not be parsed
+        elif isinstance(part, str):  # remaining tags belong to calls that could not be parsed
             marked = _CALL.finditer(part.rpartition("</think>")[2])
             found += [MalformedCall(reason=_fault_of(match.group(1).strip())) for match in marked]
     return found

@@ -20,7 +20,6 @@ from collections.abc import (
     Callable,
     Coroutine,
     Iterator,
-    Sequence,
 )
 from contextlib import (
     AbstractAsyncContextManager,
@@ -48,8 +47,9 @@ from atroposlib.inference.servers.sampling_notes import (
 )
 from atroposlib.inference.sessions.managed_server import ManagedServer, ManagedTurn, Prompt
 from atroposlib.inference.sessions.messages import has_images, is_opened
+from atroposlib.inference.sessions.sampled_text import before_any
 from atroposlib.inference.sessions.sequences import SequenceNode
-from atroposlib.inference.tools.parsers import style_named
+from atroposlib.inference.tools.parsers import Style, style_named
 from atroposlib.inference.tools.thoughts import THINK, Spoken, ThinkTags
 from atroposlib.proxy.chat import DISTRIBUTION_KEPT, EngineSampling
 from atroposlib.proxy.errors import ProxyError, error_for
@@ -401,10 +401,16 @@ class Session:
     def _listener(
         self, ask: AgentRequest, say: Callable[[int, Spoken], None]
     ) -> Callable[[int, str, str], None]:
-        may_call = ask.tools and ask.tool_choice != "none"
-        markers = self._call_starts if may_call else ()
+        tools = (ask.tools if ask.tool_choice != "none" else None) or []
+        style = self._style
+        markers = style.starts if tools and style else ()
 
         def listen(number: int, prompt: str, text: str) -> None:
+            if style and style.certain is not None:
+                text = style.certain(before_any(text, style.markers, cuts_whole=False))
+                read = style.read(text, tools)
+                say(number, Spoken(read.thoughts, read.parsed.content.rstrip()))
+                return
             is_opened = (self._tags or THINK).is_opened_in(prompt)
             tags = self._tags or (THINK if is_opened else None)
             spoken = certain(text, tags=tags, is_opened=is_opened, markers=markers)
@@ -413,10 +419,9 @@ class Session:
         return listen
 
     @functools.cached_property
-    def _call_starts(self) -> Sequence[str] | None:
-        """Texts with which a tool call may begin; None if any text may."""
+    def _style(self) -> Style | None:
         name = self.options.tool_parser
-        return style_named(name, tokenizer=self.managed.tokenizer).starts if name else ()
+        return style_named(name, tokenizer=self.managed.tokenizer) if name else None
 
     @functools.cached_property
     def _tags(self) -> ThinkTags | None:
@@ -425,6 +430,8 @@ class Session:
     def _read(self, turn: ManagedTurn, head: AgentAnswer) -> AgentAnswer:
         tags = self._tags or THINK
         is_opened = tags.is_opened_in(turn.prompt)
+        has_channels = self._style is not None and self._style.certain is not None
+        has_tags = not has_channels and (is_opened or self._tags is not None)
         choices = []
         for choice in turn.completion.choices:
             message = getattr(choice, "message", None)
@@ -432,7 +439,7 @@ class Session:
             stop = getattr(choice, "stop_reason", None)
             content = choice.text if message is None else message.content
             thought = "" if message is None else getattr(message, "reasoning_content", None) or ""
-            if message is not None and content and (is_opened or self._tags):
+            if message is not None and content and has_tags:
                 thought, content = tags.divide(content, is_opened=is_opened)
             choices.append(
                 Choice(

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from atroposlib.inference.answerer import Answers, Ask, Completion
 from atroposlib.inference.harness import ServerHarness, answer_from_hash, made_up_logprobs
 from atroposlib.inference.sessions.managed_server import ManagedServer
+from atroposlib.inference.tools.parsers import STYLES
 
 CORPUS = [
     "the answer is the sum of the other answers, and then there is nothing else to think about",
@@ -37,6 +38,7 @@ EXTRA_SPECIAL = [
     "[/INST]",
     "[TOOL_CALLS]",
     "[TOOL_RESULTS]",
+    *STYLES["gpt_oss"].markers,
 ]
 TEXT_TOKENS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
 """Single tokens, but not special ones: decoding keeps them."""
@@ -224,6 +226,23 @@ RESULTS_NAME_CALLS = (
     " + m.tool_calls[0].function.arguments + '}\\n</tool_call><|im_end|>\\n' }}"
     "{% else %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+# gpt-oss: a turn is messages, of which only the final one and the calls are shown again.
+CHANNELS = (
+    "{% set ns = namespace(name='') %}"
+    "{% for m in messages %}{% if m.role == 'assistant' and m.tool_calls %}{% set f = m.tool_calls[0].function %}"
+    "{% if m.content %}{{ '<|start|>assistant<|channel|>analysis<|message|>' + m.content + '<|end|>' }}{% endif %}"
+    "{% set ns.name = f.name %}{{ '<|start|>assistant to=functions.' + f.name + '<|channel|>commentary json<|message|>'"
+    " + f.arguments | tojson + '<|call|>' }}"
+    "{% elif m.role == 'assistant' %}{% set ns.name = '' %}"
+    "{{ '<|start|>assistant<|channel|>final<|message|>' + m.content }}"
+    "{{ '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}"
+    "{% elif m.role == 'tool' %}{% if not ns.name %}{{ raise_exception('no call before a result') }}{% endif %}"
+    "{{ '<|start|>functions.' + ns.name + ' to=assistant<|channel|>commentary<|message|>' }}"
+    "{{ m.content | tojson + '<|end|>' }}"
+    "{% else %}{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
 )
 
 NO_RESULTS = (

@@ -160,6 +160,21 @@ async def test_text_that_the_client_appends_follows_the_sampled_tokens_and_is_no
     assert managed.num_broken_prefixes == 0
 
 
+async def test_equal_answers_go_on_in_the_sequence_of_the_thoughts_that_came_back() -> None:
+    engine, managed = told_session(make_tokenizer(CHATML, eos="<|im_end|>"))
+    engine.tell("<think>One.</think>Yes.", "<think>Two.</think>Yes.", "three", "four")
+    for _ in range(2):
+        await managed.chat_completion(messages=[user("a")])
+    for thought in ("One.", "Two."):
+        said = {"role": "assistant", "content": "Yes.", "reasoning_content": thought}
+        await managed.chat_completion(messages=[user("a"), said, user("b")])
+    texts = [engine.tokenizer.decode(node.tokens) for node in managed.nodes]
+    assert [re.findall(r"One|Two|three|four", text) for text in texts] == [
+        ["One", "three"],
+        ["Two", "four"],
+    ]
+
+
 async def test_two_clients_that_append_different_texts_go_on_in_sequences_of_their_own() -> None:
     engine, managed = told_session(make_tokenizer(CHATML, eos="<|im_end|>"))
     engine.tell("one", "two", "three", "four", "five")

@@ -149,9 +149,11 @@ def test_parsed_calls_are_rendered_as_the_answer_that_contained_them(
 @pytest.mark.parametrize("name", SAMPLED)
 def test_answers_of_every_style_come_back_character_by_character(name: str) -> None:
     translator = ToolCallTranslator(Tokenizer(), name)
-    text = f"<think>\nhm </think>  I look.\n\n{SAMPLED[name]}\n\n{SAMPLED[name]}  and so on "
+    said = "<think>\nhm </think>  I look."
+    begin = f"<|channel|>final<|message|>{said}<|end|>" if name == "gpt_oss" else said
+    text = f"{begin}\n\n{SAMPLED[name]}\n\n{SAMPLED[name]}  and so on "
     content, tool_calls, _ = translator.parse_model_output(f"{text}<|im_end|>", tools=WEATHER)
-    assert content == "<think>\nhm </think>  I look.\nand so on"
+    assert content == f"{said}\nand so on"
     assert [call["function"]["name"] for call in dicts(tool_calls)] == ["weather", "weather"]
     message = {"role": "assistant", "content": content, "tool_calls": dicts(tool_calls)}
     (converted,) = translator.convert_messages_for_template([message])

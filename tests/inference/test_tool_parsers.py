@@ -20,6 +20,7 @@ from tests.inference.tool_samples import DS, SAMPLED, TOOLS
 DISTINCT = sorted({id(style): style for style in STYLES.values()}.values(), key=lambda s: s.name)
 TAGGED = {"qwen3_coder", "glm45", "minimax_m2", "deepseek_v32"}
 JSON_STYLES = [style for style in DISTINCT if style.name not in TAGGED]
+HARMONY = STYLES["gpt_oss"]
 
 WEATHER = {"name": "weather", "arguments": '{"city": "Paris", "days": 2}'}
 ONE = (Call(**WEATHER),)
@@ -33,6 +34,9 @@ def read(style: Style, text: str, tools: Any = ()) -> Parsed:
 
 
 every_style = pytest.mark.parametrize("style", DISTINCT, ids=lambda style: style.name)
+every_style_with_think_tags = pytest.mark.parametrize(
+    "style", [style for style in DISTINCT if style is not HARMONY], ids=lambda style: style.name
+)
 every_json_style = pytest.mark.parametrize("style", JSON_STYLES, ids=lambda style: style.name)
 
 
@@ -55,13 +59,13 @@ def test_no_calls_are_no_text(style: Style) -> None:
     assert style.render(()) == ""
 
 
-@every_style
+@every_style_with_think_tags
 def test_text_before_and_after_a_call_is_the_content(style: Style) -> None:
     text = f"Let me look.\n{SAMPLED[style.name]}\nDone."
     assert read(style, text, TOOLS) == ("Let me look.\nDone.", ONE)
 
 
-@every_style
+@every_style_with_think_tags
 def test_calls_inside_closed_thinking_are_not_calls(style: Style) -> None:
     thinking = f"<think>{SAMPLED[style.name]}</think>"
     assert read(style, f"{thinking} No.", TOOLS) == (f"{thinking} No.", ())
@@ -349,6 +353,10 @@ def _floods(size: int) -> dict[str, str]:
         "heads": "<function=a>",
         "ends of turn": "<eos>",
         "spaces": " \n\t",
+        **{mark: mark for mark in HARMONY.markers},
+        "messages": "<|channel|>commentary to=functions.f<|message|>",
+        "roles": "<|start|>assistant to=f ",
+        "bodies": "<|start|>assistant<|channel|>analysis x y<|message|>",
     }
     floods = {name: part * (size // len(part)) for name, part in parts.items()}
     half = size // 2

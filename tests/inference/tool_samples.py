@@ -50,6 +50,8 @@ SAMPLED = {
     "minimax_m2": '<minimax:tool_call>\n<invoke name="weather">\n'
     '<parameter name="city">Paris</parameter>\n<parameter name="days">2</parameter>\n'
     "</invoke>\n</minimax:tool_call>",
+    "gpt_oss": "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+    '{"city": "Paris", "days": 2}<|call|>',
 }
 """What models of each style write."""
 

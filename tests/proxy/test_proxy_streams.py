@@ -37,6 +37,7 @@ from atroposlib.inference.tools.thoughts import THINK_TAGS, Spoken, ThinkTags
 from atroposlib.proxy import stream
 from atroposlib.proxy.spoken import certain
 from atroposlib.utils.local_server import serve_locally
+from tests.inference.helpers_templates import CHANNELS, make_tokenizer
 
 ASKED: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Go."}]}
 
@@ -175,10 +176,18 @@ def test_what_is_certain_is_the_beginning_of_what_is_said(
 
 
 class StreamingEngine:
-    """vLLM's `/v1/completions` with `stream`: sends a text per choice by tokens and waits for `go` at each `|`."""
+    """vLLM's `/v1/completions` with `stream`: sends a text per choice by tokens and waits for `go` at each `pause`."""
 
-    def __init__(self, *texts: str, breaks_off: bool = False, refuses_n: bool = False) -> None:
-        self.texts = texts
+    def __init__(
+        self,
+        *texts: str,
+        breaks_off: bool = False,
+        refuses_n: bool = False,
+        tokenizer: Any = None,
+        pause: str = "|",
+    ) -> None:
+        self.texts, self.pause = texts, pause
+        self.tokenizer = tokenizer or ByteTokenizer()
         self.breaks_off = breaks_off
         self.refuses_n = refuses_n
         self.go = asyncio.Event()
@@ -191,7 +200,7 @@ class StreamingEngine:
         if self.refuses_n and body["n"] > 1:
             await self.go.wait()
             return web.json_response({"error": {"message": "'n' must be 1"}}, status=400)
-        texts = [text.split("|") for text in self.texts[: body["n"]]]
+        texts = [text.split(self.pause) for text in self.texts[: body["n"]]]
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         try:
@@ -199,14 +208,15 @@ class StreamingEngine:
                 if number:
                     await self.go.wait()
                 for index, part in enumerate(parts):
-                    for token in ByteTokenizer().encode(part, add_special_tokens=False):
+                    for token in self.tokenizer.encode(part, add_special_tokens=False):
                         await self._send(response, index, [token], None, body["prompt"])
             if self.breaks_off:
                 assert request.transport is not None
                 request.transport.abort()
                 return response
             for index in range(len(texts)):
-                await self._send(response, index, [2], "stop", body["prompt"])
+                end = [self.tokenizer.eos_token_id]
+                await self._send(response, index, end, "stop", body["prompt"])
             await response.write(b"data: [DONE]\n\n")
         except (asyncio.CancelledError, ConnectionError):
             self.aborted.set()
@@ -288,6 +298,31 @@ async def test_text_arrives_while_the_engine_samples_and_is_trained_once(
         assert [body["stream"] for body in engine.bodies] == [True]
         (node,) = await proxy.nodes(url.split("/")[-2])
         assert trained_text(node) == text.replace("|", "") + "<eos>"
+
+
+async def test_thoughts_and_the_final_message_of_gpt_oss_arrive_while_the_engine_samples() -> None:
+    start = "<|start|>assistant"
+    text = f"<|channel|>analysis<|message|>It is mild.<|end|>{start}<|channel|>commentary<|message|>So:<|end|>"
+    text += f"{start}<|channel|>final<|message|>The weather is mild@ today."
+    tokenizer = make_tokenizer(CHANNELS, eos="<|return|>")
+    engine = StreamingEngine(text, tokenizer=tokenizer, pause="@")
+    async with streaming_proxy(engine) as (url, proxy), httpx.AsyncClient() as client:
+        proxy.sessions.tokenizer = tokenizer
+        uuid = await proxy.open(tool_parser="gpt_oss")
+        chat = f"{url.rsplit('/', 2)[0]}/{uuid}/v1/chat/completions"
+        told = {"reasoning_content": "", "content": ""}
+        async with client.stream("POST", chat, json={**ASKED, "stream": True}) as answer:
+            async for line in answer.aiter_lines():
+                for event in events_of(line):
+                    for key in told:
+                        told[key] += event["choices"][0]["delta"].get(key) or ""
+                if told["content"].startswith("So:\nThe weather"):
+                    assert told["reasoning_content"] == "It is mild."
+                    engine.go.set()
+        said = "So:\nThe weather is mild today."
+        assert told == {"reasoning_content": "It is mild.", "content": said}
+        (node,) = await proxy.nodes(uuid)
+        assert node["full_text"].endswith(text.replace("@", "") + "<|return|>")
 
 
 async def test_a_client_that_leaves_a_stream_ends_the_request_at_the_engine() -> None:

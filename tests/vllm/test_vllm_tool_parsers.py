@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import subprocess
 from collections import Counter
 from typing import Any
@@ -20,6 +21,7 @@ pytestmark = pytest.mark.vllm
 
 SCRIPT = """
 import json, sys
+from atroposlib.errors import ConfigError
 from atroposlib.inference.tools.translator import ToolCallTranslator
 from atroposlib.inference.tools.parsers.borrowed import vllm_names
 from atroposlib.inference.tools.parsers import style_named
@@ -51,7 +53,11 @@ for name, tokens, text in asked["texts"]:
 translator = ToolCallTranslator(Tokenizer([]), "pythonic")
 content, calls, reason = translator.parse_model_output('[weather(city="Paris", days=2)]', tools=asked["tools"])
 own = [content, [call.model_dump() for call in calls], reason]
-print(json.dumps({"names": vllm_names(), "answers": answers, "own": own}))
+try:
+    refused = style_named("vllm:openai", tokenizer=Tokenizer([])).name
+except ConfigError as error:
+    refused = str(error)
+print(json.dumps({"names": vllm_names(), "answers": answers, "own": own, "refused": refused}))
 """
 
 MARKS = [*DS.values(), "<tool_call>", "</tool_call>", "<think>", "</think>", "<|python_tag|>"]
@@ -63,11 +69,14 @@ WORDS = ["Paris", "two words", "d\u00e9j\u00e0 vu", "\U0001f600", "a\nb", 'say "
 
 
 def ask_vllm(texts: list[tuple[str, list[str], str]]) -> Any:
-    asked = json.dumps({"texts": texts, "tools": TOOLS})
+    return run_script(SCRIPT, {"texts": texts, "tools": TOOLS})
+
+
+def run_script(script: str, asked: Any) -> Any:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "VLLM_LOGGING_LEVEL": "ERROR"}
     run = subprocess.run(
-        [vllm_python(), "-c", SCRIPT],
-        input=asked,
+        [vllm_python(), "-c", script],
+        input=json.dumps(asked),
         capture_output=True,
         text=True,
         env=environment,
@@ -81,6 +90,8 @@ def ask_vllm(texts: list[tuple[str, list[str], str]]) -> Any:
 def test_our_parsers_read_what_those_of_vllm_read() -> None:
     texts = []
     for name, sample in SAMPLED.items():
+        if name == "gpt_oss":  # vLLM reads it from tokens
+            continue
         # vLLM tells the generations of Mistral apart by the tokenizer.
         tokens = [*MARKS, "[TOOL_CALLS]", *(["[ARGS]"] if name == "mistral_v11" else [])]
         theirs = "mistral" if name == "mistral_v11" else name
@@ -95,7 +106,8 @@ def test_our_parsers_read_what_those_of_vllm_read() -> None:
     theirs = [[content.strip(), calls] for content, calls in found["answers"]]
     assert ours == theirs
     assert sum(len(calls) for _, calls in ours) == 21
-    assert set(SAMPLED) - {"mistral_v11"} <= set(found["names"])
+    assert set(SAMPLED) - {"mistral_v11", "gpt_oss"} | {"openai"} <= set(found["names"])
+    assert "'openai' cannot read the text of an answer" in found["refused"]
     content, [call], reason = found["own"]
     assert (content, reason) == (None, "tool_calls")
     assert call["function"] == {"name": "weather", "arguments": '{"city": "Paris", "days": 2}'}
@@ -157,3 +169,81 @@ def test_a_deployed_server_is_followed_on_request() -> None:
     assert STYLES["glm45"].parse(cut, TOOLS).calls == ()
     [(_, calls)] = ask_vllm([("glm45", MARKS, cut)])["answers"]
     assert calls == [["weather", {"city": "Paris", "days": 2}]]
+
+
+HARMONY_DIFFERENT = {"cut": 165, "changed": 452}
+"""Of NUM_CALLS each, how many vLLM 0.32.0 reads otherwise: thoughts, content or calls."""
+
+HARMONY_SCRIPT = """
+import json, sys
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.parser.harmony_utils import get_encoding
+from vllm.parser.parser_manager import ParserManager
+
+def json_or(text):
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+asked = json.load(sys.stdin)
+encoding = get_encoding()
+cls = ParserManager.get_parser("openai", "openai_gptoss", enable_auto_tools=True, is_harmony=True)
+request = ChatCompletionRequest(model="", messages=[{"role": "user", "content": ""}], tools=asked["tools"])
+answers = []
+for text in asked["texts"]:
+    tokens = encoding.encode(text, allowed_special="all")
+    parser = cls(encoding, request.tools)
+    thoughts, content, calls = parser.parse(text, request, model_output_token_ids=tokens)
+    calls = [[call.name, json_or(call.arguments)] for call in calls or ()]
+    answers.append([thoughts or "", content or "", calls])
+print(json.dumps(answers))
+"""
+
+
+def made_up_answer(rng: random.Random) -> str:
+    """Return an answer as gpt-oss writes it: thoughts, perhaps a preamble, then calls or a final message."""
+    thought = " ".join(rng.choices(WORDS, k=rng.randint(1, 5)))
+    parts = [("<|channel|>analysis", thought, "<|end|>")]
+    for _ in range(rng.choice([0, 0, 1, 1, 1, 2])):
+        if rng.random() < 0.3:
+            parts.append(("<|channel|>commentary", rng.choice(WORDS), "<|end|>"))
+        call = made_up(rng)
+        channel = f"<|channel|>{rng.choice(['commentary'] * 4 + ['analysis'])}"
+        to = f" to=functions.{call.name}"
+        head = rng.choice([channel + to] * 2 + [to + channel])
+        kind = rng.choice([" <|constrain|>json", "<|constrain|>json", " json", " code", ""])
+        parts.append((head + kind, call.arguments, "<|call|>"))
+    if rng.random() < 0.2:
+        parts.append(("<|channel|>analysis to=python code", "print(1)", "<|call|>"))
+    if rng.random() < 0.5:
+        parts.append(("<|channel|>final", rng.choice(WORDS), "<|return|>"))
+    return "<|start|>assistant".join(f"{head}<|message|>{body}{end}" for head, body, end in parts)
+
+
+@pytest.mark.timeout(300)
+def test_thousands_of_gpt_oss_answers_are_read_as_vllm_reads_them() -> None:
+    rng = random.Random("gpt_oss")
+    asked: list[tuple[str, str]] = []
+    for _ in range(NUM_CALLS):
+        text = made_up_answer(rng)
+        pieces = re.findall(r"<\|\w+\|>|.", text, re.DOTALL)  # a mark is one token
+        at = rng.randrange(len(pieces))
+        asked.append(("whole", text))
+        asked.append(("cut", "".join(pieces[:at])))
+        pieces[at] = rng.choice(["", *"x<>{|\n", *STYLES["gpt_oss"].markers])
+        asked.append(("changed", "".join(pieces)))
+    found = run_script(HARMONY_SCRIPT, {"texts": [text for _, text in asked], "tools": TOOLS})
+    different: Counter[str] = Counter()
+    written: list[Any] = []
+    for (kind, text), theirs in zip(asked, found, strict=True):
+        read = STYLES["gpt_oss"].read(text, TOOLS)
+        calls = [[call.name, json.loads(call.arguments)] for call in read.parsed.calls]
+        ours = [read.thoughts, read.parsed.content, calls]
+        if kind == "whole":
+            assert ours == theirs
+            written = ours[2]
+        if kind == "cut":
+            assert ours[2] == written[: len(ours[2])]
+        different[kind] += ours != theirs
+    assert different == {"whole": 0, **HARMONY_DIFFERENT}

@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 
 from atroposlib.errors import ConfigError
 from atroposlib.inference.sessions.messages import Message, is_opened, with_parsed
+from atroposlib.inference.tools.parsers.harmony import MESSAGE_ENDS
 from atroposlib.inference.tools.thoughts import THINK, ThinkTags, tags_known_to
 from atroposlib.utils.tokenizers.backends import decode, encode, write_chat
 
@@ -321,13 +322,15 @@ class ChatTemplate:
         """Tokenise the text that follows `tokens`, without the end of turn if it was sampled already."""
         if not added:
             return [], added
+        end = self.text_of(tokens[-1]) if self.ends_turn(tokens) else ""
+        if end in MESSAGE_ENDS and (other := next(filter(added.startswith, MESSAGE_ENDS), "")):
+            added = end + added.removeprefix(other)
         anchor = self._facts.anchor
         added_tokens = encode(self._tokenizer, anchor + added)
         if anchor:
             del added_tokens[0]
-        if not self.ends_turn(tokens):
+        if not end:
             return added_tokens, added
-        end = self.text_of(tokens[-1])
         before, found, after = added.partition(end)
         # Some templates write a line break before the end of a turn.
         if found and not before.strip() and tokens[-1] in added_tokens:
@@ -457,7 +460,8 @@ def _cut_calls(
         if pieces[newest].endswith(plain[newest]) and num_left_out <= len(call_text(called[-1])):
             return plain
     for i, place in places.items():
-        position = call_text(i).rfind(tracked[i]) if tracked[i] else -1
+        ends = MESSAGE_ENDS if tracked[i] in MESSAGE_ENDS else (tracked[i],)
+        position = max(map(call_text(i).rfind, ends)) if tracked[i] else -1
         if position < 0:
             return None
         pieces[place] = pieces[place][position:]

@@ -167,6 +167,11 @@ class ManagedServer:
         assert self.tool_parser is not None
         return ToolCallTranslator(self.tokenizer, parser_name=self.tool_parser)
 
+    @property
+    def _has_channels(self) -> bool:
+        """Whether answers are read with their special tokens, with or without tools."""
+        return self.tool_parser is not None and self._translator.style.certain is not None
+
     def _write_calls(self, message: Mapping[str, Any]) -> dict[str, Any]:
         return self._translator.convert_messages_for_template([dict(message)])[0]
 
@@ -177,8 +182,9 @@ class ManagedServer:
 
         After the first call of a session, `choices[i]` is `get_state()["nodes"][i]`; concurrent calls add their nodes
         in the order of the calls. If the last message is the assistant's, the model continues it. With `tools` and a
-        `tool_parser`, calls are in `message.tool_calls`. A stop string or token is moved from the content to
-        `choice.stop_reason`. The nodes hold all sampled tokens.
+        `tool_parser`, calls are in `message.tool_calls`; that of gpt-oss also moves thoughts to
+        `message.reasoning_content`. A stop string or token is moved from the content to `choice.stop_reason`. The nodes
+        hold all sampled tokens.
         """
         async with self.chat_turn(**kwargs) as turn:
             return turn.completion
@@ -188,7 +194,7 @@ class ManagedServer:
         """Yield what `chat_completion` samples; the turn is stored if the block ends without an exception.
 
         Where the engine streams, `on_text` is called with the number of a choice, the prompt and the choice's text so
-        far, which begins its content unless it has tool calls.
+        far, which begins its content unless it has tool calls; of gpt-oss, with its special tokens.
         """
         messages = read_messages(kwargs["messages"])
         kwargs, options = _take_options(kwargs)
@@ -206,9 +212,10 @@ class ManagedServer:
                     sampled, continued, tools, kwargs.get("tool_choice")
                 )
                 whole = {**reply, "content": continued + (reply["content"] or "")}
+                thoughts = reply.get("reasoning_content", "")
                 message = SampledMessage(
                     identity=identity(whole),
-                    said=SaidTurn(whole["content"], sampled.cut, called(reply), tags=tags),
+                    said=SaidTurn(whole["content"], sampled.cut, called(reply), tags, thoughts),
                     call_ids=call_ids(reply),
                 )
                 completions.append(
@@ -457,8 +464,11 @@ class ManagedServer:
         listeners = []
         if (tell := kwargs.get("on_text")) is not None:
             stops = stops_to_cut(kwargs)
+            is_raw = turn.place is not None and self._has_channels
             listeners = [
-                TextSoFar(self._template, stops, functools.partial(tell, i, turn.full_text))
+                TextSoFar(
+                    self._template, stops, functools.partial(tell, i, turn.full_text), raw=is_raw
+                )
                 for i in range(int(kwargs.get("n") or 1))
             ]
         with listening(listeners):
@@ -505,14 +515,22 @@ class ManagedServer:
     ) -> tuple[dict[str, Any], str | None]:
         """Return the message for the caller and its finish reason."""
         reply: dict[str, Any] = {"role": "assistant", "content": sampled.visible_text}
-        if not tools or tool_choice == "none":
+        may_call, has_channels = bool(tools) and tool_choice != "none", self._has_channels
+        if not may_call and not has_channels:
             return reply, sampled.finish_reason
         raw_text = continued + sampled.full_text.removesuffix(sampled.end).removesuffix(sampled.cut)
+        if has_channels:  # the end shows that a call is whole
+            raw_text += sampled.end
+        tools = (tools or []) if may_call else []
         if len(raw_text) < THREAD_FROM_CHARS:
             read = self._translator.read(raw_text, tools)
         else:
             read = await off_loop(self._translator.read, raw_text, tools)
-        if not read.parsed.calls:
+        if has_channels:
+            content = read.parsed.content.removeprefix(continued)
+            thoughts = {"reasoning_content": read.thoughts} if read.thoughts else {}
+            reply |= {"content": content.removesuffix(sampled.end), **thoughts}
+        if not may_call or not read.parsed.calls:
             return reply, sampled.finish_reason
         text, calls, _ = self._translator.remember(read)
         reply["content"] = (text or "").removeprefix(continued) or None

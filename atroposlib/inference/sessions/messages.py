@@ -13,7 +13,7 @@ from atroposlib.inference.tools.tool_messages import as_dict, parsed_json
 
 Message = Mapping[str, Any]
 
-_COMPARED_KEYS = ("name", "tool_call_id")
+_COMPARED_KEYS = ("name", "tool_call_id", "reasoning_content", "reasoning")
 
 
 def read_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
@@ -62,7 +62,7 @@ def _content_of(content: Any, *, where: str) -> str | list[Any]:
 
 
 def identity(message: Message) -> tuple[str, str]:
-    """Return the key of a turn: role, name, content, and tool calls without their ids.
+    """Return the key of a turn: role, name, content, thoughts beside it, and tool calls without their ids.
 
     Arguments of tool calls are compared as parsed JSON, because clients serialise them again.
     """

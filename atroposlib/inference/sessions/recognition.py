@@ -33,7 +33,9 @@ class SaidTurn(NamedTuple):
     calls: tuple[tuple[str, Any], ...] = ()
     """Name and parsed arguments of each tool call."""
     tags: ThinkTags = THINK
-    """Around its thoughts."""
+    """Around the thoughts in its content."""
+    thoughts: str = ""
+    """Those that are not in the content."""
 
 
 class Difference(NamedTuple):
@@ -66,8 +68,10 @@ def given_after(said: SaidTurn, message: Message) -> str | Difference:
     """
     tags = said.tags
     sampled, given = _split(said.content, tags), _split(message["content"], tags)
+    if said.thoughts:
+        sampled = Spoken(said.thoughts.strip(), sampled.content)
     found = _given_after(said, message, sampled, given)
-    if isinstance(found, Difference):
+    if isinstance(found, Difference) and not said.thoughts:
         # Only the first thought is one where an answer mentions the tags; the client may have removed it.
         sampled = tags.divide(said.content.strip(), is_opened=tags.closing in said.content)
         text = message["content"].strip()

@@ -67,11 +67,14 @@ class TextSoFar:
     """Turns the tokens of an unfinished answer into the beginning of its text, and tells it.
 
     What is told is the beginning of the finished turn's `visible_text`: the text stops before what may be a stop
-    string, half a character or a special token. To decode long answers not too often, it is told again when the
-    answer has grown by 1/32.
+    string, half a character or a special token; if `raw`, of its `full_text`. To decode long answers not too often,
+    it is told again when the answer has grown by 1/32.
     """
 
-    def __init__(self, template: ChatTemplate, stops: Stops, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self, template: ChatTemplate, stops: Stops, tell: Callable[[str], None], raw: bool = False
+    ) -> None:
+        self._is_raw = raw
         self._template = template
         self._stops = stops
         self._tell = tell
@@ -81,12 +84,14 @@ class TextSoFar:
 
     def __call__(self, tokens: list[int]) -> None:
         for token in tokens:
-            self._has_ended |= self._template.ends_turn([token]) or token in self._stops.token_ids
+            is_end = not self._is_raw and self._template.ends_turn([token])
+            self._has_ended |= is_end or token in self._stops.token_ids
             if not self._has_ended:
                 self._tokens.append(token)
         if len(self._tokens) > self._num_decoded * 33 // 32:
             self._num_decoded = len(self._tokens)
-            text = self._template.decode_both(self._tokens)[1].rstrip("\ufffd")
+            whole, visible = self._template.decode_both(self._tokens)
+            text = (whole if self._is_raw else visible).rstrip("\ufffd")
             text = before_any(text, self._template.cleaned, cuts_whole=False)
             self._tell(before_any(text, self._stops.strings))
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from atroposlib.inference.tools.parsers import STYLES, Call, Parsed, Style, style_named
 from atroposlib.inference.tools.parsers.borrowed import given_style
-from atroposlib.inference.tools.parsers.style import ToolCallParser, call_from
+from atroposlib.inference.tools.parsers.style import Read, ToolCallParser, call_from
 from atroposlib.inference.tools.thoughts import THINK_TAGS
 from atroposlib.inference.tools.tool_messages import as_dict, parsed_json
 
@@ -36,13 +36,6 @@ class ModelOutput(NamedTuple):
     tool_calls: list[ChatCompletionMessageToolCall] | None
     finish_reason: str
     """ "tool_calls" or "stop"; truncation is not detected here."""
-
-
-class Read(NamedTuple):
-    """An answer without its end of turn, and its parsed content and calls."""
-
-    text: str
-    parsed: Parsed
 
 
 class ToolCallTranslator:
@@ -82,7 +75,7 @@ class ToolCallTranslator:
     def read(self, raw_text: str, tools: Sequence[Any]) -> Read:
         """Find the calls in an answer. Changes no state, so it may run in a thread."""
         text = self._without_end_of_turn(raw_text)
-        return Read(text, self.style.parse(text, [as_dict(tool) for tool in tools]))
+        return self.style.read(text, [as_dict(tool) for tool in tools])
 
     def remember(self, read: Read) -> ModelOutput:
         """Return an answer with calls in the OpenAI form, and store the text that they were parsed from."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from atroposlib.errors import ConfigError
 from atroposlib.inference.tools.parsers.borrowed import vllm_names, vllm_style
+from atroposlib.inference.tools.parsers.harmony import HARMONY
 from atroposlib.inference.tools.parsers.json_styles import (
     DEEPSEEK_V3,
     DEEPSEEK_V31,
@@ -38,6 +39,7 @@ STYLES: dict[str, Style] = {
     **dict.fromkeys(["glm45", "glm47", "glm"], GLM),
     "kimi_k2": KIMI_K2,
     **dict.fromkeys(["minimax_m2", "minimax"], MINIMAX_M2),
+    **dict.fromkeys(["gpt_oss", "openai", "harmony"], HARMONY),
 }
 """Parser names of vLLM and SGLang -> styles."""
 

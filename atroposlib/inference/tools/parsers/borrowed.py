@@ -14,6 +14,7 @@ from atroposlib.errors import ConfigError
 from atroposlib.inference.tools.parsers.json_styles import HERMES
 from atroposlib.inference.tools.parsers.style import (
     Call,
+    Part,
     Style,
     ToolCallParser,
     Tools,
@@ -90,7 +91,7 @@ def given_style(parser: ToolCallParser) -> Style:
 def _style(
     what: str, name: str, read: Callable[[str, Tools], tuple[str | None, list[Call]]]
 ) -> Style:
-    def split(text: str, tools: Tools) -> list[str | Call]:
+    def split(text: str, tools: Tools) -> list[Part]:
         try:
             content, calls = read(text, tools)
         except Exception:  # boundary: foreign code on a model's text

@@ -11,10 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from atroposlib.inference.tools.parsers.json_text import (
-    JsonMember,
     Object,
     Reader,
-    arguments_of,
+    arguments_at,
     call_of,
     skip_space,
     write_call,
@@ -157,22 +156,11 @@ def _mistral_named(text: str, at: int, reader: Reader) -> tuple[tuple[Call, ...]
         at = own_id.end()
     if text.startswith(_ARGS, at):
         at += len(_ARGS)
-    read = _arguments_at(text, at, reader)
+    read = arguments_at(text, at, reader)
     if read is None:
         return None
     arguments, end = read
     return (Call(name[0], arguments, own_id[0] if own_id else None),), end
-
-
-def _arguments_at(text: str, at: int, reader: Reader) -> tuple[str, int] | None:
-    """Return the arguments at `at` and the position after them."""
-    start = skip_space(text, at)
-    read = reader.read_object(start)
-    if read is None:
-        return None
-    value = {key: member.value for key, member in read.members.items()}
-    arguments = arguments_of(JsonMember(value, text[start : read.end]))
-    return None if arguments is None else (arguments, read.end)
 
 
 def _render_mistral(calls: Sequence[Call]) -> str:
@@ -250,7 +238,7 @@ class _Marks(NamedTuple):
             fenced = _FENCED.match(text, separator + len(self.separator))
             named = head(fenced[1] if fenced else text[at:separator].strip())
             begin = fenced.end() if fenced else separator + len(self.separator)
-            read = _arguments_at(text, begin, reader)
+            read = arguments_at(text, begin, reader)
             if read is None or named is None:
                 continue
             arguments, end = read

@@ -182,6 +182,17 @@ def arguments_of(member: JsonMember) -> str | None:
     return text
 
 
+def arguments_at(text: str, at: int, reader: Reader) -> tuple[str, int] | None:
+    """Return the arguments at `at` and the position after them."""
+    start = skip_space(text, at)
+    read = reader.read_object(start)
+    if read is None:
+        return None
+    value = {key: member.value for key, member in read.members.items()}
+    arguments = arguments_of(JsonMember(value, text[start : read.end]))
+    return None if arguments is None else (arguments, read.end)
+
+
 def write_call(call: Call, *, key: str = "arguments") -> str:
     """Write a call as JSON with its arguments verbatim, or as a string if they are not a JSON object."""
     arguments = call.arguments if _whole_object(call.arguments) else json.dumps(call.arguments)

@@ -65,6 +65,24 @@ class Parsed(NamedTuple):
     calls: tuple[Call, ...]
 
 
+class Read(NamedTuple):
+    """An answer without its end of turn, and what was parsed."""
+
+    text: str
+    parsed: Parsed
+    thoughts: str
+    """Of formats that mark them by more than think tags, which are content."""
+
+
+class Thought(NamedTuple):
+    """A thought that is no content."""
+
+    text: str
+
+
+Part: TypeAlias = str | Call | Thought
+
+
 def _new_id() -> str:
     return f"call_{uuid.uuid4().hex[:24]}"
 
@@ -74,8 +92,8 @@ class Style:
     """One format of tool calls."""
 
     name: str
-    split: Callable[[str, Tools], list[str | Call]]
-    """Split a model's answer into calls and the text between them, in order. Formats without types need the tools."""
+    split: Callable[[str, Tools], list[Part]]
+    """Split a model's answer into calls, thoughts and text, in order. Formats without types need the tools."""
     render: Callable[[Sequence[Call]], str]
     """Write calls as the model would."""
     markers: tuple[str, ...]
@@ -84,6 +102,9 @@ class Style:
     """Texts one of which begins every call; None if the markers do, or if any text may when there are no markers."""
     new_id: Callable[[], str] = _new_id
     """Return an id for a call that has none."""
+    certain: Callable[[str], str] | None = None
+    """Return what of the beginning of an answer can be read. Only for formats with markers around thoughts and content:
+    their answers are read with special tokens, with or without tools."""
 
     @property
     def starts(self) -> tuple[str, ...] | None:
@@ -97,12 +118,16 @@ class Style:
         >>> style_named("hermes").parse('Hm. <tool_call>{"name": "now", "arguments": {}}</tool_call>')
         Parsed(content='Hm.', calls=(Call(name='now', arguments='{}', id=None),))
         """
+        return self.read(text, tools).parsed
+
+    def read(self, text: str, tools: Tools = ()) -> Read:
+        """Return the content, the calls and the thoughts of an answer."""
         parts = self.split(text, tools)
         calls = tuple(part for part in parts if isinstance(part, Call))
-        if not calls:
-            return Parsed(text, ())
-        pieces = [part.strip() for part in parts if isinstance(part, str)]
-        return Parsed("\n".join(filter(None, pieces)), calls)
+        pieces = [part.strip() if calls else part for part in parts if isinstance(part, str)]
+        thoughts = [part.text for part in parts if isinstance(part, Thought)]
+        content, thought = ("\n".join(filter(None, texts)) for texts in (pieces, thoughts))
+        return Read(text, Parsed(content, calls), thought)
 
 
 _SURROGATE = re.compile(r"[\ud800-\udfff]|\\u[dD][89a-fA-F]")
@@ -130,13 +155,13 @@ def _repaired(text: str) -> str:
 
 def by_places(
     find: Callable[[str, Tools], list[FoundCalls]],
-) -> Callable[[str, Tools], list[str | Call]]:
+) -> Callable[[str, Tools], list[Part]]:
     """Return a style's `split` for a function that finds the well-formed calls of a text, in order."""
 
-    def split(text: str, tools: Tools) -> list[str | Call]:
+    def split(text: str, tools: Tools) -> list[Part]:
         found = find(text, tools)
         thinking_end = _end_of_thinking(text, found)
-        parts: list[str | Call] = []
+        parts: list[Part] = []
         at = 0
         for one in found:
             if one.start >= thinking_end:

@@ -121,8 +121,8 @@ class TrainerConfig(BaseModel):
     """Scale adapters by lora_alpha / lora_r."""
     lora_dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout of the adapters; the engine has none, so logprobs will differ."""
-    lora_target_modules: list[str] = ["q_proj", "v_proj"]
-    """Names of the modules that get an adapter."""
+    lora_target_modules: list[str] = ["all-linear"]
+    """Names of the modules that get an adapter; all-linear alone: every linear layer but the head, experts excluded."""
     lora_layer_indices: str | None = None
     """Layers that get adapters, such as 0-3,28-31; None: all."""
     train_layer_indices: str | None = None

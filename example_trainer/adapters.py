@@ -143,9 +143,7 @@ class _Merging(nn.Module):
         self.layer = layer
 
     def forward(self) -> None:
-        for (
-            module
-        ) in self.layer.modules():  # fused experts have one wrapper around another per parameter
+        for module in self.layer.modules():  # fused experts: one wrapper around another
             if hasattr(module, "merged_adapters"):
                 module.merge(adapter_names=[ADAPTER])
                 module.merged_adapters.clear()  # what the model itself holds is not merged

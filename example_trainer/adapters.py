@@ -35,11 +35,14 @@ def add_adapters(model: Any, config: TrainerConfig) -> Any:
             "--lora_dropout %g: the trainer's log-probabilities will differ from the engine's, which has no dropout",
             config.lora_dropout,
         )
+    targets = config.lora_target_modules
     settings = peft.LoraConfig(
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
         lora_dropout=config.lora_dropout,
-        target_modules=config.lora_target_modules,
+        target_modules="all-linear"
+        if targets == ["all-linear"]
+        else targets,  # alone, peft reads it as a string
         layers_to_transform=layer_indices(config.lora_layer_indices, "lora_layer_indices"),
         task_type="CAUSAL_LM",
     )
@@ -51,13 +54,13 @@ def add_adapters(model: Any, config: TrainerConfig) -> Any:
             warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern", RuntimeWarning)
             adapted = peft.get_peft_model(model, settings)
     except ValueError as error:
-        raise ConfigError(f"--lora_target_modules {config.lora_target_modules}: {error}") from error
+        raise ConfigError(f"--lora_target_modules {targets}: {error}") from error
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     if model.config.get_text_config().tie_word_embeddings and any(
         hasattr(e, "lora_A") for e in ends
     ):
         raise ConfigError(
-            f"--lora_target_modules {config.lora_target_modules}: embedding and head of this model are one matrix, and "
+            f"--lora_target_modules {targets}: embedding and head of this model are one matrix, and "
             "with an adapter on one of them no checkpoint could hold both"
         )
     if config.gradient_checkpointing:
@@ -140,9 +143,7 @@ class _Merging(nn.Module):
         self.layer = layer
 
     def forward(self) -> None:
-        for (
-            module
-        ) in self.layer.modules():  # fused experts have one wrapper around another per parameter
+        for module in self.layer.modules():  # fused experts: one wrapper around another
             if hasattr(module, "merged_adapters"):
                 module.merge(adapter_names=[ADAPTER])
                 module.merged_adapters.clear()  # what the model itself holds is not merged

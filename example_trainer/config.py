@@ -10,7 +10,15 @@ import os
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    field_validator,
+    model_validator,
+)
 
 from atroposlib.samples import StandardDeviation
 from example_trainer.objective import (
@@ -127,8 +135,8 @@ class TrainerConfig(BaseModel):
     """Scale adapters by lora_alpha / lora_r."""
     lora_dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout of the adapters; the engine has none, so logprobs will differ."""
-    lora_target_modules: list[str] = ["q_proj", "v_proj"]
-    """Names of the modules that get an adapter."""
+    lora_target_modules: list[str] = ["all-linear"]
+    """Names of the modules that get an adapter; all-linear alone: every linear layer but the head, experts excluded."""
     lora_layer_indices: str | None = None
     """Layers that get adapters, such as 0-3,28-31; None: all."""
     train_layer_indices: str | None = None
@@ -257,8 +265,10 @@ class TrainerConfig(BaseModel):
     """Python interpreter of the environment with vLLM; None: this one."""
     vllm_port: int = Field(9001, ge=1, le=65535)
     """Port of the engine."""
-    vllm_gpu: int | None = Field(None, ge=0)
-    """CUDA device of the engine; None: leave CUDA_VISIBLE_DEVICES unchanged."""
+    vllm_gpu: list[NonNegativeInt] | None = None
+    """CUDA devices of the engine, numbered as the trainer sees them; None: leave CUDA_VISIBLE_DEVICES unchanged."""
+    engine_args: str = ""
+    """More flags for the engine, as in a shell, such as --engine_args="--tensor-parallel-size 2"."""
     gpu_memory_utilization: float = Field(
         0.45,
         gt=0,
@@ -294,6 +304,11 @@ class TrainerConfig(BaseModel):
         if value == "adafactor":
             raise ValueError("adafactor is not offered; adamw_8bit saves about as much memory")
         return value
+
+    @field_validator("vllm_gpu", mode="before")
+    @classmethod
+    def _list_gpus(cls, value: Any) -> Any:
+        return [value] if isinstance(value, int) else value
 
     @field_validator("engine_url", mode="before")
     @classmethod
@@ -354,6 +369,11 @@ class TrainerConfig(BaseModel):
         if self.logprobs_mode == "auto":
             return self.bridge == "restart" and self.engine == "vllm"
         return self.logprobs_mode == "processed"
+
+    @property
+    def starts_engine(self) -> bool:
+        """Whether the engine is started here, and not by someone else."""
+        return self.bridge == "restart"
 
     @property
     def engine_urls(self) -> list[str]:

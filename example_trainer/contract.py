@@ -79,11 +79,7 @@ def check_names(directory: Path, expected: Shapes, tied: Mapping[str, str]) -> N
     """Raise EngineError unless the checkpoint has exactly these shapes. `tied`: one name of a tensor -> the other."""
     found = {tied.get(name, name): shape for name, shape in shapes_in(directory).items()}
     wanted = {tied.get(name, name): shape for name, shape in expected.items()}
-    wrong = [
-        f"{name} is {found.get(name, 'missing')}, and {wanted.get(name, 'missing')} in the initial checkpoint"
-        for name in sorted(found.keys() | wanted.keys())
-        if found.get(name) != wanted.get(name)
-    ]
+    wrong = _differences(found, wanted, "in the initial checkpoint")
     if wrong:
         raise EngineError(
             f"{directory} is not published, because its tensors are not those of the initial checkpoint: {_some(wrong)}"
@@ -103,17 +99,13 @@ def check_files(directory: Path) -> None:
             f"checkpoint {directory} lacks {', '.join(missing[:3])}; no engine was touched"
         )
     try:
-        written = checksums_of(directory)
+        written = json.loads((directory / CHECKSUMS).read_text(encoding="utf-8"))
         found = {name: tensor_checksum(value) for name, value in tensors_in(directory)}
     except (OSError, ValueError, SafetensorError) as error:
         raise EngineError(
             f"checkpoint {directory} cannot be read: {error}; no engine was touched"
         ) from error
-    wrong = [
-        f"{name} is {found.get(name)}, the trainer's {written.get(name)}"
-        for name in sorted(found.keys() | written.keys())
-        if found.get(name) != written.get(name)
-    ]
+    wrong = _differences(found, written, "in the trainer")
     if wrong:
         raise EngineError(
             f"checkpoint {directory} is not what the trainer wrote; no engine was touched: {_some(wrong)}"
@@ -150,7 +142,7 @@ class EngineCheck:
             self._own_form = set() if is_ours else different
             unknown = [key for key in found if expected[key] is None or key in self._own_form]
             logger.info(
-                "engine %s: %d tensors are compared with the published ones; not compared: %s",
+                "engine %s: %d loaded tensors are compared with the published ones; not compared: %s",
                 self._engine,
                 len(found) - len(unknown),
                 _some(unknown) or ("none" if found else "all, because it reports no checksums"),
@@ -196,12 +188,6 @@ def _expected_checksum(key: str, line: str, published: Mapping[str, Tensor]) -> 
     return digest.hexdigest()
 
 
-def checksums_of(directory: Path) -> dict[str, str]:
-    """Read the checksums that the trainer wrote."""
-    found: dict[str, str] = json.loads((directory / CHECKSUMS).read_text(encoding="utf-8"))
-    return found
-
-
 def tensors_in(directory: Path) -> Iterator[tuple[str, Tensor]]:
     """Read the checkpoint's tensors one by one."""
     for path in _files(directory):
@@ -217,6 +203,14 @@ def _files(directory: Path) -> list[Path]:
         return [directory / "model.safetensors"]
     named = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
     return [directory / name for name in sorted(set(named))]
+
+
+def _differences(found: Mapping[str, Any], expected: Mapping[str, Any], where: str) -> list[str]:
+    return [
+        f"{name} is {found.get(name, 'missing')}, and {expected.get(name, 'missing')} {where}"
+        for name in sorted(found.keys() | expected.keys())
+        if found.get(name) != expected.get(name)
+    ]
 
 
 def _some(items: Sequence[str]) -> str:

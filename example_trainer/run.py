@@ -42,6 +42,10 @@ class RunConfig(TrainerConfig):
     environment: Path | None = None
     """File of an environment to serve as well; its flags follow after --."""
 
+    @property
+    def starts_engine(self) -> bool:
+        return True
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run all processes and return the trainer's exit code; 1 if another process died."""

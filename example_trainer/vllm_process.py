@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import re
+import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -112,6 +113,8 @@ def make_engine(
     }
     env = None
     if config.engine == "local":
+        if config.vllm_gpu:
+            env = dict(os.environ) | visible_devices(config.vllm_gpu, os.environ)
         program = [sys.executable, "-m", "atroposlib.engine"]
         flags |= {"--served_model_name": config.model_name, "--device": device.type}
         flags |= {"--threads": config.num_threads or 1, "--seed": config.seed}
@@ -134,11 +137,11 @@ def make_engine(
             backend = transfer_backend(config, num_gpus=torch.cuda.device_count())
             flags["--weight-transfer-config"] = json.dumps({"backend": backend})
         env = vllm_environment(
-            gpu=config.vllm_gpu, cpu=device.type == "cpu", takes_handles=backend == "ipc"
+            gpus=config.vllm_gpu or (), cpu=device.type == "cpu", takes_handles=backend == "ipc"
         )
     words = [str(word) for flag in flags.items() for word in flag if word is not None]
     return EngineProcess(
-        [*program, *words, *extra_args],
+        [*program, *words, *shlex.split(config.engine_args), *extra_args],
         env=env,
         url=f"http://127.0.0.1:{config.vllm_port}",
         log_path=config.log_dir / "engine.log",
@@ -146,13 +149,37 @@ def make_engine(
     )
 
 
+def require_gpu_for_engine(config: TrainerConfig) -> None:
+    """Raise ConfigError if an engine would be started on a GPU of torchrun's processes only because none is named."""
+    num_own = len(_own_gpus(config))
+    if config.starts_engine and config.vllm_gpu is None and num_own > 1:
+        raise ConfigError(
+            f"--vllm_gpu: the engine would take GPU 0, and torchrun's processes have GPUs 0 to {num_own - 1}; start "
+            "fewer processes (--nproc_per_node) and name GPUs that they leave, such as --vllm_gpu 7"
+        )
+
+
 def shares_gpu(config: TrainerConfig, *, num_gpus: int) -> bool:
-    """Whether the engine runs on the trainer's GPU, judged by the configuration."""
+    """Whether the engine runs on a GPU of the trainer's processes, judged by the configuration and by torchrun's.
+
+    An engine that someone else started on this machine is expected on another GPU if there is one.
+    """
     if any(urlsplit(url).hostname not in ("localhost", "127.0.0.1") for url in config.engine_urls):
         return False
-    if config.vllm_gpu is None:
-        return num_gpus == 1
-    return config.vllm_gpu == int(config.device.partition(":")[2] or 0)
+    own = _own_gpus(config)
+    if config.vllm_gpu is None and not config.starts_engine:
+        return num_gpus == len(own)
+    return not own.isdisjoint(config.vllm_gpu or [0])
+
+
+def _own_gpus(config: TrainerConfig) -> set[int]:
+    """Return the CUDA devices of the trainer's processes on this machine."""
+    num_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return (
+        set(range(num_processes))
+        if num_processes > 1
+        else {int(config.device.partition(":")[2] or 0)}
+    )
 
 
 def transfer_backend(config: TrainerConfig, *, num_gpus: int) -> str:
@@ -163,17 +190,18 @@ def transfer_backend(config: TrainerConfig, *, num_gpus: int) -> str:
 
 def vllm_environment(
     *,
-    gpu: int | None = None,
+    gpus: Sequence[int] = (),
     cpu: bool = False,
     takes_handles: bool = False,
     base: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """Return the environment variables for vLLM: `base` (default: this process's) with changes.
 
-    `gpu` is the only visible device, in this process's numbering; `cpu` keeps the CPU build from taking every core and
-    40 % of the memory, unless `base` sets that. Enables vLLM's development routes (`/collective_rpc`, `/pause`) and
-    loading of adapters, which need no authentication: run the engine on loopback or a private network only.
-    `takes_handles` lets it unpickle GPU memory handles from requests, which can execute arbitrary code.
+    `gpus` are the visible devices, in this process's numbering (empty: unchanged); `cpu` keeps the CPU build from
+    taking every core and 40 % of the memory, unless `base` sets that. Enables vLLM's development routes
+    (`/collective_rpc`, `/pause`) and loading of adapters, which need no authentication: run the engine on loopback or a
+    private network only. `takes_handles` lets it unpickle GPU memory handles from requests, which can execute arbitrary
+    code.
     """
     # The Python variables point to this process's packages, not the engine's.
     strange = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
@@ -186,16 +214,21 @@ def vllm_environment(
     defaults = {"VLLM_NO_USAGE_STATS": "1"}
     if takes_handles:
         found["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
-    if gpu is not None:
-        visible = found.get("CUDA_VISIBLE_DEVICES", "")
-        names = [name.strip() for name in visible.split(",") if name.strip()]
-        if names and gpu >= len(names):
-            raise ConfigError(f"--vllm_gpu {gpu}: CUDA_VISIBLE_DEVICES is {visible!r} here")
-        found["CUDA_VISIBLE_DEVICES"] = names[gpu] if names else str(gpu)
+    found |= visible_devices(gpus, found)
     if cpu:  # pinned or spinning OpenMP threads starve the trainer on a small machine
         defaults |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
         defaults["VLLM_CPU_KVCACHE_SPACE"] = "1"
     return defaults | found
+
+
+def visible_devices(gpus: Sequence[int], base: Mapping[str, str]) -> dict[str, str]:
+    """Return CUDA_VISIBLE_DEVICES for devices numbered as a process with the variables `base` sees them."""
+    visible = base.get("CUDA_VISIBLE_DEVICES", "")
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    if names and (missing := [gpu for gpu in gpus if gpu >= len(names)]):
+        raise ConfigError(f"--vllm_gpu {missing[0]}: CUDA_VISIBLE_DEVICES is {visible!r} here")
+    chosen = ",".join(names[gpu] if names else str(gpu) for gpu in gpus)
+    return {"CUDA_VISIBLE_DEVICES": chosen} if chosen else {}
 
 
 def _allowed_rank(rank: int) -> int:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,14 +15,12 @@ def tensor_checksum(tensor: Tensor) -> str:
     return f"{describe_tensor(tensor)} {xxhash.xxh3_128_hexdigest(tensor_bytes(tensor))}"
 
 
-def tensor_bytes(tensor: Tensor) -> NDArray[np.uint8]:
+def tensor_bytes(tensor: Tensor) -> memoryview:
     """Return the bytes of the values in memory order."""
     import torch
 
-    values: NDArray[np.uint8] = (
-        tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    )
-    return values
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy())
 
 
 def describe_tensor(tensor: Tensor) -> str:

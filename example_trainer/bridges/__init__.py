@@ -22,8 +22,8 @@ from example_trainer.bridges.restart import RestartBridge
 from example_trainer.bridges.running import LoraBridge, ReloadBridge
 from example_trainer.bridges.transfer import TransferBridge
 from example_trainer.config import TrainerConfig
-from example_trainer.model import Policy
-from example_trainer.vllm_process import make_engine, transfer_backend
+from example_trainer.model import Policy, choose_device
+from example_trainer.vllm_process import make_engine, require_gpu_for_engine, transfer_backend
 from example_trainer.weights import WeightsDirectory
 
 logger = logging.getLogger(__name__)
@@ -110,6 +110,9 @@ class EngineWatch:
 def make_bridge(
     config: TrainerConfig, weights: WeightsDirectory, *, is_stopping: Callable[[], bool]
 ) -> WeightBridge:
+    """Raises ConfigError if the engine would be started on a GPU of torchrun's processes."""
+    if choose_device(config).type == "cuda":
+        require_gpu_for_engine(config)
     if config.bridge == "restart":
         return CheckpointBridge(
             weights.save,

@@ -227,7 +227,7 @@ def test_vllm_environment_hides_this_process_s_packages_and_opens_the_developmen
         "HOME": "/home/a",
         "OMP_NUM_THREADS": "4",
     }
-    environment = vllm_environment(base=base, cpu=True, gpu=1)
+    environment = vllm_environment(base=base, cpu=True, gpus=[1])
     assert "PYTHONPATH" not in environment
     assert "VIRTUAL_ENV" not in environment
     assert environment["HOME"] == "/home/a"
@@ -256,7 +256,7 @@ def test_vllm_is_no_part_of_what_torchrun_started() -> None:
 
 def test_the_engines_gpu_is_one_of_those_that_the_trainer_sees() -> None:
     base = {"CUDA_VISIBLE_DEVICES": "4,GPU-b7c"}
-    found = [vllm_environment(base=base, gpu=gpu)["CUDA_VISIBLE_DEVICES"] for gpu in (0, 1)]
-    assert found == ["4", "GPU-b7c"]
+    for gpus, expected in (([0], "4"), ([1], "GPU-b7c"), ([1, 0], "GPU-b7c,4"), ([], "4,GPU-b7c")):
+        assert vllm_environment(base=base, gpus=gpus)["CUDA_VISIBLE_DEVICES"] == expected
     with pytest.raises(ConfigError, match="--vllm_gpu 2: CUDA_VISIBLE_DEVICES is '4,GPU-b7c'"):
-        vllm_environment(base=base, gpu=2)
+        vllm_environment(base=base, gpus=[0, 2])

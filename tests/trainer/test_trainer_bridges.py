@@ -1,6 +1,7 @@
 """Which engine and which bridge a configuration makes."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,12 @@ from atroposlib.errors import ConfigError
 from example_trainer.bridges import CheckpointBridge, make_bridge
 from example_trainer.config import TrainerConfig
 from example_trainer.model import load_policy
-from example_trainer.vllm_process import make_engine, transfer_backend
+from example_trainer.vllm_process import (
+    make_engine,
+    require_gpu_for_engine,
+    shares_gpu,
+    transfer_backend,
+)
 from example_trainer.weights import WeightsDirectory
 from tests.tiny_model import make_tiny_model
 from tests.trainer.test_other_models import EXPERTS, save
@@ -105,13 +111,61 @@ def test_vllm_is_started_for_the_rank_of_the_adapters_that_are_written(tmp_path:
         ({"vllm_gpu": 1, "device": "cuda:1"}, 2, "ipc"),
         ({"engine_url": "http://elsewhere:9001"}, 1, "nccl"),
         ({"transfer_backend": "nccl"}, 1, "nccl"),
+        ({"vllm_gpu": [2, 3]}, 4, "nccl"),
+        ({"vllm_gpu": [0, 1]}, 4, "ipc"),
+        ({"num_processes": 8}, 8, "ipc"),
+        ({"num_processes": 6}, 8, "nccl"),
+        ({"num_processes": 6, "vllm_gpu": [5, 6]}, 8, "ipc"),
+        ({"num_processes": 6, "vllm_gpu": [6, 7]}, 8, "nccl"),
     ],
 )
 def test_memory_is_handed_over_where_engine_and_trainer_share_a_gpu(
-    settings: dict[str, Any], num_gpus: int, expected: str
+    settings: dict[str, Any], num_gpus: int, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """What NCCL cannot do: two processes of one group on one GPU."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(settings.pop("num_processes", 1)))
     config = TrainerConfig(model_name="m", bridge="transfer", **settings)
     assert transfer_backend(config, num_gpus=num_gpus) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_processes", "shares"),
+    [
+        ({}, 1, True),
+        ({"device": "cuda:1"}, 1, False),
+        ({"vllm_gpu": 1}, 1, False),
+        ({}, 4, True),
+        ({"vllm_gpu": [3, 4]}, 4, True),
+        ({"vllm_gpu": [4, 5]}, 4, False),
+        ({"vllm_gpu": 0, "bridge": "reload"}, 4, True),
+    ],
+)
+def test_an_engine_started_beside_several_processes_needs_a_gpu_of_its_own(
+    settings: dict[str, Any], num_processes: int, shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would take the first one, which is the first process's."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_processes))
+    config = TrainerConfig(model_name="m", **{"bridge": "restart"} | settings)
+    assert shares_gpu(config, num_gpus=8) is shares
+    is_named = config.vllm_gpu is not None
+    with (
+        nullcontext()
+        if is_named or num_processes == 1
+        else pytest.raises(ConfigError, match="--vllm_gpu.*take GPU 0.*have GPUs 0 to 3")
+    ):
+        require_gpu_for_engine(config)
+
+
+def test_an_engine_takes_further_flags_and_several_gpus() -> None:
+    command = command_of(
+        engine="vllm",
+        engine_args="--tensor-parallel-size 2 --override-generation-config '{\"top_k\": 5}'",
+        vllm_gpu=[6, 7],
+    )
+    assert command[-4:] == [
+        *("--tensor-parallel-size", "2"),
+        *("--override-generation-config", '{"top_k": 5}'),
+    ]
 
 
 class Unused:
@@ -171,8 +225,6 @@ def test_lora_restart_hands_over_the_whole_model_with_the_adapter_merged(tmp_pat
         assert engines.taken[1] == (tmp_path / "weights" / "version_1", 1)
         before, after = (load_file(d / "model.safetensors") for d in (model, engines.taken[1][0]))
     assert before.keys() == after.keys()
-    changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert {name.rpartition(".self_attn.")[2] for name in changed} == {
-        "q_proj.weight",
-        "v_proj.weight",
+    assert {name for name in before if not torch.equal(before[name], after[name])} == {
+        name for name in before if name.endswith("_proj.weight")
     }

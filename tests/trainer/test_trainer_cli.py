@@ -43,6 +43,8 @@ def parse(*argv: str) -> TrainerConfig:
             "--objective=gspo --loss_mean=token --clip-eps=0.1",
             {"ratio_level": "sequence", "loss_mean": "token", "clip_eps": 0.1},
         ),
+        ("--vllm-gpu=1 --engine_args=--tensor-parallel-size=2", {"vllm_gpu": [1]}),
+        ("--vllm_gpu 6 7", {"vllm_gpu": [6, 7]}),
         ("--bridge=restart", {"reports_processed": True}),
         ("--bridge=restart --engine=local", {"reports_processed": False}),
         ("--bridge=reload", {"reports_processed": False}),

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed import checkpoint
 from torch.distributed.tensor import DTensor
@@ -128,10 +129,10 @@ class Checkpoints:
                         "random": _random_states(),
                     }
                     (training / "state.json").write_text(json.dumps(state), encoding="utf-8")
-        except (OSError, SafetensorError, checkpoint.CheckpointException) as error:
+        except (OSError, SafetensorError) as error:
             newest = self.directory(self.steps()[-1]).name if self.steps() else "none"
             raise AtroposError(
-                f"the checkpoint of step {step} could not be written to {target}: {_reason(error)}; "
+                f"the checkpoint of step {step} could not be written to {target}: {error}; "
                 f"the newest there is {newest}. Make room, then --resume"
             ) from error
         return target
@@ -181,12 +182,6 @@ class Checkpoints:
         return Start(int(state["step"]), state.get("metrics"), state.get("experiment"))
 
 
-def _reason(error: BaseException) -> str:
-    if isinstance(error, checkpoint.CheckpointException):  # its text is one traceback per process
-        error = next(iter(error.failures.values()))[0]
-    return str(error)
-
-
 def _tensors(policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return the checkpoint's tensors by name: trained parameters and their optimizer state. No two share memory.
 
@@ -228,10 +223,26 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
         settings["lr"] = rate
 
 
-def _save_tensors(directory: Path, tensors: dict[str, Tensor], *, world: World) -> None:
-    writer = checkpoint.HuggingFaceStorageWriter(str(directory), save_distributed=True)
-    with warnings.catch_warnings(action="ignore", category=UserWarning):  # of a single process
-        checkpoint.save(tensors, storage_writer=writer, no_dist=world.size == 1)
+def _save_tensors(directory: Path, tensors: Mapping[str, Tensor], *, world: World) -> None:
+    """Write this process's parts as torch's `HuggingFaceStorageReader` reads them, each with its offset in the whole.
+
+    torch's own writer serialises all of them in one call that holds the interpreter lock, and needs their size once
+    more in memory.
+    """
+    parts: dict[str, Tensor] = {}
+    offsets: dict[str, dict[str, list[int]]] = {}
+    for name, value in tensors.items():
+        part = value.to_local() if isinstance(value, DTensor) else value
+        if isinstance(value, DTensor):
+            [chunk] = value.__create_chunk_list__()
+            offset = list(chunk.offsets)
+        else:  # the same in every process
+            offset = [0] * value.dim()
+        if world.is_main or (isinstance(value, DTensor) and part.numel()):
+            parts[name], offsets[name] = part, {"saved_offsets": offset}
+    directory.mkdir(exist_ok=True)
+    about = {"DCP_SHARDING_INFO": json.dumps(offsets)}
+    save_file(parts, directory / f"rank_{world.rank}.safetensors", metadata=about)
 
 
 def _load_tensors(

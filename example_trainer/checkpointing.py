@@ -6,7 +6,8 @@
 
 Guarantees: a directory with this name is complete; the previous one stays until then. The newest belongs to the current
 run: checkpoints of steps that a run repeats are moved aside. A checkpoint can be loaded with any number of processes.
-Nothing is pickled. Called by `training.py`.
+It is taken as a copy, which another thread may write while training continues. Nothing is pickled. Called by
+`training.py`.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import random
 import re
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,8 +34,9 @@ from torch.distributed import checkpoint
 from torch.distributed.tensor import DTensor
 
 from atroposlib.errors import AtroposError, ConfigError
+from example_trainer.memory import GIB, free_host_bytes
 from example_trainer.model import Policy, remove_directory, written_directory
-from example_trainer.parallel import World
+from example_trainer.parallel import World, host_copy
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +57,27 @@ class Start(NamedTuple):
     """The hub's id of the resumed training; None for a new run, or if the checkpoint has none."""
 
 
+class Taken(NamedTuple):
+    """A checkpoint before it is written."""
+
+    write: Callable[[], Path]
+    """Writes it and returns the directory; every process must call it. Raises AtroposError; earlier ones stay."""
+    is_copy: bool
+    """Whether training may continue meanwhile."""
+
+
+class Part(NamedTuple):
+    """The part of a tensor that this process holds, and the offset of each dimension in the whole."""
+
+    tensor: Tensor
+    offsets: list[int]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoints:
     save_path: Path
     world: World
+    """With a control group that no other thread uses."""
     keep_last: int | None = None
     """Number to keep; None: all."""
 
@@ -108,27 +128,59 @@ class Checkpoints:
         metrics: Mapping[str, Any] | None = None,
         experiment: str | None = None,
     ) -> Path:
-        """Write the state after `step` steps, with that step's metrics, and return the directory.
+        """Take a checkpoint, write it, and return its directory; every process must call this."""
+        return self.take(policy, optimizer, step, metrics, experiment).write()
 
-        `experiment` is the hub's id of this training; only the first process needs it. Every process must call this.
-        Raises AtroposError if the checkpoint cannot be written; earlier ones stay.
+    def take(
+        self,
+        policy: Policy,
+        optimizer: torch.optim.Optimizer,
+        step: int,
+        metrics: Mapping[str, Any] | None = None,
+        experiment: str | None = None,
+    ) -> Taken:
+        """Copy the state after `step` steps, with that step's metrics; every process must call this.
+
+        The copy needs the weights and the optimizer once more in host memory. If that is more than half of what is
+        free, they are written without a copy. `experiment` is the hub's id of this training, for the first process.
         """
+        state = {
+            "format": FORMAT,
+            "step": step,
+            "metrics": metrics,
+            "experiment": experiment,
+            "optimizer_has_state": bool(optimizer.state),
+            "random": _random_states(),
+        }
+        weights = policy.gather()
+        parts = _parts(_tensors(policy, optimizer), self.world)
+        num_bytes = sum(part.tensor.nbytes for part in parts.values())
+        if is_copy := num_bytes < free_host_bytes() / 2:
+            parts = {name: Part(host_copy(part), at) for name, (part, at) in parts.items()}
+        else:
+            logger.warning(
+                "training waits for the checkpoint of step %d: a copy of %.1f GiB is more than half of the free memory",
+                *(step, num_bytes / GIB),
+            )
+        return Taken(partial(self._write, policy, step, weights, parts, state), is_copy)
+
+    def _write(
+        self,
+        policy: Policy,
+        step: int,
+        weights: dict[str, Tensor],
+        parts: Mapping[str, Part],
+        state: Mapping[str, Any],
+    ) -> Path:
         target = self.directory(step)
         try:
             with written_directory(target, self.world) as directory:
-                policy.write(directory)
                 training = directory / "training"
-                _save_tensors(training, _tensors(policy, optimizer), world=self.world)
+                training.mkdir(exist_ok=True)
                 if self.world.is_main:
-                    state = {
-                        "format": FORMAT,
-                        "step": step,
-                        "metrics": metrics,
-                        "experiment": experiment,
-                        "optimizer_has_state": bool(optimizer.state),
-                        "random": _random_states(),
-                    }
+                    policy.write(directory, weights)
                     (training / "state.json").write_text(json.dumps(state), encoding="utf-8")
+                _write_parts(training / f"rank_{self.world.rank}.safetensors", parts)
         except (OSError, SafetensorError) as error:
             newest = self.directory(self.steps()[-1]).name if self.steps() else "none"
             raise AtroposError(
@@ -223,26 +275,28 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
         settings["lr"] = rate
 
 
-def _save_tensors(directory: Path, tensors: Mapping[str, Tensor], *, world: World) -> None:
-    """Write this process's parts as torch's `HuggingFaceStorageReader` reads them, each with its offset in the whole.
+def _parts(tensors: Mapping[str, Tensor], world: World) -> dict[str, Part]:
+    """Return what this process writes: its part of split tensors, and the others only in the first process."""
+    parts: dict[str, Part] = {}
+    for name, value in tensors.items():
+        if not isinstance(value, DTensor):
+            if world.is_main:
+                parts[name] = Part(value, [0] * value.dim())
+        elif value.to_local().numel() or world.is_main:
+            [chunk] = value.__create_chunk_list__()
+            parts[name] = Part(value.to_local(), list(chunk.offsets))
+    return parts
 
-    torch's own writer serialises all of them in one call that holds the interpreter lock, and needs their size once
+
+def _write_parts(path: Path, parts: Mapping[str, Part]) -> None:
+    """Write a file for torch's `HuggingFaceStorageReader`.
+
+    torch's own writer serialises all tensors in one call that holds the interpreter lock, and needs their size once
     more in memory.
     """
-    parts: dict[str, Tensor] = {}
-    offsets: dict[str, dict[str, list[int]]] = {}
-    for name, value in tensors.items():
-        part = value.to_local() if isinstance(value, DTensor) else value
-        if isinstance(value, DTensor):
-            [chunk] = value.__create_chunk_list__()
-            offset = list(chunk.offsets)
-        else:  # the same in every process
-            offset = [0] * value.dim()
-        if world.is_main or (isinstance(value, DTensor) and part.numel()):
-            parts[name], offsets[name] = part, {"saved_offsets": offset}
-    directory.mkdir(exist_ok=True)
-    about = {"DCP_SHARDING_INFO": json.dumps(offsets)}
-    save_file(parts, directory / f"rank_{world.rank}.safetensors", metadata=about)
+    offsets = {name: {"saved_offsets": part.offsets} for name, part in parts.items()}
+    tensors = {name: part.tensor for name, part in parts.items()}
+    save_file(tensors, path, metadata={"DCP_SHARDING_INFO": json.dumps(offsets)})
 
 
 def _load_tensors(

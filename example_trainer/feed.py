@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -90,11 +91,11 @@ class Follower:
     def acknowledge(self, *, step: int) -> None:
         """Report that the weights of `step` contain the batch."""
 
-    def announce(self, version: int) -> None:
-        """Report the policy version that the engines serve."""
+    def announce(self, version: int | None = None) -> None:
+        """Report the policy version that the engines serve; None: the last one again. Any thread may call it."""
 
     def checkpointed(self, step: int, path: Path) -> None:
-        """Report a checkpoint that contains all training up to `step`."""
+        """Report a checkpoint that contains all training up to `step`; any thread may call it."""
 
     def queue_size(self) -> int | None:
         """Return the number of groups queued at the hub; None if unknown."""
@@ -131,6 +132,8 @@ class Leader(Follower):
         # A checkpoint of an earlier version has no id: it resumes the hub's current experiment.
         self.experiment = experiment or (None if self._is_resumed else secrets.token_hex(16))
         self._published = 0
+        self._announcing = threading.Lock()
+        """Held while a version is sent: the one that a registration repeats must not arrive after a later one."""
         self._leased: LeasedBatch | None = None
 
     def begin(self, *, step: int) -> None:
@@ -139,9 +142,10 @@ class Leader(Follower):
         )
         self.announce(step)
 
-    def announce(self, version: int) -> None:
-        self._published = version
-        self._patiently("it does not know the policy", lambda: self._hub.publish_policy(version))
+    def announce(self, version: int | None = None) -> None:
+        with self._announcing:
+            self._published = served = self._published if version is None else version
+            self._patiently("it does not know the policy", lambda: self._hub.publish_policy(served))
 
     def next_groups(self, step: int) -> list[ScoredGroup] | None:
         self._leased = None
@@ -302,5 +306,5 @@ class Leader(Follower):
         except TrainerNotRegistered:
             logger.warning("this run is unknown to the hub; registering again at step %d", step)
             self._patiently("this run is unknown to it", lambda: self._register(step=step))
-            self.announce(self._published)
+            self.announce()
             return None

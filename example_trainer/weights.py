@@ -9,8 +9,12 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Self
+
+from torch import Tensor
 
 from atroposlib.errors import EngineError
 from example_trainer.config import TrainerConfig
@@ -63,28 +67,32 @@ class WeightsDirectory:
         )
         """Left by a killed trainer; removed after the next save."""
 
-    def save(self, version: int) -> Path:
-        """Write the policy's weights as `version`, remove versions beyond the last `KEEP`, return the directory.
+    def take(self, version: int) -> Callable[[], Path]:
+        """Copy the policy's weights as `version`; every process must call it.
 
-        Every process must call it; the first writes.
+        The returned function is for the first process. It writes the copy, removes versions beyond the last `KEEP` and
+        returns the directory; any thread may call it while the policy is trained.
         """
-        return self._save(self.path / f"version_{version}", merged=True, keep=KEEP)
+        return self._take(self.path / f"version_{version}", merged=True, keep=KEEP)
 
-    def save_adapter(self, version: int) -> Path:
-        """Write the adapter as `version`, remove old ones, return the directory; every process must call it."""
-        return self._save(self.path / f"adapter_{version}", merged=False, keep=KEEP_ADAPTERS)
+    def take_adapter(self, version: int) -> Callable[[], Path]:
+        """As `take`, for the adapter alone."""
+        return self._take(self.path / f"adapter_{version}", merged=False, keep=KEEP_ADAPTERS)
 
-    def _save(self, target: Path, *, merged: bool, keep: int) -> Path:
+    def _take(self, target: Path, *, merged: bool, keep: int) -> Callable[[], Path]:
+        weights = self._policy.gather(merged=merged)
+        return partial(self._write, target, weights, merged=merged, keep=keep)
+
+    def _write(self, target: Path, weights: dict[str, Tensor], *, merged: bool, keep: int) -> Path:
         # Engines read it at once, and a trainer that starts again publishes anew: waiting for the disk gains nothing.
-        self._policy.save(target, merged=merged, is_durable=False)
-        if self._policy.world.is_main:
-            for path in self._stale:
-                if path != target:
-                    shutil.rmtree(path, ignore_errors=True)
-            self._stale = []
-            self._saved.append(target)
-            while len(self._saved) > keep:
-                shutil.rmtree(self._saved.pop(0), ignore_errors=True)
+        self._policy.put(target, weights, merged=merged, is_durable=False)
+        for path in self._stale:
+            if path != target:
+                shutil.rmtree(path, ignore_errors=True)
+        self._stale = []
+        self._saved.append(target)
+        while len(self._saved) > keep:
+            shutil.rmtree(self._saved.pop(0), ignore_errors=True)
         return target
 
     def __enter__(self) -> Self:

@@ -37,22 +37,31 @@ class CheckpointBridge:
     """
 
     def __init__(
-        self, save: Callable[[int], Path], engines: RestartBridge | ReloadBridge | LoraBridge
+        self,
+        take: Callable[[int], Callable[[], Path]],
+        engines: RestartBridge | ReloadBridge | LoraBridge,
     ) -> None:
-        self._save = save
+        """`take` copies the weights and returns what writes them; see `WeightsDirectory.take`."""
+        self._take = take
         self._engines = engines
         self.name, self.check, self.close = engines.name, engines.check, engines.close
 
     def start(self, policy: Policy, version: int) -> None:
         """Return when every engine serves the policy as `version`."""
-        path = self._save(version)
+        write = self._take(version)
         if policy.world.is_main:
-            self._engines.start(path, version)
+            self._engines.start(write(), version)
+
+    def prepare(self, policy: Policy, version: int) -> Callable[[], int]:
+        """Copy the weights and return what publishes them, for any thread: it returns the version as `publish` does."""
+        write = self._take(version)
+        if policy.world.is_main:
+            return lambda: self._engines.publish(write(), version)
+        return lambda: version
 
     def publish(self, policy: Policy, version: int) -> int:
         """Return the version that every engine then serves: an older one if an engine did not start on it (restart)."""
-        path = self._save(version)
-        return self._engines.publish(path, version) if policy.world.is_main else version
+        return self.prepare(policy, version)()
 
 
 WeightBridge: TypeAlias = CheckpointBridge | TransferBridge
@@ -112,7 +121,7 @@ def make_bridge(
 ) -> WeightBridge:
     if config.bridge == "restart":
         return CheckpointBridge(
-            weights.save,
+            weights.take,
             RestartBridge(start_engine=partial(make_engine, config), is_stopping=is_stopping),
         )
     running: dict[str, Any] = {
@@ -123,10 +132,10 @@ def make_bridge(
         "is_stopping": is_stopping,
     }
     if config.bridge == "reload":
-        return CheckpointBridge(weights.save, ReloadBridge(**running))
+        return CheckpointBridge(weights.take, ReloadBridge(**running))
     if config.bridge == "lora":
         return CheckpointBridge(
-            weights.save_adapter, LoraBridge(lora_name=config.lora_name, **running)
+            weights.take_adapter, LoraBridge(lora_name=config.lora_name, **running)
         )
     return TransferBridge(
         backend=transfer_backend(config, num_gpus=torch.cuda.device_count()),

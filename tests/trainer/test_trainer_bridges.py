@@ -98,7 +98,7 @@ def test_memory_is_handed_over_where_engine_and_trainer_share_a_gpu(
 
 
 class Unused:
-    save = save_adapter = None
+    take = take_adapter = None
 
 
 def test_the_flag_chooses_the_bridge() -> None:
@@ -146,7 +146,7 @@ def test_lora_restart_hands_over_the_whole_model_with_the_adapter_merged(tmp_pat
             if ".lora_B." in name:
                 parameter.fill_(0.5)
     with WeightsDirectory(config, policy) as weights:
-        bridge = CheckpointBridge(weights.save, engines)  # type: ignore[arg-type]
+        bridge = CheckpointBridge(weights.take, engines)  # type: ignore[arg-type]
         bridge.start(policy, 0)
         assert bridge.publish(policy, 1) == 1
         engines.serves = 1

@@ -371,7 +371,7 @@ def test_weights_that_a_killed_trainer_left_in_memory_are_removed_those_of_a_liv
     policy = load_policy(config)
     killed, living = WeightsDirectory(config, policy), WeightsDirectory(config, policy)
     for weights in (killed, living):
-        weights.save(1)
+        weights.take(1)()
     assert killed.path.parent == shared
     assert killed._lock is not None
     killed._lock.close()  # as the kernel does for a process that is gone
@@ -388,10 +388,10 @@ def test_versions_of_an_earlier_life_are_removed_once_there_is_a_newer_one(
 ) -> None:
     config = config_for(model_dir, tmp_path)
     policy = load_policy(config)
-    WeightsDirectory(config, policy).save(9)
+    WeightsDirectory(config, policy).take(9)()
     (tmp_path / "weights/.version_10-abc").mkdir()
     (tmp_path / "weights/notes").mkdir()
     weights = WeightsDirectory(config, policy)
     assert (tmp_path / "weights/version_9").is_dir()
-    weights.save(8)
+    weights.take(8)()
     assert sorted(p.name for p in (tmp_path / "weights").iterdir()) == ["notes", "version_8"]

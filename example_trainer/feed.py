@@ -57,6 +57,8 @@ class Follower:
     """Batches whose lease expired before they were acknowledged."""
     experiment: str | None = None
     """The hub's id of this training, saved in checkpoints; None in every process but the first."""
+    is_on_policy = False
+    """Whether the hub delivers only groups of the announced policy version; False in every process but the first."""
 
     def __init__(self, world: World, *, is_stopping: Callable[[], bool]) -> None:
         self._world = world
@@ -272,6 +274,7 @@ class Leader(Follower):
             registration, experiment=self.experiment, resume_step=resume_step
         )
         self.experiment = reply.experiment or self.experiment
+        self.is_on_policy = reply.max_staleness == 0
         self._is_resumed = True  # registering again at a hub that lost the run is a resume
         if reply.set_aside is not None:
             logger.warning(

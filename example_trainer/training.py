@@ -216,7 +216,7 @@ def publish(
 ) -> None:
     """Publish the weights and report the version that is served; `reload` and `lora` do it in the background.
 
-    Not to an engine on the trainer's GPU, which needs memory to load.
+    Not to an engine on the trainer's GPU, which needs memory to load, nor if the next batch must be sampled from them.
     """
     empty_cache(policy.device)
     shares = policy.device.type == "cuda" and shares_gpu(config, num_gpus=torch.cuda.device_count())
@@ -226,6 +226,8 @@ def publish(
     background.wait()  # one copy of the weights at a time
     serve = bridge.prepare(policy, version)
     background.start(lambda: feed.announce(serve()))
+    if feed.is_on_policy:
+        background.wait()
 
 
 def save_checkpoint(

@@ -8,13 +8,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from atroposlib.api.run.hub import Hub
+from atroposlib.api.run.types import RunPolicy
+from atroposlib.api.server import create_app
 from atroposlib.errors import AtroposError, EngineError
 from example_trainer import checkpointing
 from example_trainer.background import Background
+from example_trainer.feed import Leader
 from example_trainer.memory import free_host_bytes
 from example_trainer.model import Policy
 from example_trainer.step import take_step
 from example_trainer.training import train
+from tests.api.helpers_api import serving
 from tests.builders.rows import rows_in
 from tests.trainer.helpers_engine import RecordedEngine
 from tests.trainer.helpers_run import Configure, ledger_of, send
@@ -38,10 +43,10 @@ class Steps:
             self._taken.notify_all()
         return result
 
-    def were(self, count: int) -> bool:
+    def were(self, count: int, *, within_s: float = WAIT_S) -> bool:
         """Wait for so many steps; return whether they were taken."""
         with self._taken:
-            return self._taken.wait_for(lambda: len(self.weights) >= count, WAIT_S)
+            return self._taken.wait_for(lambda: len(self.weights) >= count, within_s)
 
 
 @pytest.fixture
@@ -85,6 +90,32 @@ def test_a_step_is_trained_while_the_files_of_the_one_before_are_written(
     assert rows[0]["publication_s"] is rows[0]["checkpoint_s"] is None
     assert rows[1]["publication_s"] > 0
     assert rows[2]["checkpoint_s"] > 0
+
+
+def test_where_no_staleness_is_allowed_the_next_batch_waits_for_the_publication(
+    configure: Configure, steps: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the hub would deliver groups of the version before, the last one that it knows."""
+    order: list[str] = []
+    announce, next_groups = Leader.announce, Leader.next_groups
+    hub = Hub(policy=RunPolicy(max_staleness=0))
+
+    def late(self: Leader, version: int | None = None) -> None:
+        steps.were(len(steps.weights) + 1, within_s=0.2)  # time for the step that must not come
+        announce(self, version)
+        order.append(f"announced {version}")
+        groups = [group.replace(policy_version=version) for group in pairs(2)]
+        send(hub_url, groups, prefix=f"of {version} ")
+
+    def ask(self: Leader, step: int) -> Any:
+        order.append(f"asked for {step + 1}")
+        return next_groups(self, step)
+
+    monkeypatch.setattr(Leader, "announce", late)
+    monkeypatch.setattr(Leader, "next_groups", ask)
+    with serving(create_app(hub)) as hub_url:
+        train(configure(num_steps=2, hub_url=hub_url))
+    assert order == ["announced 0", "asked for 1", "announced 1", "asked for 2", "announced 2"]
 
 
 def test_a_checkpoint_that_fails_ends_the_run_before_the_next_step(

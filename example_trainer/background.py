@@ -1,7 +1,6 @@
 """Work that the training loop does not wait for: writing files, and then telling the hub or the engines.
 
-A `Background` runs one job at a time, so that the copy of the weights that a job holds exists once. A job must not call
-collectives of the training's process groups, nor read what a step changes. Called by `training.py`.
+A job must not call collectives of the training's process groups, nor read what a step changes. Called by `training.py`.
 """
 
 from __future__ import annotations
@@ -19,10 +18,9 @@ logger = logging.getLogger(__name__)
 
 
 class Background:
-    """Runs jobs one after the other in a thread; a context manager that waits for the last one.
+    """Runs one job at a time in a thread; a context manager that waits for the last one, except after Ctrl-C.
 
-    The error of a job is raised by the next call of `check`, `start` or `wait`. After SystemExit or Ctrl-C a job is
-    abandoned: a file is then incomplete.
+    The error of a job is raised by the next call of `check`, `start` or `wait`, or at the end.
     """
 
     def __init__(self) -> None:
@@ -36,7 +34,13 @@ class Background:
     def start(self, job: Callable[[], object]) -> None:
         """Run `job` once the one before has ended."""
         self.wait()
-        self._job = in_background(lambda: _seconds_of(job))
+
+        def timed() -> float:
+            began = time.perf_counter()
+            job()
+            return time.perf_counter() - began
+
+        self._job = in_background(timed)
 
     def check(self) -> None:
         """Raise the error of a job that has failed."""
@@ -67,12 +71,6 @@ class Background:
             if exc is None:
                 raise
             logger.error("%s", error)  # the other error, which came first, ends the run
-
-
-def _seconds_of(job: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    job()
-    return time.perf_counter() - began
 
 
 def in_background(call: Callable[[], Any]) -> Future[Any]:

@@ -21,7 +21,6 @@ import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,15 +54,6 @@ class Start(NamedTuple):
     """Metrics of the last step, if its checkpoint has them."""
     experiment: str | None = None
     """The hub's id of the resumed training; None for a new run, or if the checkpoint has none."""
-
-
-class Taken(NamedTuple):
-    """A checkpoint before it is written."""
-
-    write: Callable[[], Path]
-    """Writes it and returns the directory; every process must call it. Raises AtroposError; earlier ones stay."""
-    is_copy: bool
-    """Whether training may continue meanwhile."""
 
 
 class Part(NamedTuple):
@@ -120,17 +110,6 @@ class Checkpoints:
             ", ".join([f"step_{step}" for step in steps] or [path.name for path in records]),
         )
 
-    def save(
-        self,
-        policy: Policy,
-        optimizer: torch.optim.Optimizer,
-        step: int,
-        metrics: Mapping[str, Any] | None = None,
-        experiment: str | None = None,
-    ) -> Path:
-        """Take a checkpoint, write it, and return its directory; every process must call this."""
-        return self.take(policy, optimizer, step, metrics, experiment).write()
-
     def take(
         self,
         policy: Policy,
@@ -138,11 +117,13 @@ class Checkpoints:
         step: int,
         metrics: Mapping[str, Any] | None = None,
         experiment: str | None = None,
-    ) -> Taken:
-        """Copy the state after `step` steps, with that step's metrics; every process must call this.
+    ) -> Callable[[], Path]:
+        """Copy the state after `step` steps, with that step's metrics; return what writes it and returns the directory.
 
-        The copy needs the weights and the optimizer once more in host memory. If that is more than half of what is
-        free, they are written without a copy. `experiment` is the hub's id of this training, for the first process.
+        Every process must call both, the second in any thread while training continues; that raises AtroposError if
+        the checkpoint cannot be written; earlier ones stay. The copy needs the weights and the optimizer once more in
+        host memory: if that is more than half of what is free, `take` writes at once, without a copy. `experiment` is
+        the hub's id of this training; only the first process needs it.
         """
         state = {
             "format": FORMAT,
@@ -155,39 +136,36 @@ class Checkpoints:
         weights = policy.gather()
         parts = _parts(_tensors(policy, optimizer), self.world)
         num_bytes = sum(part.tensor.nbytes for part in parts.values())
-        if is_copy := num_bytes < free_host_bytes() / 2:
+        has_room = num_bytes < free_host_bytes() / 2
+        if has_room:
             parts = {name: Part(host_copy(part), at) for name, (part, at) in parts.items()}
-        else:
-            logger.warning(
-                "training waits for the checkpoint of step %d: a copy of %.1f GiB is more than half of the free memory",
-                *(step, num_bytes / GIB),
-            )
-        return Taken(partial(self._write, policy, step, weights, parts, state), is_copy)
 
-    def _write(
-        self,
-        policy: Policy,
-        step: int,
-        weights: dict[str, Tensor],
-        parts: Mapping[str, Part],
-        state: Mapping[str, Any],
-    ) -> Path:
-        target = self.directory(step)
-        try:
-            with written_directory(target, self.world) as directory:
-                training = directory / "training"
-                training.mkdir(exist_ok=True)
-                if self.world.is_main:
-                    policy.write(directory, weights)
-                    (training / "state.json").write_text(json.dumps(state), encoding="utf-8")
-                _write_parts(training / f"rank_{self.world.rank}.safetensors", parts)
-        except (OSError, SafetensorError) as error:
-            newest = self.directory(self.steps()[-1]).name if self.steps() else "none"
-            raise AtroposError(
-                f"the checkpoint of step {step} could not be written to {target}: {error}; "
-                f"the newest there is {newest}. Make room, then --resume"
-            ) from error
-        return target
+        def write() -> Path:
+            target = self.directory(step)
+            try:
+                with written_directory(target, self.world) as directory:
+                    training = directory / "training"
+                    training.mkdir(exist_ok=True)
+                    if self.world.is_main:
+                        policy.write(directory, weights)
+                        (training / "state.json").write_text(json.dumps(state), encoding="utf-8")
+                    _write_parts(training / f"rank_{self.world.rank}.safetensors", parts)
+            except (OSError, SafetensorError) as error:
+                newest = self.directory(self.steps()[-1]).name if self.steps() else "none"
+                raise AtroposError(
+                    f"the checkpoint of step {step} could not be written to {target}: {error}; "
+                    f"the newest there is {newest}. Make room, then --resume"
+                ) from error
+            return target
+
+        if has_room:
+            return write
+        logger.warning(
+            "training waits for the checkpoint of step %d: a copy of %.1f GiB is more than half of the free memory",
+            *(step, num_bytes / GIB),
+        )
+        path = write()
+        return lambda: path
 
     def remove_old(self) -> None:
         """Remove all but the last `keep_last` checkpoints; call it after reporting the newest to the hub."""

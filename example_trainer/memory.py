@@ -138,17 +138,16 @@ def free_host_bytes() -> int:
 
     Files that the kernel keeps in memory count as free. Without /proc, all is.
     """
-    free = sys.maxsize
-    if _MEMINFO.is_file():
-        free = _numbers(_MEMINFO)["MemAvailable:"] * 1024
-    limit, used = _CGROUP / "memory.max", _CGROUP / "memory.current"
+    if not _MEMINFO.is_file():
+        return sys.maxsize
+    free = _number(_MEMINFO, "MemAvailable:") * 1024
+    limit = _CGROUP / "memory.max"
     if limit.is_file() and (text := limit.read_text().strip()) != "max":
-        cached = _numbers(_CGROUP / "memory.stat")["inactive_file"]
-        free = min(free, int(text) - int(used.read_text()) + cached)
+        used = int((_CGROUP / "memory.current").read_text())
+        free = min(free, int(text) - used + _number(_CGROUP / "memory.stat", "inactive_file"))
     return free // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def _numbers(path: Path) -> dict[str, int]:
-    return {
-        words[0]: int(words[1]) for line in path.read_text().splitlines() if (words := line.split())
-    }
+def _number(path: Path, name: str) -> int:
+    lines = path.read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name))

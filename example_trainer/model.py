@@ -140,20 +140,15 @@ class Policy:
         """Whether adapters are trained instead of the model's own weights."""
         return hasattr(self.model, "peft_config")
 
-    def save(self, target: Path, *, merged: bool = False, is_durable: bool = True) -> None:
+    def save(self, target: Path, *, merged: bool = False) -> None:
         """Gather the weights and `put` them into `target`; every process must call it."""
         weights = self.gather(merged=merged)
         if self.world.is_main:
-            self.put(target, weights, merged=merged, is_durable=is_durable)
+            self.put(target, weights, merged=merged, is_durable=True)
         self.world.barrier()
 
     def put(
-        self,
-        target: Path,
-        weights: dict[str, Tensor],
-        *,
-        merged: bool = False,
-        is_durable: bool = True,
+        self, target: Path, weights: dict[str, Tensor], *, merged: bool, is_durable: bool
     ) -> None:
         """Write gathered weights into a temporary directory and move that to `target`.
 

@@ -30,7 +30,7 @@ from atroposlib.errors import AtroposError
 from atroposlib.scored_data import ScoredGroup
 from atroposlib.utils.tracing import record_step
 from example_trainer.background import Background
-from example_trainer.bridges import CheckpointBridge, EngineWatch, WeightBridge, make_bridge
+from example_trainer.bridges import EngineWatch, WeightBridge, make_bridge
 from example_trainer.checkpointing import Checkpoints, Start
 from example_trainer.config import TrainerConfig
 from example_trainer.data import make_batch, require_trainable
@@ -79,11 +79,8 @@ def train(config: TrainerConfig) -> None:
         warn_of_memory(policy, config)
         reference = reference_of(policy, config) if config.kl_coef else None
         optimizer = make_optimizer(policy, config)
-        saved = Checkpoints(
-            save_path=config.save_path,
-            world=world.for_another_thread(),
-            keep_last=config.keep_last,
-        )
+        apart = world.for_another_thread()
+        saved = Checkpoints(save_path=config.save_path, world=apart, keep_last=config.keep_last)
         start, metrics, experiment = resume(config, saved, policy, optimizer)
         saved.begin(start, is_resumed=config.resume)
         log = stack.enter_context(
@@ -154,13 +151,15 @@ def train(config: TrainerConfig) -> None:
                 record_step(ids, step=version, began_at=began_at)
             with clock.phase("publish_s"):
                 if is_publish_due(version, config):
-                    publish(bridge, policy, version, feed, publications, config)
+                    publish(bridge, policy, version, feed, publications)
             record = describe_batch(batch, step) | describe_result(result, batch)
             record |= {"num_lost_leases": feed.num_lost_leases} | clock.read()
             record |= {"step": version, "queue_size": feed.queue_size()} | gpu_memory(policy.device)
             record |= {"tokens_per_s": batch.num_tokens / record["train_s"], "save_s": None}
-            record |= {"publication_s": publications.ended_s()}
-            record |= {"checkpoint_s": checkpoints.ended_s()}
+            record |= {
+                "publication_s": publications.ended_s(),
+                "checkpoint_s": checkpoints.ended_s(),
+            }
             with clock.phase("save_s"):
                 if config.checkpoint_interval and version % config.checkpoint_interval == 0:
                     save_checkpoint(saved, checkpoints, policy, optimizer, version, feed, record)
@@ -207,24 +206,15 @@ def refuse(
 
 
 def publish(
-    bridge: WeightBridge,
-    policy: Policy,
-    version: int,
-    feed: Follower,
-    background: Background,
-    config: TrainerConfig,
+    bridge: WeightBridge, policy: Policy, version: int, feed: Follower, background: Background
 ) -> None:
-    """Publish the weights and report the version that is served; `reload` and `lora` do it in the background.
+    """Publish the weights and report the version that is served, in the background if the bridge can.
 
-    Not to an engine on the trainer's GPU, which needs memory to load, nor if the next batch must be sampled from them.
+    Wait if the next batch must be sampled from them.
     """
     empty_cache(policy.device)
-    shares = policy.device.type == "cuda" and shares_gpu(config, num_gpus=torch.cuda.device_count())
-    if not isinstance(bridge, CheckpointBridge) or config.bridge == "restart" or shares:
-        feed.announce(bridge.publish(policy, version))
-        return
     background.wait()  # one copy of the weights at a time
-    serve = bridge.prepare(policy, version)
+    serve = bridge.begin(policy, version)
     background.start(lambda: feed.announce(serve()))
     if feed.is_on_policy:
         background.wait()
@@ -242,15 +232,13 @@ def save_checkpoint(
     """Write a checkpoint, report it to the hub, which may then drop its batches, and only then remove older ones."""
     background.wait()  # one copy of the state at a time
     last = None if metrics is None else finite(metrics)
-    taken = saved.take(policy, optimizer, version, last, feed.experiment)
+    write = saved.take(policy, optimizer, version, last, feed.experiment)
 
     def finish() -> None:
-        feed.checkpointed(version, taken.write())
+        feed.checkpointed(version, write())
         saved.remove_old()
 
     background.start(finish)
-    if not taken.is_copy:
-        background.wait()
 
 
 def look_after(watch: EngineWatch, publications: Background, checkpoints: Background) -> None:

@@ -191,6 +191,11 @@ class TransferBridge(RunningEngines):
         self._sender = self._watched(connect, policy)
         self.publish(policy, version)
 
+    def begin(self, policy: Policy, version: int) -> Callable[[], int]:
+        """Publish at once: what is sent is the memory that training changes."""
+        served = self.publish(policy, version)
+        return lambda: served
+
     def publish(self, policy: Policy, version: int) -> int:
         """Send the weights to every engine; raise EngineError naming engine, route and answer if one refuses."""
         engines = self._client.engines  # empty except in the first process

@@ -275,7 +275,7 @@ def _instrument(life: Life, phase_file: int, rank: int) -> None:
     around(step, "update_weights", point="the update")
     around(feed.Follower, "next_groups", point="following")
     # In the thread that writes a checkpoint:
-    around(checkpointing.Checkpoints, "_write", point="writing")
+    around(checkpointing, "written_directory", point="writing")
     around(checkpointing, "_write_parts", point="shards")
     around(feed.Leader, "checkpointed", point="telling the hub")
     # In the one that publishes; also at the start:

@@ -78,7 +78,7 @@ def run(config: TrainerConfig, world: World, *, save_at: int | None = None) -> l
         result = take_step(policy, optimizer, batch, config, step, gap)
         numbers += [result.loss, result.grad_norm, result.sums["ratio_sum"], result.gap.maximum]
         if step + 1 == save_at:
-            saved.save(policy, optimizer, save_at)
+            saved.take(policy, optimizer, save_at)()
     with Gathered() as gathered:
         policy.save(config.save_path / "final_model")
     measured = {

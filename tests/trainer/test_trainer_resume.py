@@ -116,7 +116,7 @@ def test_a_checkpoint_holds_masters_optimizer_and_random_states(
     config = config_for(model_dir, tmp_path)
     policy, optimizer = stepped(config)
     saved = checkpoints(tmp_path / "saved")
-    path = saved.save(policy, optimizer, 1)
+    path = saved.take(policy, optimizer, 1)()
     draw = torch.rand(3)
     fresh, fresh_optimizer = loaded(config)
     assert saved.load(path, fresh, fresh_optimizer).step == 1
@@ -133,7 +133,7 @@ def test_tied_embeddings_survive_a_checkpoint(tmp_path: Path) -> None:
     config = config_for(tied, tmp_path)
     policy, optimizer = stepped(config)
     saved = checkpoints(tmp_path / "saved")
-    path = saved.save(policy, optimizer, 1)
+    path = saved.take(policy, optimizer, 1)()
     fresh, fresh_optimizer = loaded(config)
     saved.load(path, fresh, fresh_optimizer)
     assert torch.equal(fresh.model.lm_head.weight, policy.model.lm_head.weight)
@@ -144,7 +144,7 @@ def test_only_the_last_checkpoints_are_kept(model_dir: Path, tmp_path: Path) -> 
     policy, optimizer = loaded(config_for(model_dir, tmp_path))
     saved = checkpoints(tmp_path / "saved", keep_last=2)
     for step in (1, 2, 10):
-        saved.save(policy, optimizer, step)
+        saved.take(policy, optimizer, step)()
     assert saved.steps() == [1, 2, 10]
     saved.remove_old()
     assert saved.steps() == [2, 10]
@@ -155,7 +155,7 @@ def test_a_checkpoint_of_another_model_or_optimizer_is_refused(
 ) -> None:
     policy, optimizer = stepped(config_for(model_dir, tmp_path))
     saved = checkpoints(tmp_path / "saved")
-    path = saved.save(policy, optimizer, 1)
+    path = saved.take(policy, optimizer, 1)()
     other_dir = make_tiny_model(tmp_path / "other", num_layers=3)
     for other in (
         stepped(config_for(other_dir, tmp_path)),
@@ -185,7 +185,7 @@ def test_a_checkpoint_half_removed_is_none(
     policy, optimizer = loaded(config_for(model_dir, tmp_path))
     saved = checkpoints(tmp_path / "saved", keep_last=1)
     for step in (1, 2):
-        saved.save(policy, optimizer, step)
+        saved.take(policy, optimizer, step)()
 
     def killed(path: Path, **options: Any) -> None:
         if path.is_dir():
@@ -210,11 +210,11 @@ def test_links_to_checkpoints_are_removed_and_what_they_lead_to_stays(
     (tmp_path / "saved").symlink_to("disk")
     saved = checkpoints(tmp_path / "saved", keep_last=1)
     for step in (1, 2):
-        saved.save(policy, optimizer, step)
+        saved.take(policy, optimizer, step)()
         saved.directory(step).rename(tmp_path / f"moved_{step}")
         saved.directory(step).symlink_to(tmp_path / f"moved_{step}")
     saved.remove_old()
-    saved.save(policy, optimizer, 2)
+    saved.take(policy, optimizer, 2)()
     assert [path.name for path in (tmp_path / "disk").iterdir()] == ["step_2"]
     assert all((tmp_path / f"moved_{step}/config.json").is_file() for step in (1, 2))
 
@@ -233,12 +233,12 @@ def test_checkpoints_of_an_abandoned_run_are_set_aside_and_pruning_spares_this_o
     policy, optimizer = loaded(config_for(model_dir, tmp_path))
     saved = checkpoints(tmp_path / "saved", keep_last=1)
     for step in (6, 9):
-        saved.save(policy, optimizer, step)
+        saved.take(policy, optimizer, step)()
     for name in ("metrics.jsonl", "trained_groups.jsonl"):
         (tmp_path / "saved" / name).write_text("{}\n")
     (tmp_path / "saved/earlier_run_1").mkdir()
     saved.begin(0)
-    saved.save(policy, optimizer, 1)
+    saved.take(policy, optimizer, 1)()
     saved.remove_old()
     assert saved.steps() == [1]
     aside = tmp_path / "saved/earlier_run_2"
@@ -286,7 +286,7 @@ def test_parameters_that_never_had_a_gradient_do_not_stop_a_resume(
     idle = policy.model.model.layers[1].mlp.down_proj.weight
     del optimizer.state[idle]
     saved = checkpoints(tmp_path / "saved")
-    path = saved.save(policy, optimizer, 1)
+    path = saved.take(policy, optimizer, 1)()
     fresh, fresh_optimizer = loaded(config)
     saved.load(path, fresh, fresh_optimizer)
     found = fresh.model.model.layers[1].mlp.down_proj.weight

@@ -365,6 +365,8 @@ def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(
         (("before leasing", 2, "raise 0"), "as planned"),
         (("before following", 2, "raise 1"), "as planned"),
         (("after the update", 2, "raise 1"), "as planned"),
+        (("before shards", 2, "raise 0"), "as planned"),
+        (("before shards", 2, "raise 1"), "as planned"),
         (("before leasing", 2, "kill"), "Connection closed by peer"),
     ],
 )

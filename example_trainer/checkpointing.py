@@ -6,7 +6,8 @@
 
 Guarantees: a directory with this name is complete; the previous one stays until then. The newest belongs to the current
 run: checkpoints of steps that a run repeats are moved aside. A checkpoint can be loaded with any number of processes.
-Nothing is pickled. Called by `training.py`.
+It is taken as a copy, which another thread may write while training continues. Nothing is pickled. Called by
+`training.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import random
 import re
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,13 +27,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed import checkpoint
 from torch.distributed.tensor import DTensor
 
 from atroposlib.errors import AtroposError, ConfigError
+from example_trainer.memory import GIB, free_host_bytes
 from example_trainer.model import Policy, remove_directory, written_directory
-from example_trainer.parallel import World
+from example_trainer.parallel import World, host_copy
 
 logger = logging.getLogger(__name__)
 
@@ -53,10 +56,18 @@ class Start(NamedTuple):
     """The hub's id of the resumed training; None for a new run, or if the checkpoint has none."""
 
 
+class Part(NamedTuple):
+    """The part of a tensor that this process holds, and the offset of each dimension in the whole."""
+
+    tensor: Tensor
+    offsets: list[int]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoints:
     save_path: Path
     world: World
+    """With a control group that no other thread uses."""
     keep_last: int | None = None
     """Number to keep; None: all."""
 
@@ -99,42 +110,62 @@ class Checkpoints:
             ", ".join([f"step_{step}" for step in steps] or [path.name for path in records]),
         )
 
-    def save(
+    def take(
         self,
         policy: Policy,
         optimizer: torch.optim.Optimizer,
         step: int,
         metrics: Mapping[str, Any] | None = None,
         experiment: str | None = None,
-    ) -> Path:
-        """Write the state after `step` steps, with that step's metrics, and return the directory.
+    ) -> Callable[[], Path]:
+        """Copy the state after `step` steps, with that step's metrics; return what writes it and returns the directory.
 
-        `experiment` is the hub's id of this training; only the first process needs it. Every process must call this.
-        Raises AtroposError if the checkpoint cannot be written; earlier ones stay.
+        Every process must call both, the second in any thread while training continues; that raises AtroposError if
+        the checkpoint cannot be written; earlier ones stay. The copy needs the weights and the optimizer once more in
+        host memory: if that is more than half of what is free, `take` writes at once, without a copy. `experiment` is
+        the hub's id of this training; only the first process needs it.
         """
-        target = self.directory(step)
-        try:
-            with written_directory(target, self.world) as directory:
-                policy.write(directory)
-                training = directory / "training"
-                _save_tensors(training, _tensors(policy, optimizer), world=self.world)
-                if self.world.is_main:
-                    state = {
-                        "format": FORMAT,
-                        "step": step,
-                        "metrics": metrics,
-                        "experiment": experiment,
-                        "optimizer_has_state": bool(optimizer.state),
-                        "random": _random_states(),
-                    }
-                    (training / "state.json").write_text(json.dumps(state), encoding="utf-8")
-        except (OSError, SafetensorError, checkpoint.CheckpointException) as error:
-            newest = self.directory(self.steps()[-1]).name if self.steps() else "none"
-            raise AtroposError(
-                f"the checkpoint of step {step} could not be written to {target}: {_reason(error)}; "
-                f"the newest there is {newest}. Make room, then --resume"
-            ) from error
-        return target
+        state = {
+            "format": FORMAT,
+            "step": step,
+            "metrics": metrics,
+            "experiment": experiment,
+            "optimizer_has_state": bool(optimizer.state),
+            "random": _random_states(),
+        }
+        weights = policy.gather()
+        parts = _parts(_tensors(policy, optimizer), self.world)
+        num_bytes = sum(part.tensor.nbytes for part in parts.values())
+        has_room = num_bytes < free_host_bytes() / 2
+        if has_room:
+            parts = {name: Part(host_copy(part), at) for name, (part, at) in parts.items()}
+
+        def write() -> Path:
+            target = self.directory(step)
+            try:
+                with written_directory(target, self.world) as directory:
+                    training = directory / "training"
+                    training.mkdir(exist_ok=True)
+                    if self.world.is_main:
+                        policy.write(directory, weights)
+                        (training / "state.json").write_text(json.dumps(state), encoding="utf-8")
+                    _write_parts(training / f"rank_{self.world.rank}.safetensors", parts)
+            except (OSError, SafetensorError) as error:
+                newest = self.directory(self.steps()[-1]).name if self.steps() else "none"
+                raise AtroposError(
+                    f"the checkpoint of step {step} could not be written to {target}: {error}; "
+                    f"the newest there is {newest}. Make room, then --resume"
+                ) from error
+            return target
+
+        if has_room:
+            return write
+        logger.warning(
+            "training waits for the checkpoint of step %d: a copy of %.1f GiB is more than half of the free memory",
+            *(step, num_bytes / GIB),
+        )
+        path = write()
+        return lambda: path
 
     def remove_old(self) -> None:
         """Remove all but the last `keep_last` checkpoints; call it after reporting the newest to the hub."""
@@ -181,12 +212,6 @@ class Checkpoints:
         return Start(int(state["step"]), state.get("metrics"), state.get("experiment"))
 
 
-def _reason(error: BaseException) -> str:
-    if isinstance(error, checkpoint.CheckpointException):  # its text is one traceback per process
-        error = next(iter(error.failures.values()))[0]
-    return str(error)
-
-
 def _tensors(policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return the checkpoint's tensors by name: trained parameters and their optimizer state. No two share memory.
 
@@ -228,10 +253,28 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
         settings["lr"] = rate
 
 
-def _save_tensors(directory: Path, tensors: dict[str, Tensor], *, world: World) -> None:
-    writer = checkpoint.HuggingFaceStorageWriter(str(directory), save_distributed=True)
-    with warnings.catch_warnings(action="ignore", category=UserWarning):  # of a single process
-        checkpoint.save(tensors, storage_writer=writer, no_dist=world.size == 1)
+def _parts(tensors: Mapping[str, Tensor], world: World) -> dict[str, Part]:
+    """Return what this process writes: its part of split tensors, and the others only in the first process."""
+    parts: dict[str, Part] = {}
+    for name, value in tensors.items():
+        if not isinstance(value, DTensor):
+            if world.is_main:
+                parts[name] = Part(value, [0] * value.dim())
+        elif value.to_local().numel() or world.is_main:
+            [chunk] = value.__create_chunk_list__()
+            parts[name] = Part(value.to_local(), list(chunk.offsets))
+    return parts
+
+
+def _write_parts(path: Path, parts: Mapping[str, Part]) -> None:
+    """Write a file for torch's `HuggingFaceStorageReader`.
+
+    torch's own writer serialises all tensors in one call that holds the interpreter lock, and needs their size once
+    more in memory.
+    """
+    offsets = {name: {"saved_offsets": part.offsets} for name, part in parts.items()}
+    tensors = {name: part.tensor for name, part in parts.items()}
+    save_file(tensors, path, metadata={"DCP_SHARDING_INFO": json.dumps(offsets)})
 
 
 def _load_tensors(

@@ -209,9 +209,9 @@ class TrainerConfig(BaseModel):
     # Checkpoints and records
     save_path: Path = Path("trained_model_checkpoints")
     """Directory of step_<N>/ and final_model/."""
-    checkpoint_interval: int = Field(3, ge=0)
+    checkpoint_interval: int = Field(20, ge=0)
     """Steps between checkpoints; 0: only if the run stops early."""
-    keep_last: int | None = Field(None, ge=1)
+    keep_last: int | None = Field(2, ge=1)
     """Number of checkpoints to keep; None: all."""
     resume: bool = False
     """Resume from the newest checkpoint in save_path; start a new run if there is none."""

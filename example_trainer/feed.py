@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -56,6 +57,8 @@ class Follower:
     """Batches whose lease expired before they were acknowledged."""
     experiment: str | None = None
     """The hub's id of this training, saved in checkpoints; None in every process but the first."""
+    is_on_policy = False
+    """Whether the hub delivers only groups of the announced policy version; False in every process but the first."""
 
     def __init__(self, world: World, *, is_stopping: Callable[[], bool]) -> None:
         self._world = world
@@ -90,11 +93,11 @@ class Follower:
     def acknowledge(self, *, step: int) -> None:
         """Report that the weights of `step` contain the batch."""
 
-    def announce(self, version: int) -> None:
-        """Report the policy version that the engines serve."""
+    def announce(self, version: int | None = None) -> None:
+        """Report the policy version that the engines serve; None: the last one again. Any thread may call it."""
 
     def checkpointed(self, step: int, path: Path) -> None:
-        """Report a checkpoint that contains all training up to `step`."""
+        """Report a checkpoint that contains all training up to `step`; any thread may call it."""
 
     def queue_size(self) -> int | None:
         """Return the number of groups queued at the hub; None if unknown."""
@@ -131,6 +134,8 @@ class Leader(Follower):
         # A checkpoint of an earlier version has no id: it resumes the hub's current experiment.
         self.experiment = experiment or (None if self._is_resumed else secrets.token_hex(16))
         self._published = 0
+        self._announcing = threading.Lock()
+        """Held while a version is sent: the one that a registration repeats must not arrive after a later one."""
         self._leased: LeasedBatch | None = None
 
     def begin(self, *, step: int) -> None:
@@ -139,9 +144,10 @@ class Leader(Follower):
         )
         self.announce(step)
 
-    def announce(self, version: int) -> None:
-        self._published = version
-        self._patiently("it does not know the policy", lambda: self._hub.publish_policy(version))
+    def announce(self, version: int | None = None) -> None:
+        with self._announcing:
+            self._published = served = self._published if version is None else version
+            self._patiently("it does not know the policy", lambda: self._hub.publish_policy(served))
 
     def next_groups(self, step: int) -> list[ScoredGroup] | None:
         self._leased = None
@@ -268,6 +274,7 @@ class Leader(Follower):
             registration, experiment=self.experiment, resume_step=resume_step
         )
         self.experiment = reply.experiment or self.experiment
+        self.is_on_policy = reply.max_staleness == 0
         self._is_resumed = True  # registering again at a hub that lost the run is a resume
         if reply.set_aside is not None:
             logger.warning(
@@ -302,5 +309,5 @@ class Leader(Follower):
         except TrainerNotRegistered:
             logger.warning("this run is unknown to the hub; registering again at step %d", step)
             self._patiently("this run is unknown to it", lambda: self._register(step=step))
-            self.announce(self._published)
+            self.announce()
             return None

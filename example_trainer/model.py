@@ -158,22 +158,31 @@ class Policy:
         """Whether adapters are trained instead of the model's own weights."""
         return hasattr(self.model, "peft_config")
 
-    def save(self, target: Path, *, merged: bool = False, is_durable: bool = True) -> None:
-        """Call `write` for a temporary directory and move that to `target`; every process must call it.
+    def save(self, target: Path, *, merged: bool = False) -> None:
+        """Gather the weights and `put` them into `target`; every process must call it."""
+        weights = self.gather(merged=merged)
+        if self.world.is_main:
+            self.put(target, weights, merged=merged, is_durable=True)
+        self.world.barrier()
+
+    def put(
+        self, target: Path, weights: dict[str, Tensor], *, merged: bool, is_durable: bool
+    ) -> None:
+        """Write gathered weights into a temporary directory and move that to `target`.
 
         Unless `is_durable`, files are not flushed to disk, and a crash of the machine may damage them. Raises
         AtroposError if they cannot be written.
         """
         try:
-            with written_directory(target, self.world, is_durable=is_durable) as directory:
-                self.write(directory, merged=merged)
+            with written_directory(target, ALONE, is_durable=is_durable) as directory:
+                self.write(directory, weights, merged=merged)
         except (OSError, SafetensorError) as error:
             raise AtroposError(f"{target} could not be written: {error}") from error
 
-    def write(self, directory: Path, *, merged: bool = False) -> None:
-        """Write weights, config and tokenizer into `directory` (first process); every process must call it.
+    def gather(self, *, merged: bool = False) -> dict[str, Tensor]:
+        """Return a copy of the weights to write, on the CPU of the first process; {} in the others.
 
-        With adapters, write the adapter in peft's format, or with `merged` the whole model.
+        With adapters, those of the adapter, or with `merged` of the whole model. Every process must call it.
         """
         only_adapter = self.is_adapted and not merged
         state = full_weights(
@@ -182,20 +191,26 @@ class Policy:
             dtype=None if self.is_adapted else self.dtype,
             part=".lora_" if only_adapter else "",
         )
-        if not self.world.is_main:
-            return
-        self.tokenizer.save_pretrained(directory)
-        if only_adapter:
-            self.model.save_pretrained(directory, state_dict=state)
-            return
+        if only_adapter or not self.world.is_main:
+            return state
         if self.is_adapted:
             state = merged_weights(state, self.model)
         converted: dict[int, Tensor] = {}  # tied parameters stay tied
-        weights = {
+        return {
             name: converted.setdefault(value.data_ptr(), value.detach().to(self.dtype))
             for name, value in state.items()
             if value.is_floating_point()
         }
+
+    def write(self, directory: Path, weights: dict[str, Tensor], *, merged: bool = False) -> None:
+        """Write gathered weights, config and tokenizer; any thread may call it while the model is trained.
+
+        An adapter is written in peft's format.
+        """
+        self.tokenizer.save_pretrained(directory)
+        if self.is_adapted and not merged:
+            self.model.save_pretrained(directory, state_dict=weights)
+            return
         model = base_model(self.model)
         weights = checkpoint_form(weights, model)
         model.save_pretrained(directory, state_dict=dict(weights), save_original_format=False)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -59,6 +59,15 @@ class World:
     def barrier(self) -> None:
         if self.size > 1:
             dist.barrier(group=self.control)
+
+    def for_another_thread(self) -> World:
+        """Return these processes with a control group of its own, since calls in one group must not interleave.
+
+        Every process must call it.
+        """
+        if self.size == 1:
+            return self
+        return replace(self, control=dist.new_group(backend="gloo", timeout=QUIET_TIMEOUT))
 
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum over the processes."""
@@ -149,10 +158,15 @@ def whole(value: Tensor) -> Tensor:
     return value if full is None else full()
 
 
+def host_copy(value: Tensor) -> Tensor:
+    """Return a copy in the host's memory; that of a GPU's tensor is pinned, since copying to other memory is slower."""
+    return torch.empty_like(value, device="cpu", pin_memory=value.is_cuda).copy_(value)
+
+
 def full_weights(
     model: nn.Module, world: World, *, dtype: torch.dtype | None = None, part: str = ""
 ) -> dict[str, Tensor]:
-    """Return the state whose names contain `part`, gathered on the CPU of the first process; {} in the others.
+    """Return a copy of the state whose names contain `part`, on the CPU of the first process; {} in the others.
 
     Every process must call it. Floats are cast to `dtype` (None: unchanged) before they are gathered, which halves the
     traffic in bfloat16. Tied parameters are gathered once and stay tied.
@@ -164,6 +178,6 @@ def full_weights(
             if id(value) not in gathered:
                 own = value.detach()
                 own = whole(own.to(dtype) if own.is_floating_point() else own)
-                gathered[id(value)] = own.cpu() if world.is_main else own.new_empty(0)
+                gathered[id(value)] = host_copy(own) if world.is_main else own.new_empty(0)
             state[name] = gathered[id(value)]
     return state if world.is_main else {}

@@ -1,5 +1,8 @@
 """The training loop, in reading order: wait for a batch, take a step, publish the weights, log the metrics.
 
+Files are written in the background, at most one checkpoint and one publication at a time; the loop waits for the copy
+that they are written from. An error of that work ends the run before the next step.
+
 A policy version is the number of steps that made its weights; version 0 is the initial model. One batch is leased per
 step, so that none becomes stale here, and acknowledged once the weights contain it: if the trainer dies, the hub hands
 the batch out again. A run resumed from a checkpoint gets the batches after it again.
@@ -26,7 +29,8 @@ from atroposlib.client import TrainerClient
 from atroposlib.errors import AtroposError
 from atroposlib.scored_data import ScoredGroup
 from atroposlib.utils.tracing import record_step
-from example_trainer.bridges import EngineWatch, make_bridge
+from example_trainer.background import Background
+from example_trainer.bridges import EngineWatch, WeightBridge, make_bridge
 from example_trainer.checkpointing import Checkpoints, Start
 from example_trainer.config import TrainerConfig
 from example_trainer.data import make_batch, require_trainable
@@ -76,7 +80,8 @@ def train(config: TrainerConfig) -> None:
         warn_of_memory(policy, config)
         reference = reference_of(policy, config) if config.kl_coef else None
         optimizer = make_optimizer(policy, config)
-        saved = Checkpoints(save_path=config.save_path, world=world, keep_last=config.keep_last)
+        apart = world.for_another_thread()
+        saved = Checkpoints(save_path=config.save_path, world=apart, keep_last=config.keep_last)
         start, metrics, experiment = resume(config, saved, policy, optimizer)
         saved.begin(start, is_resumed=config.resume)
         log = stack.enter_context(
@@ -92,7 +97,9 @@ def train(config: TrainerConfig) -> None:
         bridge.start(policy, start)
         stack.enter_context(stop_on_signals(stopping))
         feed = Follower(world, is_stopping=stopping.is_set)
+        publications, checkpoints = Background(), Background()
         if world.is_main:
+            watch = EngineWatch(bridge, patience_s=config.engine_retry_s)
             hub = TrainerClient(config.hub_url, token=config.hub_token, retry_for_s=RETRY_S)
             feed = Leader(
                 stack.enter_context(hub),
@@ -102,8 +109,10 @@ def train(config: TrainerConfig) -> None:
                 experiment=experiment,
                 require_trainable=partial(require_trainable, vocab_size=policy.vocab_size),
                 is_stopping=stopping.is_set,
-                on_no_batch=EngineWatch(bridge, patience_s=config.engine_retry_s).look,
+                on_no_batch=lambda: look_after(watch, publications, checkpoints),
             )
+        stack.enter_context(publications)
+        stack.enter_context(checkpoints)
         feed.begin(step=start)
         options = data_options(config, policy)
         gap = LogprobGap(policy, limit=config.max_logprob_gap)
@@ -111,6 +120,8 @@ def train(config: TrainerConfig) -> None:
         known_faults: set[str] = set()
         for step in range(start, config.num_steps):
             clock = Clock()
+            publications.check()
+            checkpoints.check()
             num_refused = 0
             while True:
                 with clock.phase("batch_wait_s"):
@@ -142,8 +153,7 @@ def train(config: TrainerConfig) -> None:
                 record_step(ids, step=version, began_at=began_at)
             with clock.phase("publish_s"):
                 if is_publish_due(version, config):
-                    empty_cache(policy.device)
-                    feed.announce(bridge.publish(policy, version))
+                    publish(bridge, policy, version, feed, publications)
             record = describe_batch(batch, step) | describe_result(result, batch)
             record |= {"num_lost_leases": feed.num_lost_leases} | clock.read()
             peak = None if result.peak.group is None else groups[result.peak.group]
@@ -153,9 +163,13 @@ def train(config: TrainerConfig) -> None:
                     logger.warning("step %d: %s", version, fault)
             record |= {"step": version, "queue_size": feed.queue_size()} | gpu_memory(policy.device)
             record |= {"tokens_per_s": batch.num_tokens / record["train_s"], "save_s": None}
+            record |= {
+                "publication_s": publications.ended_s(),
+                "checkpoint_s": checkpoints.ended_s(),
+            }
             with clock.phase("save_s"):
                 if config.checkpoint_interval and version % config.checkpoint_interval == 0:
-                    save_checkpoint(saved, policy, optimizer, version, feed, metrics=record)
+                    save_checkpoint(saved, checkpoints, policy, optimizer, version, feed, record)
                     saved_version = version
             record |= clock.read()
             log.write(record)
@@ -163,8 +177,10 @@ def train(config: TrainerConfig) -> None:
                 logger.info(progress_line(record, config.num_steps))
         is_finished = version >= config.num_steps
         if version != saved_version and (config.checkpoint_interval or not is_finished):
-            save_checkpoint(saved, policy, optimizer, version, feed)
+            save_checkpoint(saved, checkpoints, policy, optimizer, version, feed)
             saved_version = version
+        publications.wait()
+        checkpoints.wait()
         if not is_finished:
             logger.info("stopped after step %d; --resume continues from there", version)
             return
@@ -196,20 +212,48 @@ def refuse(
         )
 
 
+def publish(
+    bridge: WeightBridge, policy: Policy, version: int, feed: Follower, background: Background
+) -> None:
+    """Publish the weights and report the version that is served, in the background if the bridge can.
+
+    Wait if the next batch must be sampled from them.
+    """
+    empty_cache(policy.device)
+    background.wait()  # one copy of the weights at a time
+    serve = bridge.begin(policy, version)
+    background.start(lambda: feed.announce(serve()))
+    if feed.is_on_policy:
+        background.wait()
+
+
 def save_checkpoint(
     saved: Checkpoints,
+    background: Background,
     policy: Policy,
     optimizer: torch.optim.Optimizer,
     version: int,
     feed: Follower,
-    *,
     metrics: Mapping[str, Any] | None = None,
 ) -> None:
-    """Save a checkpoint, report it to the hub, which may then drop its batches, and only then remove older ones."""
+    """Write a checkpoint, report it to the hub, which may then drop its batches, and only then remove older ones."""
+    background.wait()  # one copy of the state at a time
     last = None if metrics is None else finite(metrics)
-    path = saved.save(policy, optimizer, version, last, feed.experiment)
-    feed.checkpointed(version, path)
-    saved.remove_old()
+    write = saved.take(policy, optimizer, version, last, feed.experiment)
+
+    def finish() -> None:
+        feed.checkpointed(version, write())
+        saved.remove_old()
+
+    background.start(finish)
+
+
+def look_after(watch: EngineWatch, publications: Background, checkpoints: Background) -> None:
+    """Raise the error of background work, or of engines that stay away; called while no batch comes."""
+    publications.check()
+    checkpoints.check()
+    if not publications.is_busy:  # it retries by itself
+        watch.look()
 
 
 def resume(

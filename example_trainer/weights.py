@@ -8,8 +8,12 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Self
+
+from torch import Tensor
 
 from example_trainer.config import TrainerConfig
 from example_trainer.contract import Shapes, check_names, source_shapes
@@ -65,34 +69,37 @@ class WeightsDirectory:
         )
         """Left by a killed trainer; removed after the next save."""
 
-    def save(self, version: int) -> Path:
-        """Write the policy's weights as `version`, remove versions beyond the last `KEEP`, return the directory.
+    def take(self, version: int) -> Callable[[], Path]:
+        """Copy the policy's weights as `version`; every process must call it.
 
-        Every process must call it; the first writes. Raises EngineError if names or shapes are not those of the initial
-        checkpoint.
+        The returned function is for the first process. It writes the copy, removes versions beyond the last `KEEP` and
+        returns the directory; any thread may call it while the policy is trained. It raises EngineError if names or
+        shapes are not those of the initial checkpoint.
         """
-        target = self._save(self.path / f"version_{version}", merged=True, keep=KEEP)
-        if self._policy.world.is_main:
+        return self._take(self.path / f"version_{version}", merged=True, keep=KEEP)
+
+    def take_adapter(self, version: int) -> Callable[[], Path]:
+        """As `take`, for the adapter alone."""
+        return self._take(self.path / f"adapter_{version}", merged=False, keep=KEEP_ADAPTERS)
+
+    def _take(self, target: Path, *, merged: bool, keep: int) -> Callable[[], Path]:
+        weights = self._policy.gather(merged=merged)
+        return partial(self._write, target, weights, merged=merged, keep=keep)
+
+    def _write(self, target: Path, weights: dict[str, Tensor], *, merged: bool, keep: int) -> Path:
+        # Engines read it at once, and a trainer that starts again publishes anew: waiting for the disk gains nothing.
+        self._policy.put(target, weights, merged=merged, is_durable=False)
+        for path in self._stale:
+            if path != target:
+                shutil.rmtree(path, ignore_errors=True)
+        self._stale = []
+        self._saved.append(target)
+        while len(self._saved) > keep:
+            shutil.rmtree(self._saved.pop(0), ignore_errors=True)
+        if merged:
             model = base_model(self._policy.model)
             self._shapes = self._shapes or source_shapes(model, self._model_name)
             check_names(target, self._shapes, model.all_tied_weights_keys)
-        return target
-
-    def save_adapter(self, version: int) -> Path:
-        """Write the adapter as `version`, remove old ones, return the directory; every process must call it."""
-        return self._save(self.path / f"adapter_{version}", merged=False, keep=KEEP_ADAPTERS)
-
-    def _save(self, target: Path, *, merged: bool, keep: int) -> Path:
-        # Engines read it at once, and a trainer that starts again publishes anew: waiting for the disk gains nothing.
-        self._policy.save(target, merged=merged, is_durable=False)
-        if self._policy.world.is_main:
-            for path in self._stale:
-                if path != target:
-                    shutil.rmtree(path, ignore_errors=True)
-            self._stale = []
-            self._saved.append(target)
-            while len(self._saved) > keep:
-                shutil.rmtree(self._saved.pop(0), ignore_errors=True)
         return target
 
     def __enter__(self) -> Self:

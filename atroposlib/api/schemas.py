@@ -89,6 +89,8 @@ class RegistrationReply(BaseModel):
     discarded: int | None = None
     forgotten_steps: int | None = None
     """Steps after `resume_step` whose batches are no longer held: their groups cannot come again."""
+    max_staleness: int | None = None
+    """The bound in force, in policy versions; None: none is."""
 
 
 class RegisterEnv(BaseModel):

@@ -1,8 +1,8 @@
 """Four bridges that bring new weights to the engines, with the same methods.
 
 `restart` stops the engine and starts it on the new checkpoint; `reload` makes running engines load it in place; `lora`
-swaps the adapter; `transfer` sends weights from memory to memory. `start` and `publish` must be called by every
-process; only the first talks to the engines. Every method raises EngineError if it cannot do what it promises.
+swaps the adapter; `transfer` sends weights from memory to memory. `start`, `begin` and `publish` must be called by
+every process; only the first talks to the engines. Every method raises EngineError if it cannot do what it promises.
 """
 
 from __future__ import annotations
@@ -23,7 +23,12 @@ from example_trainer.bridges.running import LoraBridge, ReloadBridge
 from example_trainer.bridges.transfer import TransferBridge
 from example_trainer.config import TrainerConfig
 from example_trainer.model import Policy, choose_device
-from example_trainer.vllm_process import make_engine, require_gpu_for_engine, transfer_backend
+from example_trainer.vllm_process import (
+    make_engine,
+    require_gpu_for_engine,
+    shares_gpu,
+    transfer_backend,
+)
 from example_trainer.weights import WeightsDirectory
 
 logger = logging.getLogger(__name__)
@@ -37,22 +42,36 @@ class CheckpointBridge:
     """
 
     def __init__(
-        self, save: Callable[[int], Path], engines: RestartBridge | ReloadBridge | LoraBridge
+        self,
+        take: Callable[[int], Callable[[], Path]],
+        engines: RestartBridge | ReloadBridge | LoraBridge,
+        *,
+        overlaps: bool = False,
     ) -> None:
-        self._save = save
+        """`take`: see `WeightsDirectory.take`. `overlaps`: whether training may continue while engines load."""
+        self._take = take
+        self._overlaps = overlaps
         self._engines = engines
         self.name, self.check, self.close = engines.name, engines.check, engines.close
 
     def start(self, policy: Policy, version: int) -> None:
         """Return when every engine serves the policy as `version`."""
-        path = self._save(version)
+        write = self._take(version)
         if policy.world.is_main:
-            self._engines.start(path, version)
+            self._engines.start(write(), version)
+
+    def begin(self, policy: Policy, version: int) -> Callable[[], int]:
+        """Copy the weights and return what publishes them, for any thread; if that cannot overlap, publish at once."""
+        if not self._overlaps:
+            served = self.publish(policy, version)
+            return lambda: served
+        write = self._take(version)
+        return lambda: self._engines.publish(write(), version) if policy.world.is_main else version
 
     def publish(self, policy: Policy, version: int) -> int:
         """Return the version that every engine then serves: an older one if an engine did not start on it (restart)."""
-        path = self._save(version)
-        return self._engines.publish(path, version) if policy.world.is_main else version
+        write = self._take(version)
+        return self._engines.publish(write(), version) if policy.world.is_main else version
 
 
 WeightBridge: TypeAlias = CheckpointBridge | TransferBridge
@@ -115,7 +134,7 @@ def make_bridge(
         require_gpu_for_engine(config)
     if config.bridge == "restart":
         return CheckpointBridge(
-            weights.save,
+            weights.take,
             RestartBridge(start_engine=partial(make_engine, config), is_stopping=is_stopping),
         )
     running: dict[str, Any] = {
@@ -125,14 +144,16 @@ def make_bridge(
         "api_key": config.engine_api_key or os.environ.get("ATROPOS_ENGINE_API_KEY"),
         "is_stopping": is_stopping,
     }
+    num_gpus = torch.cuda.device_count()
+    # An engine on the trainer's GPU needs memory to load.
+    overlaps = not num_gpus or not shares_gpu(config, num_gpus=num_gpus)
     if config.bridge == "reload":
-        return CheckpointBridge(weights.save, ReloadBridge(**running))
+        return CheckpointBridge(weights.take, ReloadBridge(**running), overlaps=overlaps)
     if config.bridge == "lora":
-        return CheckpointBridge(
-            weights.save_adapter, LoraBridge(lora_name=config.lora_name, **running)
-        )
+        adapters = LoraBridge(lora_name=config.lora_name, **running)
+        return CheckpointBridge(weights.take_adapter, adapters, overlaps=overlaps)
     return TransferBridge(
-        backend=transfer_backend(config, num_gpus=torch.cuda.device_count()),
+        backend=transfer_backend(config, num_gpus=num_gpus),
         bucket_bytes=config.transfer_bucket_mb * 2**20,
         **running,
     )

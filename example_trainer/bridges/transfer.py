@@ -14,7 +14,6 @@ import base64
 import logging
 import pickle  # noqa: TID251 - what vLLM reads; nothing is unpickled here
 import re
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
 from contextlib import ExitStack, nullcontext, suppress
@@ -32,6 +31,7 @@ from atroposlib.errors import (
     require,
 )
 from example_trainer.adapters import by_layer, merged_weights, plain_name
+from example_trainer.background import in_background
 from example_trainer.bridges.control import Control
 from example_trainer.bridges.engines import VllmEngine
 from example_trainer.bridges.running import RunningEngines
@@ -118,7 +118,7 @@ class EngineClient:
 
     def _post(self, route: str, bodies: Sequence[Any] | None = None) -> None:
         pairs = zip(self.engines, bodies or [None] * len(self.engines), strict=True)
-        calls = [_in_background(partial(each.control.post, route, body)) for each, body in pairs]
+        calls = [in_background(partial(each.control.post, route, body)) for each, body in pairs]
         try:
             for call in wait(calls, return_when=FIRST_EXCEPTION).done:
                 call.result()
@@ -191,6 +191,11 @@ class TransferBridge(RunningEngines):
         self._sender = self._watched(connect, policy)
         self.publish(policy, version)
 
+    def begin(self, policy: Policy, version: int) -> Callable[[], int]:
+        """Publish at once: what is sent is the memory that training changes."""
+        served = self.publish(policy, version)
+        return lambda: served
+
     def publish(self, policy: Policy, version: int) -> int:
         """Send the weights to every engine; raise EngineError naming engine, route and answer if one refuses."""
         engines = self._client.engines  # empty except in the first process
@@ -255,7 +260,7 @@ class TransferBridge(RunningEngines):
 
         if not policy.world.is_main:
             return act()
-        acted = _in_background(act)
+        acted = in_background(act)
         done = wait([acted, self._client.failed], self._timeout_s, FIRST_COMPLETED).done
         try:
             if not done:
@@ -298,16 +303,3 @@ def require_same_nccl(engine: VllmEngine, own: tuple[int, ...]) -> None:
             f"--transfer_backend nccl: engine {engine.control.url} has NCCL {'.'.join(found.groups())}, the trainer "
             f"{'.'.join(map(str, own))}; install the same vllm in both environments, or use --bridge reload"
         )
-
-
-def _in_background(call: Callable[[], Any]) -> Future[Any]:
-    future: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future

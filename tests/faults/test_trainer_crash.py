@@ -31,6 +31,7 @@ from tests.trainer.helpers_trainer import make_group
 Run = Callable[[Life], Ended]
 KILLED = -9
 NUM_KILLS = 20
+NUM_WRITES_CUT = 12
 NUM_STEPS = 40
 KEEP_LAST = 2
 
@@ -124,8 +125,9 @@ class Course:
         return (self.save_path / "final_model/model.safetensors").read_bytes()
 
     @property
-    def has_leftovers(self) -> bool:
-        return any(path.name.startswith(".") for path in self.save_path.iterdir())
+    def leftovers(self) -> list[str]:
+        """Directories that are half written or half removed."""
+        return [path.name for path in self.save_path.iterdir() if path.name.startswith(".")]
 
     @property
     def said(self) -> str:
@@ -219,12 +221,39 @@ def test_a_trainer_killed_at_twenty_random_moments_ends_as_if_it_had_not_been(
     crashed.assert_is(uncrashed)
 
 
+@pytest.mark.timeout(300)
+def test_a_trainer_killed_at_any_moment_of_a_write_resumes_from_the_checkpoint_before_it(
+    uncrashed: Course, crashed: Course
+) -> None:
+    rng = random.Random(9)
+    seen: Counter[str] = Counter()
+    newest = 0
+    for number in range(NUM_WRITES_CUT):
+        kill = f"kill in {0.3 * rng.random():.3f}"
+        deeds = [("before writing", 1, "slow the disk"), ("before writing", 1 + number % 2, kill)]
+        ended = crashed.live(deeds=deeds)
+        assert ended.codes == [KILLED]
+        crashed.assert_checkpoints_are_whole()
+        before, newest = newest, (crashed.checkpoints or [0])[-1]
+        assert newest >= before, "a checkpoint was lost"
+        assert len(crashed.leftovers) <= 1, "those of the life before are removed"
+        if crashed.leftovers:
+            seen[ended.phase] += 1
+    assert newest < NUM_STEPS
+    assert seen["training"], seen
+    assert seen.total() >= NUM_WRITES_CUT / 2, seen
+    crashed.live_to_the_end()
+    crashed.assert_is(uncrashed)
+
+
 POINTS = [
     ("before leasing", 2),
     ("after leasing", 2),
     ("after training", 3),
     ("after acking", 3),
     ("after publishing", 3),
+    ("before serving", 3),
+    ("after serving", 3),
     ("after shards", 1),
     ("after shards", 2),
     ("before rename", 2),
@@ -265,12 +294,16 @@ def test_a_trainer_that_is_told_to_stop_saves_and_at_a_second_signal_ends_at_onc
         assert ended.codes == [0], point
         assert crashed.checkpoints[-1] == crashed.metrics[-1]["step"]
         assert ledger_of(crashed.hub.url).keys() == {"queued", "trained"}
-        assert not crashed.has_leftovers
-    for point in ("after shards", "after training"):
-        ended = crashed.live(deeds=[(point, 2, "terminate"), (point, 2, "terminate")])
-        assert ended.codes == [143], point
-        crashed.assert_checkpoints_are_whole()
-        assert not crashed.has_leftovers
+        assert not crashed.leftovers
+    ended = crashed.live(deeds=[("after training", 2, "terminate")] * 2)
+    assert ended.codes == [143]
+    assert not crashed.leftovers
+    last = crashed.checkpoints[-1]
+    ended = crashed.live(deeds=[("after shards", 2, "terminate twice")])
+    assert ended.codes == [143]
+    assert crashed.checkpoints[-1] == last + 2
+    assert len(crashed.leftovers) == 1  # it does not wait for the disk
+    crashed.assert_checkpoints_are_whole()
     crashed.live_to_the_end()
     crashed.assert_is(uncrashed)
 
@@ -318,7 +351,7 @@ def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(
         assert ended.codes == [1], point
         assert crashed.checkpoints[-1] == last
         crashed.assert_checkpoints_are_whole()
-        assert not crashed.has_leftovers
+        assert not crashed.leftovers
         assert f"the checkpoint of step {last + 2} could not be written" in crashed.said
         assert f"step_{last}" in crashed.said
     crashed.live_to_the_end()
@@ -332,6 +365,8 @@ def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(
         (("before leasing", 2, "raise 0"), "as planned"),
         (("before following", 2, "raise 1"), "as planned"),
         (("after the update", 2, "raise 1"), "as planned"),
+        (("before shards", 2, "raise 0"), "as planned"),
+        (("before shards", 2, "raise 1"), "as planned"),
         (("before leasing", 2, "kill"), "Connection closed by peer"),
     ],
 )

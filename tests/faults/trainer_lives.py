@@ -15,6 +15,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections import Counter
@@ -29,6 +30,7 @@ ROOT = Path(__file__).parents[2]
 PHASE_BYTES = 16
 MAX_LIFE_S = 60.0
 """A process that hangs is killed then."""
+SLOW_FLUSH_S = 0.02
 
 
 class Life(NamedTuple):
@@ -193,8 +195,9 @@ def _live(life: Life, phase_file: int, rank: int, port: int) -> NoReturn:
 class _Deeds:
     """Carries out the plan of a life.
 
-    Deeds: "kill", "terminate" (SIGTERM to itself), "kill the hub" (whose pid is in the file `<journal>.hub`), "fill the
-    disk" (no file may grow beyond 64 KiB), and "raise 0" or "raise 1" on that rank alone.
+    Deeds: "kill", "kill in S" (seconds later), "terminate" (SIGTERM to itself), "terminate twice" (from a thread that
+    then never ends), "kill the hub" (whose pid is in the file `<journal>.hub`), "fill the disk" (no file may grow
+    beyond 64 KiB), "slow the disk" (each flush takes SLOW_FLUSH_S more), and "raise 0" or "raise 1" on that rank alone.
     """
 
     def __init__(self, life: Life, rank: int) -> None:
@@ -212,11 +215,23 @@ class _Deeds:
                 self._do(deed)
 
     def _do(self, deed: str) -> None:
+        from example_trainer import model
+
         match deed:
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "terminate":
                 os.kill(os.getpid(), signal.SIGTERM)
+            case "terminate twice":
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(1)  # two at once may be one
+                os.kill(os.getpid(), signal.SIGTERM)
+                threading.Event().wait()
+            case "slow the disk":
+                real = model.sync_to_disk
+                model.sync_to_disk = lambda path: (time.sleep(SLOW_FLUSH_S), real(path))  # type: ignore[func-returns-value]
+            case later if later.startswith("kill in "):
+                threading.Timer(float(later[8:]), os.kill, (os.getpid(), signal.SIGKILL)).start()
             case "kill the hub":
                 os.kill(int(Path(self._life.journal + ".hub").read_text()), signal.SIGKILL)
             case "fill the disk":
@@ -229,7 +244,8 @@ class _Deeds:
 
 
 def _instrument(life: Life, phase_file: int, rank: int) -> None:
-    from example_trainer import bridges, checkpointing, feed, model, records, step, training
+    from example_trainer import checkpointing, feed, model, records, step, training
+    from example_trainer.bridges import running
 
     deeds = _Deeds(life, rank)
 
@@ -254,13 +270,16 @@ def _instrument(life: Life, phase_file: int, rank: int) -> None:
     around(feed.Leader, "next_groups", "leasing", point="leasing")
     around(training, "take_step", "training", point="training")
     around(feed.Leader, "acknowledge", "acking", point="acking")
-    around(bridges.CheckpointBridge, "publish", "publishing", point="publishing")
+    around(training, "publish", "publishing", point="publishing")
     around(training, "save_checkpoint", "saving", point="saving")
     around(step, "update_weights", point="the update")
     around(feed.Follower, "next_groups", point="following")
-    around(checkpointing, "_save_tensors", point="shards")
+    # In the thread that writes a checkpoint:
+    around(checkpointing, "written_directory", point="writing")
+    around(checkpointing, "_write_parts", point="shards")
     around(feed.Leader, "checkpointed", point="telling the hub")
-    around(checkpointing.Checkpoints, "remove_old", "pruning")
+    # In the one that publishes; also at the start:
+    around(running.ReloadBridge, "publish", point="serving")
     around(checkpointing.Checkpoints, "begin", point="tidying")
     around(records.MetricsLog, "__init__", point="opening the record")
     around(records.MetricsLog, "write", "recording", point="recording")

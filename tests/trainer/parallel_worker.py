@@ -79,7 +79,7 @@ def run(config: TrainerConfig, world: World, *, save_at: int | None = None) -> l
         numbers += [result.loss, result.grad_norm, result.sums["ratio_sum"], result.gap.maximum]
         numbers += result.peak
         if step + 1 == save_at:
-            saved.save(policy, optimizer, save_at)
+            saved.take(policy, optimizer, save_at)()
     with Gathered() as gathered:
         policy.save(config.save_path / "final_model")
     measured = {

@@ -148,7 +148,7 @@ def test_a_model_without_sdpa_takes_a_step_and_is_published(kind: Any, tmp_path:
     assert policy.model.config._attn_implementation == "eager"
     assert one_step(policy, config, [make_group([1.0, 0.0])]).grad_norm is not None
     with WeightsDirectory(config, policy) as weights:
-        check_files(weights.save(1))
+        check_files(weights.take(1)())
 
 
 def test_attention_is_any_kernel_that_transformers_knows(

@@ -169,7 +169,7 @@ def test_an_engine_takes_further_flags_and_several_gpus() -> None:
 
 
 class Unused:
-    save = save_adapter = None
+    take = take_adapter = None
 
 
 def test_the_flag_chooses_the_bridge() -> None:
@@ -217,7 +217,7 @@ def test_lora_restart_hands_over_the_whole_model_with_the_adapter_merged(tmp_pat
             if ".lora_B." in name:
                 parameter.fill_(0.5)
     with WeightsDirectory(config, policy) as weights:
-        bridge = CheckpointBridge(weights.save, engines)  # type: ignore[arg-type]
+        bridge = CheckpointBridge(weights.take, engines)  # type: ignore[arg-type]
         bridge.start(policy, 0)
         assert bridge.publish(policy, 1) == 1
         engines.serves = 1

@@ -73,6 +73,13 @@ def test_every_flag_of_the_original_is_accepted(flag: str) -> None:
     parse("--model", "m", *flag.split())
 
 
+def test_every_20th_step_is_saved_and_two_checkpoints_are_kept_unless_told_otherwise() -> None:
+    config = parse("--model=m")
+    assert (config.checkpoint_interval, config.keep_last) == (20, 2)
+    as_the_original = parse("--model=m", "--checkpoint-interval=3", "--keep-last=None")
+    assert (as_the_original.checkpoint_interval, as_the_original.keep_last) == (3, None)
+
+
 def test_flags_without_a_use_are_named(caplog: pytest.LogCaptureFixture) -> None:
     parse("--model=m", "--trainer-rank=1", "--debug-loading")
     assert "ignored: --debug_loading, --trainer_rank" in caplog.text

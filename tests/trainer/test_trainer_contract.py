@@ -31,7 +31,7 @@ from tests.trainer.test_other_models import DENSE, EVERYTHING, EXPERTS, save
 def published(model: Path, out: Path, **settings: Any) -> Path:
     config = TrainerConfig(model_name=str(model), device="cpu", weights_dir=out, **settings)
     with WeightsDirectory(config, load_policy(config)) as weights:
-        return weights.save(1)
+        return weights.take(1)()
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_a_shape_of_another_model_is_not_published(tmp_path: Path) -> None:
             match=r"lm_head\.weight is \[260, 32\], and \[260, 64\].*; \.\.\. \(\d+ in all",
         ),
     ):
-        weights.save(0)
+        weights.take(0)()
 
 
 def test_a_source_without_safetensors_is_compared_with_the_model(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def bridge_to(
     urls = [engine.url for engine in engines]
     with WeightsDirectory(config, policy) as weights:
         engines_of = LoraBridge(urls=urls, lora_name="policy", timeout_s=5.0, api_key="secret")
-        bridge = CheckpointBridge(weights.save_adapter, engines_of)
+        bridge = CheckpointBridge(weights.take_adapter, engines_of)
         yield bridge
         bridge.close()
 

@@ -117,7 +117,7 @@ def test_a_checkpoint_holds_masters_optimizer_and_random_states(
     config = config_for(model_dir, tmp_path)
     policy, optimizer = stepped(config)
     saved = checkpoints(tmp_path / "saved")
-    path = saved.save(policy, optimizer, 1)
+    path = saved.take(policy, optimizer, 1)()
     draw = torch.rand(3)
     fresh, fresh_optimizer = loaded(config)
     assert saved.load(path, fresh, fresh_optimizer).step == 1
@@ -134,7 +134,7 @@ def test_tied_embeddings_survive_a_checkpoint(tmp_path: Path) -> None:
     config = config_for(tied, tmp_path)
     policy, optimizer = stepped(config)
     saved = checkpoints(tmp_path / "saved")
-    path = saved.save(policy, optimizer, 1)
+    path = saved.take(policy, optimizer, 1)()
     fresh, fresh_optimizer = loaded(config)
     saved.load(path, fresh, fresh_optimizer)
     assert torch.equal(fresh.model.lm_head.weight, policy.model.lm_head.weight)
@@ -145,7 +145,7 @@ def test_only_the_last_checkpoints_are_kept(model_dir: Path, tmp_path: Path) -> 
     policy, optimizer = loaded(config_for(model_dir, tmp_path))
     saved = checkpoints(tmp_path / "saved", keep_last=2)
     for step in (1, 2, 10):
-        saved.save(policy, optimizer, step)
+        saved.take(policy, optimizer, step)()
     assert saved.steps() == [1, 2, 10]
     saved.remove_old()
     assert saved.steps() == [2, 10]
@@ -156,7 +156,7 @@ def test_a_checkpoint_of_another_model_or_optimizer_is_refused(
 ) -> None:
     policy, optimizer = stepped(config_for(model_dir, tmp_path))
     saved = checkpoints(tmp_path / "saved")
-    path = saved.save(policy, optimizer, 1)
+    path = saved.take(policy, optimizer, 1)()
     other_dir = make_tiny_model(tmp_path / "other", num_layers=3)
     for other in (
         stepped(config_for(other_dir, tmp_path)),
@@ -186,7 +186,7 @@ def test_a_checkpoint_half_removed_is_none(
     policy, optimizer = loaded(config_for(model_dir, tmp_path))
     saved = checkpoints(tmp_path / "saved", keep_last=1)
     for step in (1, 2):
-        saved.save(policy, optimizer, step)
+        saved.take(policy, optimizer, step)()
 
     def killed(path: Path, **options: Any) -> None:
         if path.is_dir():
@@ -211,11 +211,11 @@ def test_links_to_checkpoints_are_removed_and_what_they_lead_to_stays(
     (tmp_path / "saved").symlink_to("disk")
     saved = checkpoints(tmp_path / "saved", keep_last=1)
     for step in (1, 2):
-        saved.save(policy, optimizer, step)
+        saved.take(policy, optimizer, step)()
         saved.directory(step).rename(tmp_path / f"moved_{step}")
         saved.directory(step).symlink_to(tmp_path / f"moved_{step}")
     saved.remove_old()
-    saved.save(policy, optimizer, 2)
+    saved.take(policy, optimizer, 2)()
     assert [path.name for path in (tmp_path / "disk").iterdir()] == ["step_2"]
     assert all((tmp_path / f"moved_{step}/config.json").is_file() for step in (1, 2))
 
@@ -234,12 +234,12 @@ def test_checkpoints_of_an_abandoned_run_are_set_aside_and_pruning_spares_this_o
     policy, optimizer = loaded(config_for(model_dir, tmp_path))
     saved = checkpoints(tmp_path / "saved", keep_last=1)
     for step in (6, 9):
-        saved.save(policy, optimizer, step)
+        saved.take(policy, optimizer, step)()
     for name in ("metrics.jsonl", "trained_groups.jsonl"):
         (tmp_path / "saved" / name).write_text("{}\n")
     (tmp_path / "saved/earlier_run_1").mkdir()
     saved.begin(0)
-    saved.save(policy, optimizer, 1)
+    saved.take(policy, optimizer, 1)()
     saved.remove_old()
     assert saved.steps() == [1]
     aside = tmp_path / "saved/earlier_run_2"
@@ -287,7 +287,7 @@ def test_parameters_that_never_had_a_gradient_do_not_stop_a_resume(
     idle = policy.model.model.layers[1].mlp.down_proj.weight
     del optimizer.state[idle]
     saved = checkpoints(tmp_path / "saved")
-    path = saved.save(policy, optimizer, 1)
+    path = saved.take(policy, optimizer, 1)()
     fresh, fresh_optimizer = loaded(config)
     saved.load(path, fresh, fresh_optimizer)
     found = fresh.model.model.layers[1].mlp.down_proj.weight
@@ -372,7 +372,7 @@ def test_weights_that_a_killed_trainer_left_in_memory_are_removed_those_of_a_liv
     policy = load_policy(config)
     killed, living = WeightsDirectory(config, policy), WeightsDirectory(config, policy)
     for weights in (killed, living):
-        weights.save(1)
+        weights.take(1)()
     assert killed.path.parent == shared
     assert killed._lock is not None
     killed._lock.close()  # as the kernel does for a process that is gone
@@ -389,10 +389,10 @@ def test_versions_of_an_earlier_life_are_removed_once_there_is_a_newer_one(
 ) -> None:
     config = config_for(model_dir, tmp_path)
     policy = load_policy(config)
-    WeightsDirectory(config, policy).save(9)
+    WeightsDirectory(config, policy).take(9)()
     (tmp_path / "weights/.version_10-abc").mkdir()
     (tmp_path / "weights/notes").mkdir()
     weights = WeightsDirectory(config, policy)
     assert (tmp_path / "weights/version_9").is_dir()
-    weights.save(8)
+    weights.take(8)()
     assert sorted(p.name for p in (tmp_path / "weights").iterdir()) == ["notes", "version_8"]

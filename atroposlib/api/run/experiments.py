@@ -86,7 +86,11 @@ def register(run: RunState, asked: RegisterTrainer, *, now: float) -> Registrati
     if asked.experiment is None and asked.resume_step is None:
         return RegistrationReply(uuid=uuid.uuid4().int)  # an original trainer
     return RegistrationReply(
-        uuid=uuid.uuid4().int, epoch=run.leases.epoch, experiment=run.experiment, **counts
+        uuid=uuid.uuid4().int,
+        epoch=run.leases.epoch,
+        experiment=run.experiment,
+        max_staleness=run.max_staleness,
+        **counts,
     )
 
 

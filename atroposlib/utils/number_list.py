@@ -42,20 +42,6 @@ class NumberList(list[Any]):
             self._arrays = [np.concatenate(self._arrays)]
         return self._arrays[0]
 
-    def grow(self, part: list[Any]) -> None:
-        """Append numbers to the list and to its array, without visiting the earlier ones.
-
-        >>> tokens = NumberList([5, 6], np.array([5, 6]))
-        >>> tokens.grow([7])
-        >>> tokens, tokens.array
-        ([5, 6, 7], array([5, 6, 7]))
-        """
-        self.extend(part)
-        array = array_of(part)
-        if array.dtype == self._arrays[0].dtype:
-            self._made_of.extend(part)
-            self._arrays.append(array)
-
     def __reduce__(self) -> tuple[Any, ...]:
         return list, (list(self),)  # copies and pickles are plain lists
 
@@ -75,9 +61,14 @@ def first(values: list[N], num: int) -> list[N]:
 
 
 def grow(values: list[N], *parts: list[N]) -> None:
-    """Append numbers to a list in place, and to its array if it has one."""
+    """Append numbers to a list, and to its array if that is known, without visiting the earlier ones."""
     for part in filter(None, parts):
-        values.grow(part) if isinstance(values, NumberList) else values.extend(part)
+        values += part
+        if isinstance(values, NumberList):
+            array = array_of(part)
+            if array.dtype == values._arrays[0].dtype:  # else they no longer are the list's numbers
+                values._made_of += part
+                values._arrays.append(array)
 
 
 def repeated(value: N, num: int) -> list[N]:

@@ -11,7 +11,7 @@ import pytest
 
 from atroposlib.errors import GroupError
 from atroposlib.scored_data import Strictness, check_group
-from atroposlib.utils.number_list import NumberList, array_of, first, joined, repeated
+from atroposlib.utils.number_list import NumberList, array_of, first, grow, joined, repeated
 
 
 def test_authors_see_a_list() -> None:
@@ -70,3 +70,20 @@ def test_other_values_stay_as_they_are_for_the_check_to_refuse(
     assert found == [value for part in parts for value in part]
     assert type(first(found, 1)) is list
     assert np.array_equal(array_of([1, 2]), [1, 2])
+
+
+def test_a_list_grows_with_its_array() -> None:
+    row = joined([5, 6])
+    grow(row, [], [7], repeated(8, 2))
+    assert isinstance(row, NumberList)
+    assert row.array is not None
+    assert row == row.array.tolist() == [5, 6, 7, 8, 8]
+    grow(row, [0.5])
+    assert row == [5, 6, 7, 8, 8, 0.5]
+    assert row.array is None  # one array cannot hold both kinds
+
+
+def test_a_plain_list_grows() -> None:
+    row = [5, 6]
+    grow(row, [7], repeated(8, 1))
+    assert row == [5, 6, 7, 8]

@@ -2,7 +2,8 @@
 
 Invariant: `tokens`, `masked_tokens` and `logprobs` of a node are equally long; every sampled token keeps its id, its
 position and its logprob. A turn continues the node whose turns it repeats (`recognition.py`), else it begins a new one.
-Memory is linear in a session's text: a stage keeps what it added and points to the one before it.
+Memory is linear in a session's text: a stage keeps what it added and points to the one before it. So is the time of all
+turns, apart from the prompts: a node grows in place, unless the caller has it.
 Pure: no tokenizer, no network. `ManagedServer` calls `find_...`, then the engine, then `commit`.
 """
 

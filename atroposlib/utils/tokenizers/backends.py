@@ -99,7 +99,7 @@ def _token_bytes(tokenizer: Any) -> _TokenBytes | None:
     return _TokenBytes(tokenizer.backend_tokenizer.id_to_token)
 
 
-_IS_RUN_ALIKE: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+_IS_RUN_ALIKE: dict[Any, bool] = {}
 """By compiled chat template: whether its first chat came out as from `apply_chat_template`."""
 
 
@@ -116,25 +116,23 @@ def write_chat(
     texts is equal to them, so the template is run on the messages themselves; its first text is compared.
     """
     template = _template_to_run(tokenizer, messages, variables)
-    is_alike = template is not None and _IS_RUN_ALIKE.get(template)
-    expected = ""
-    if not is_alike:
-        expected = str(
-            tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt, **variables
-            )
+
+    def run() -> str:
+        seen = {"tools": None, "documents": None, **tokenizer.special_tokens_map, **variables}
+        seen |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        seen.pop("chat_template", None)
+        return str(template.render(seen))
+
+    if _IS_RUN_ALIKE.get(template):
+        return run()
+    text = str(
+        tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt, **variables
         )
-        if template is None or is_alike is False:
-            return expected
-    assert template is not None
-    seen = {"tools": None, "documents": None, **tokenizer.special_tokens_map, **variables}
-    seen |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
-    seen.pop("chat_template", None)
-    text = str(template.render(seen))
-    if is_alike:
-        return text
-    _IS_RUN_ALIKE[template] = text == expected
-    return expected
+    )
+    if template is not None and template not in _IS_RUN_ALIKE:
+        _IS_RUN_ALIKE[template] = run() == text
+    return text
 
 
 def _template_to_run(
@@ -143,14 +141,16 @@ def _template_to_run(
     """Return the compiled chat template; None if transformers does more than to run it on equal messages."""
     if not is_of_transformers(tokenizer, "apply_chat_template", "get_chat_template"):
         return None
-    # Of a long conversation only these three lines visit every message.
-    are_texts = (
-        set(map(type, messages)) == {dict}
-        and set(chain.from_iterable(messages)) <= {"role", "content", "name", "tool_call_id"}
-        and set(map(type, chain.from_iterable(map(dict.values, messages)))) == {str}
-    )
     own = _parameters_of(type(tokenizer).apply_chat_template) - {"tools", "chat_template"}
-    if not are_texts or not own.isdisjoint(variables) or not _is_plain(dict(variables)):
+    if (
+        # Of a long conversation only these three lines visit every message.
+        set(map(type, messages)) != {dict}
+        or not set(chain.from_iterable(messages)) <= {"role", "content", "name", "tool_call_id"}
+        or set(map(type, chain.from_iterable(map(dict.values, messages)))) != {str}
+        or not own.isdisjoint(variables)
+        or "messages" in variables
+        or not _is_plain(dict(variables))
+    ):
         return None
     try:
         from transformers.utils.chat_template_utils import _compile_jinja_template

@@ -81,27 +81,6 @@ async def test_chat_agent_that_streams_is_one_exact_sequence(served_model: Serve
         assert_conversation(served_model, session)
 
 
-async def test_choices_that_are_streamed_are_exact_sequences(served_model: ServedRequest) -> None:
-    options = SessionOptions(max_tokens=20, sampling=FixedSampling(temperature=1.0))
-    body = {"messages": [{"role": "user", "content": QUESTION}], "n": 3, "stream": True}
-    async with opened(served_model, options) as (url, session), httpx.AsyncClient() as client:
-        texts, order = ["", "", ""], []
-        path = f"{url}/{session.uuid}/v1/chat/completions"
-        async with client.stream("POST", path, json=body, timeout=120) as answer:
-            async for line in answer.aiter_lines():
-                if line.startswith("data: {"):
-                    [choice] = json.loads(line.removeprefix("data: "))["choices"]
-                    texts[choice["index"]] += choice["delta"].get("content") or ""
-                    order += [choice["index"]] if choice["delta"].get("content") else []
-        assert sorted(order) != order  # told together, while they are sampled
-        model = AutoModelForCausalLM.from_pretrained(served_model.model, dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(served_model.model)
-        for node, text in zip(session.nodes(), texts, strict=True):
-            trained = [label for label in node.masked_tokens if label != -100]
-            assert tokenizer.decode(trained, skip_special_tokens=True) == text
-            assert_sampled_by(model, node)
-
-
 async def test_responses_agent_is_one_exact_sequence(served_model: ServedRequest) -> None:
     async with (
         opened(served_model) as (url, session),

@@ -1,7 +1,8 @@
 """Load the trained model, run its forward pass, and save it atomically.
 
-Trained weights are float32 (in bfloat16, AdamW at 1e-5 loses its updates); the forward pass, saved weights and the
-weights under adapters use the configured dtype. Dropout is off, because the trainer's logprobs must match the engine's.
+Trained weights are float32 (in bfloat16, AdamW at 1e-5 loses its updates); the forward pass reads copies in the
+configured dtype (`World.shard`), which saved weights and frozen ones also have. Dropout is off, because the trainer's
+logprobs must match the engine's.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from example_trainer.adapters import add_adapters, freeze_other_layers, merged_w
 from example_trainer.config import TrainerConfig
 from example_trainer.data import MicroBatch
 from example_trainer.head import head_logprobs, logits_logprobs
-from example_trainer.parallel import ALONE, World, full_weights, is_sharded
+from example_trainer.parallel import ALONE, World, full_weights
 
 
 class PolicyOutput(NamedTuple):
@@ -79,8 +80,11 @@ class PolicyModule(nn.Module):
                 ids_NK=ids_NK,
                 temperature_N=positions.temperature_N,
             )
-        teacher_NK = out.logprobs_NK[:, 1:] if positions.teacher_ids_NK is not None else None
-        return PolicyOutput(out.logprobs_NK[:, 0], out.entropy_N, teacher_NK)
+        # Copies: FSDP's hooks are on the outputs, and an operation in place on a view would drop them.
+        teacher_NK = (
+            out.logprobs_NK[:, 1:].clone() if positions.teacher_ids_NK is not None else None
+        )
+        return PolicyOutput(out.logprobs_NK[:, 0].clone(), out.entropy_N, teacher_NK)
 
 
 def base_model(causal: Any) -> Any:
@@ -106,19 +110,13 @@ class Policy:
     device: torch.device
     dtype: torch.dtype
     module: nn.Module
-    """`PolicyModule` over `model`, which several processes shard."""
+    """`PolicyModule` over `model`, with weights sharded and cast by `World.shard`."""
     world: World = ALONE
 
     def logprobs(self, micro_batch: MicroBatch) -> PolicyOutput:
         """Run the forward pass. Right padding needs no attention mask in a causal model."""
-        mixed = self.dtype != torch.float32 and not is_sharded(self.module)  # FSDP casts by itself
-        casts = (
-            torch.autocast(self.device.type, dtype=self.dtype)
-            if mixed
-            else contextlib.nullcontext()
-        )
-        with casts:
-            return self.module(micro_batch)
+        output: PolicyOutput = self.module(micro_batch)
+        return output
 
     @property
     def vocab_size(self) -> int:
@@ -228,7 +226,7 @@ def load_policy(
     device = choose_device(config) if world is None else world.device
     world = world or ALONE
     dtype = choose_dtype(config, device)
-    kept = dtype if is_frozen or (config.lora and world.size == 1) else torch.float32
+    kept = dtype if is_frozen or config.lora else torch.float32  # adapters are float32 in any case
     check_model_path(config.model_name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.model_name)
@@ -245,8 +243,10 @@ def load_policy(
         raise ConfigError(f"--model_name {config.model_name} cannot be loaded: {reason}") from error
     model.train()
     module = PolicyModule(model)
-    if world.size > 1:
+    # A process alone that computes in its weights' dtype has nothing to shard and nothing to cast.
+    if world.size > 1 or any(p.dtype != dtype for p in model.parameters()):
         world.shard(module, transformer_layers(model), dtype)
+    if world.size > 1:
         module.to_empty(device=device)
         world.fill(model, read)
     if is_frozen:

@@ -1,8 +1,9 @@
-"""Several trainer processes, started by torchrun, each with a shard of weights and optimizer (FSDP2).
+"""The trainer's processes, started by torchrun, each with a shard of weights and optimizer (FSDP2).
 
 Only the first process talks to the hub and the engines; `broadcast` sends its decisions to the others, so that all take
-the same step. Every process gets the whole batch and computes its share of the micro-batches. With one process,
-everything here does nothing. Called by `training.py`, `model.py` and `checkpointing.py`.
+the same step. Every process gets the whole batch and computes its share of the micro-batches. One process exchanges
+nothing; its only shard is the whole, cast for the forward pass. Called by `training.py`, `model.py` and
+`checkpointing.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 
 from example_trainer.data import MicroBatch, without_weight
@@ -89,11 +90,20 @@ class World:
         return mine
 
     def shard(self, module: nn.Module, layers: Sequence[nn.Module], dtype: torch.dtype) -> None:
-        """Shard the parameters of each layer, then the remaining ones, over the processes (in place)."""
+        """Shard the parameters of each layer, then the remaining ones, over the processes (in place).
+
+        A forward or backward pass gathers a layer's parameters in `dtype` and frees them after it; gradients are summed
+        in float32. With one process FSDP only casts; the process group that it needs has no other member to find.
+        """
+        if self.size == 1 and not dist.is_initialized():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         mesh = init_device_mesh(self.device.type, (self.size,))
         precision = MixedPrecisionPolicy()
         if dtype != torch.float32:
-            precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+            # Inputs are left as they are: layers compute what they do in a model that is loaded in `dtype`.
+            precision = MixedPrecisionPolicy(
+                param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+            )
         for layer in layers:
             fully_shard(layer, mesh=mesh, mp_policy=precision)
         fully_shard(module, mesh=mesh, mp_policy=precision)
@@ -137,10 +147,6 @@ def processes(device: torch.device) -> Iterator[World]:
         yield World(rank=dist.get_rank(), size=size, device=device, control=control)
     finally:
         dist.destroy_process_group()
-
-
-def is_sharded(module: nn.Module) -> bool:
-    return isinstance(module, FSDPModule)
 
 
 def whole(value: Tensor) -> Tensor:

@@ -45,12 +45,12 @@ THREE_BILLION = dataclasses.replace(
 )
 
 
-def test_half_a_billion_parameters_without_checkpointing_are_52_gb_of_activations() -> None:
+def test_half_a_billion_parameters_without_checkpointing_are_45_gb_of_activations() -> None:
     sizes = dataclasses.replace(HALF_BILLION, microbatch_tokens=32_768)
-    assert bytes_per_token(sizes) / 24 == pytest.approx(66 * 1024, rel=0.02)
+    assert bytes_per_token(sizes) / 24 == pytest.approx(56 * 1024, rel=0.02)
     found = needs(sizes, 80 * GIB)
-    assert found["activations"] == pytest.approx(52e9, rel=0.03)
-    assert found["weights"] + found["gradients"] + found["optimizer"] == 18 * 494_000_000
+    assert found["activations"] == pytest.approx(45e9, rel=0.03)
+    assert found["weights"] + found["gradients"] + found["optimizer"] == 16 * 494_000_000
 
 
 @pytest.mark.parametrize(
@@ -63,8 +63,8 @@ def test_half_a_billion_parameters_without_checkpointing_are_52_gb_of_activation
         (HALF_BILLION, {"checkpoints": True}, 16, None),
         (THREE_BILLION, {}, 80, None),
         (THREE_BILLION, {"engine_share": 0.45}, 80, "--vllm_gpu"),
-        (THREE_BILLION, {}, 48, "adamw_8bit"),
-        (SEVEN_BILLION, {}, 80, "torchrun"),
+        (THREE_BILLION, {}, 40, "adamw_8bit"),
+        (SEVEN_BILLION, {}, 64, "torchrun"),
         (SEVEN_BILLION, {"num_processes": 4}, 80, None),
         (SEVEN_BILLION, {"num_trained": 40_000_000, "frozen_bytes": 2}, 80, None),
     ],

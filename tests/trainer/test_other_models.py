@@ -1,15 +1,25 @@
-"""Models that are more than attention and an MLP: experts, and layers that hand a state on."""
+"""Models that are more than attention and an MLP, and the precision that all compute in."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3NextConfig
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Gemma2Config,
+    GptOssConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+)
 
 from atroposlib.errors import ConfigError
 from example_trainer.data import make_batch
-from example_trainer.model import Policy, load_policy
+from example_trainer.model import Policy, load_policy, reference_of
 from example_trainer.step import data_options
 from tests.tiny_model import make_tiny_tokenizer
 from tests.trainer.helpers_dry_run import config_for_dry_run
@@ -91,3 +101,86 @@ def test_a_model_of_experts_takes_a_step_on_stale_sequences(tmp_path: Path) -> N
     result = one_step(policy, config, [make_group([1.0, 0.0], policy_version=1)], version=2)
     assert result.grad_norm is not None
     assert result.gap.maximum is None
+
+
+class Products(TorchDispatchMode):
+    """Notes the dtypes of the grouped products, which compute all experts of a layer, and counts them."""
+
+    num_grouped = 0
+    dtypes: set[torch.dtype]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._grouped_mm.default:
+            self.num_grouped += 1
+            self.dtypes |= {args[0].dtype, args[1].dtype}
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("kind", [Qwen3MoeConfig, GptOssConfig])
+def test_experts_are_computed_in_bfloat16_forward_and_backward(kind: Any, tmp_path: Path) -> None:
+    sizes = SIZES | {"num_local_experts": 4, "num_hidden_layers": 2}
+    config = config_for_dry_run(
+        save(kind(**sizes), tmp_path / "experts"), tmp_path, dtype="bfloat16", attention="eager"
+    )
+    policy = load_policy(config)
+    (micro_batch,) = make_batch([make_group([1.0, 0.0])], data_options(config)).micro_batches
+    with Products() as products:
+        products.dtypes = set()
+        policy.logprobs(micro_batch).logprobs_N.sum().backward()
+    assert products.num_grouped == 2 * 2 * 3  # layers, matrices, forward and two gradients
+    assert products.dtypes == {torch.bfloat16}
+    assert {p.grad.dtype for p in policy.model.parameters() if p.grad is not None} == {
+        torch.float32
+    }
+
+
+@pytest.mark.parametrize(
+    "kind", [Qwen3Config, Gemma2Config, Qwen3MoeConfig, GptOssConfig, DeepseekV3Config]
+)
+@pytest.mark.parametrize("lora", [False, True])
+def test_equal_weights_give_policy_and_reference_equal_logprobs(
+    kind: Any, lora: bool, tmp_path: Path
+) -> None:
+    """DeepSeek's routers stay float32 when it is loaded in bfloat16; they are computed as the policy's are."""
+    sizes = SIZES | {"num_local_experts": 4, "num_hidden_layers": 2}
+    if kind is DeepseekV3Config:
+        sizes |= {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+        sizes |= {"kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 16}
+        sizes |= {"num_key_value_heads": 2}
+    targets = ["o_proj"]
+    config = config_for_dry_run(
+        save(kind(**sizes), tmp_path / "model"),
+        tmp_path,
+        dtype="bfloat16",
+        attention="eager",
+        lora=lora,
+        lora_target_modules=targets,
+        kl_coef=0.1,
+    )
+    policy = load_policy(config)
+    reference = reference_of(policy, config)
+    for micro_batch in make_batch(
+        [make_group([1.0, 0.0], seed=s, length=9) for s in range(4)], data_options(config, policy)
+    ).micro_batches:
+        own = policy.logprobs(micro_batch)
+        with torch.no_grad():
+            assert torch.equal(own.logprobs_N, reference.logprobs(micro_batch).logprobs_N)
+        own.logprobs_N.sum().backward()
+    trained = {p.dtype for p in policy.model.parameters() if p.requires_grad}
+    assert trained == {torch.float32}
+    frozen = [p.dtype for p in policy.model.parameters() if not p.requires_grad]
+    assert frozen.count(torch.bfloat16) >= 0.9 * len(frozen)
+
+
+def test_one_process_needs_no_rendezvous(
+    hybrid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is read from torchrun's variables, and a group that exists is used."""
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    config = config_for_dry_run(hybrid, tmp_path, dtype="bfloat16")
+    for _ in range(2):
+        one_step(load_policy(config), config, [make_group([1.0, 0.0])])
+        assert dist.get_world_size() == 1

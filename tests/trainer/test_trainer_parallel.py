@@ -110,22 +110,25 @@ def test_two_processes_train_as_one_and_read_each_others_checkpoints(tmp_path: P
 @pytest.mark.drill
 @pytest.mark.timeout(300)
 def test_two_processes_compute_and_publish_in_bfloat16_over_float32_masters(tmp_path: Path) -> None:
-    """The published weights travel in half of the bytes that the masters have, an adapter without its base."""
+    """The published weights travel in half of the bytes that the masters have, an adapter without its base.
+
+    A frozen base has no masters: each of two processes holds a quarter of float32's bytes, and its adapters.
+    """
     model_dir = make_tiny_model(tmp_path / "model", tie_word_embeddings=True)
     one = settings_for(model_dir, tmp_path / "one", num_steps=2)
     expected = in_one_process(one)
     alone = measured(one, 0)
     assert (alone["gathered"], alone["computes_in"]) == (0, ["torch.float32"])
     whole = alone["weights"]
-    for changes, most in (({}, 0.55 * whole), ({"lora": True}, 0.2 * whole)):
+    for changes, held, most in (({}, 0.45, 0.55), ({"lora": True}, 0.25, 0.2)):
         two = settings_for(
             model_dir, tmp_path / str(changes), num_steps=2, dtype="bfloat16", **changes
         )
         found = in_two_processes(two, save_at=None)
         half = measured(two, 1)
         assert half["computes_in"] == ["torch.bfloat16"]
-        assert 0.45 * whole < half["weights"] < 0.7 * whole
-        assert 0 < half["gathered"] < most
+        assert held * whole < half["weights"] < (held + 0.15) * whole
+        assert 0 < half["gathered"] < most * whole
         if not changes:
             assert found[:2] == pytest.approx(
                 expected[:2], rel=0.05, abs=0.01

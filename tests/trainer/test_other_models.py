@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
-    AutoModelForCausalLM,
     DeepseekV3Config,
     Gemma2Config,
     GptOssConfig,
@@ -19,46 +18,16 @@ from transformers import (
 
 from atroposlib.errors import ConfigError
 from example_trainer.data import make_batch
-from example_trainer.model import Policy, load_policy, reference_of
+from example_trainer.model import Policy, base_model, load_policy, reference_of
 from example_trainer.step import data_options
-from tests.tiny_model import make_tiny_tokenizer
 from tests.trainer.helpers_dry_run import config_for_dry_run
+from tests.trainer.helpers_models import make_model
 from tests.trainer.helpers_trainer import make_group, one_step
-
-SIZES: dict[str, Any] = {
-    "vocab_size": 260,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "moe_intermediate_size": 32,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "initializer_range": 0.15,
-}
-GATED_DELTA: dict[str, Any] = {
-    "num_hidden_layers": 4,  # three gated delta layers, one of attention
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "shared_expert_intermediate_size": 32,
-}
-
-
-def save(config: Any, directory: Path) -> Path:
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
-    make_tiny_tokenizer().save_pretrained(directory)
-    return directory
 
 
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = Qwen3NextConfig(**SIZES, **GATED_DELTA)
-    assert "linear_attention" in config.layer_types
-    return save(config, tmp_path_factory.mktemp("hybrid"))
+    return make_model(Qwen3NextConfig, tmp_path_factory.mktemp("hybrid"))
 
 
 def logprobs(policy: Policy, config: Any) -> dict[tuple[int, ...], torch.Tensor]:
@@ -82,6 +51,7 @@ def test_sequences_of_a_hybrid_model_do_not_read_each_others_state(
     chosen = config_for_dry_run(hybrid, tmp_path, batch_size=100)
     monkeypatch.setattr(type(chosen), "packs_sequences", property(lambda self: self is chosen))
     policy = load_policy(alone)
+    assert "linear_attention" in base_model(policy.model).config.layer_types
     expected, found = logprobs(policy, alone), logprobs(policy, chosen)
     assert found.keys() == expected.keys()
     for labels, values in expected.items():
@@ -94,9 +64,7 @@ def test_packing_is_refused_where_it_would_be_wrong(hybrid: Path, tmp_path: Path
 
 
 def test_a_model_of_experts_takes_a_step_on_stale_sequences(tmp_path: Path) -> None:
-    config = config_for_dry_run(
-        save(Qwen3MoeConfig(**SIZES, num_hidden_layers=2), tmp_path / "experts"), tmp_path
-    )
+    config = config_for_dry_run(make_model(Qwen3MoeConfig, tmp_path / "experts"), tmp_path)
     policy = load_policy(config)
     result = one_step(policy, config, [make_group([1.0, 0.0], policy_version=1)], version=2)
     assert result.grad_norm is not None
@@ -120,10 +88,8 @@ class Products(TorchDispatchMode):
 
 @pytest.mark.parametrize("kind", [Qwen3MoeConfig, GptOssConfig])
 def test_experts_are_computed_in_bfloat16_forward_and_backward(kind: Any, tmp_path: Path) -> None:
-    sizes = SIZES | {"num_local_experts": 4, "num_hidden_layers": 2}
-    config = config_for_dry_run(
-        save(kind(**sizes), tmp_path / "experts"), tmp_path, dtype="bfloat16", attention="eager"
-    )
+    model_dir = make_model(kind, tmp_path / "experts")
+    config = config_for_dry_run(model_dir, tmp_path, dtype="bfloat16", attention="eager")
     policy = load_policy(config)
     (micro_batch,) = make_batch([make_group([1.0, 0.0])], data_options(config)).micro_batches
     with Products() as products:
@@ -144,19 +110,13 @@ def test_equal_weights_give_policy_and_reference_equal_logprobs(
     kind: Any, lora: bool, tmp_path: Path
 ) -> None:
     """DeepSeek's routers stay float32 when it is loaded in bfloat16; they are computed as the policy's are."""
-    sizes = SIZES | {"num_local_experts": 4, "num_hidden_layers": 2}
-    if kind is DeepseekV3Config:
-        sizes |= {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
-        sizes |= {"kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 16}
-        sizes |= {"num_key_value_heads": 2}
-    targets = ["o_proj"]
     config = config_for_dry_run(
-        save(kind(**sizes), tmp_path / "model"),
+        make_model(kind, tmp_path / "model"),
         tmp_path,
         dtype="bfloat16",
         attention="eager",
         lora=lora,
-        lora_target_modules=targets,
+        lora_target_modules=["o_proj"],
         kl_coef=0.1,
     )
     policy = load_policy(config)

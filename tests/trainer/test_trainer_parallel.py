@@ -19,6 +19,7 @@ from tests.builders.programs import run_python
 from tests.builders.rows import rows_in
 from tests.tiny_model import make_tiny_model
 from tests.trainer.helpers_engine import recorded_engine
+from tests.trainer.helpers_models import CHANGES, make_model
 from tests.trainer.helpers_run import ledger_of, send
 from tests.trainer.helpers_trainer import make_group, pairs
 from tests.trainer.parallel_worker import run
@@ -41,10 +42,12 @@ def settings_for(model_dir: Path, out: Path, **changes: Any) -> dict[str, Any]:
     return settings | {name: str(v) if isinstance(v, Path) else v for name, v in changes.items()}
 
 
-def in_two_processes(settings: dict[str, Any], *, save_at: int | None) -> list[float]:
+def in_two_processes(*runs: dict[str, Any], save_at: int | None = None) -> list[list[float]]:
+    """Return the numbers of each run; all are made by one start of torchrun."""
     worker = Path(__file__).with_name("parallel_worker.py")
-    run_python(*TORCHRUN, worker, json.dumps(settings), json.dumps(save_at), timeout_s=240)
-    return json.loads((Path(settings["save_path"]) / "numbers.json").read_text())  # type: ignore[no-any-return]
+    run_python(*TORCHRUN, worker, json.dumps(runs), json.dumps(save_at), timeout_s=240)
+    paths = [Path(settings["save_path"]) / "numbers.json" for settings in runs]
+    return [json.loads(path.read_text()) for path in paths]
 
 
 def in_one_process(settings: dict[str, Any], *, save_at: int | None = None) -> list[Any]:
@@ -93,7 +96,7 @@ def test_two_processes_train_as_one_and_read_each_others_checkpoints(tmp_path: P
     one = settings_for(model_dir, tmp_path / "one")
     two = settings_for(model_dir, tmp_path / "two")
     expected = in_one_process(one, save_at=MIDDLE)
-    found = in_two_processes(two, save_at=MIDDLE)
+    (found,) = in_two_processes(two, save_at=MIDDLE)
     assert found == pytest.approx(expected, abs=1e-5)
     assert_same(weights_of(two), weights_of(one))
     assert_half_is_held(two, one)
@@ -103,7 +106,8 @@ def test_two_processes_train_as_one_and_read_each_others_checkpoints(tmp_path: P
     to_one = settings_for(model_dir, tmp_path / "to_one", resume_from=tmp_path / "two" / path)
     assert in_one_process(to_one) == pytest.approx(rest, abs=1e-5)
     to_two = settings_for(model_dir, tmp_path / "to_two", resume_from=tmp_path / "one" / path)
-    assert in_two_processes(to_two, save_at=None) == pytest.approx(rest, abs=1e-5)
+    (found,) = in_two_processes(to_two)
+    assert found == pytest.approx(rest, abs=1e-5)
     assert_same(weights_of(to_two), weights_of(to_one))
 
 
@@ -124,7 +128,7 @@ def test_two_processes_compute_and_publish_in_bfloat16_over_float32_masters(tmp_
         two = settings_for(
             model_dir, tmp_path / str(changes), num_steps=2, dtype="bfloat16", **changes
         )
-        found = in_two_processes(two, save_at=None)
+        (found,) = in_two_processes(two)
         half = measured(two, 1)
         assert half["computes_in"] == ["torch.bfloat16"]
         assert held * whole < half["weights"] < (held + 0.15) * whole
@@ -135,6 +139,27 @@ def test_two_processes_compute_and_publish_in_bfloat16_over_float32_masters(tmp_
             )  # loss, gradient norm
             assert half["gathered"] > 0.45 * whole
             assert {value.dtype for value in weights_of(two).values()} == {torch.bfloat16}
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(400)
+def test_two_processes_have_the_losses_and_gradients_of_one_on_every_architecture(
+    tmp_path: Path,
+) -> None:
+    ones, twos = [], []
+    for kind in CHANGES:
+        model_dir = make_model(kind, tmp_path / kind.model_type)
+        changes: dict[str, Any] = {"num_steps": 2, "attention": "eager"}
+        ones.append(settings_for(model_dir, model_dir / "one", **changes))
+        twos.append(settings_for(model_dir, model_dir / "two", **changes))
+    for one, two, found in zip(ones, twos, in_two_processes(*twos), strict=True):
+        assert found == pytest.approx(in_one_process(one), abs=1e-5), one["model_name"]
+        expected, gradient = (
+            load_file(Path(each["save_path"]) / "gradient.safetensors") for each in (one, two)
+        )
+        assert 0 < len(expected) == len(gradient)
+        for name, value in expected.items():
+            torch.testing.assert_close(gradient[name], value, rtol=1e-4, atol=1e-6, msg=name)
 
 
 def test_each_process_computes_as_many_micro_batches() -> None:

@@ -100,7 +100,7 @@ class TrainerConfig(BaseModel):
     warmup_steps: int = Field(0, ge=0)
     """Steps of linear learning-rate warm-up."""
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
-    """adamw_8bit needs bitsandbytes and a single process."""
+    """adamw_8bit keeps its moments in 8 bits: a quarter of the memory; it needs torchao."""
     adam_beta1: float = Field(0.9, ge=0, lt=1)
     """AdamW beta1."""
     adam_beta2: float = Field(0.99, ge=0, lt=1)

@@ -118,6 +118,6 @@ def _cure(sizes: Sizes, found: dict[str, int], lacking: int) -> str:
         return f"use --max_microbatch_tokens {fewer}"
     if lacking < found["engine"]:
         return "give the engine a GPU of its own (--vllm_gpu)"
-    if sizes.num_processes == 1 and saved_states > lacking:
+    if saved_states > lacking:
         return "use --optimizer adamw_8bit"
     return "split it over more GPUs (torchrun), or train adapters (--lora true)"

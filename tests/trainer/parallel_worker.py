@@ -20,7 +20,7 @@ from example_trainer.config import TrainerConfig
 from example_trainer.data import MicroBatch, make_batch
 from example_trainer.gap import LogprobGap
 from example_trainer.model import load_policy, transformer_layers
-from example_trainer.optim import make_optimizer
+from example_trainer.optim import make_optimizer, stored_parts
 from example_trainer.parallel import World, processes, whole
 from example_trainer.step import data_options, take_step
 from example_trainer.training import resume
@@ -98,6 +98,12 @@ def run(config: TrainerConfig, world: World, *, save_at: int | None = None) -> l
         "computes_in": sorted(computes_in),
         "gathered": gathered.num_bytes,
         "gradients": gap.held_bytes,
+        "optimizer": sum(
+            part.nbytes
+            for state in optimizer.state.values()
+            for value in state.values()
+            for part in map(whole_or_part, stored_parts(value).values())
+        ),
         "weights": sum(whole_or_part(p).nbytes for p in policy.model.parameters()),
         "peak_rss": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
     }
@@ -107,6 +113,7 @@ def run(config: TrainerConfig, world: World, *, save_at: int | None = None) -> l
 
 def main(runs: list[dict[str, Any]], save_at: int | None) -> None:
     torch.set_num_threads(1)
+    torch.compiler.set_stance("force_eager")  # 8-bit AdamW would compile for a minute
     with processes(torch.device("cpu")) as world:
         for settings in runs:
             config = TrainerConfig(**settings)

@@ -13,6 +13,7 @@ from atroposlib.api.server import create_app
 from example_trainer.config import TrainerConfig
 from example_trainer.data import DataOptions, make_batch
 from example_trainer.model import build_model
+from example_trainer.optim import BLOCK
 from example_trainer.parallel import ALONE, World, processes
 from tests.api.helpers_api import serving
 from tests.builders.programs import run_python
@@ -52,7 +53,8 @@ def in_two_processes(*runs: dict[str, Any], save_at: int | None = None) -> list[
 
 def in_one_process(settings: dict[str, Any], *, save_at: int | None = None) -> list[Any]:
     torch.manual_seed(0)
-    return run(TrainerConfig(**settings), ALONE, save_at=save_at)
+    with torch.compiler.set_stance("force_eager"):
+        return run(TrainerConfig(**settings), ALONE, save_at=save_at)
 
 
 def weights_of(settings: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -160,6 +162,28 @@ def test_two_processes_have_the_losses_and_gradients_of_one_on_every_architectur
         assert 0 < len(expected) == len(gradient)
         for name, value in expected.items():
             torch.testing.assert_close(gradient[name], value, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(300)
+def test_two_processes_share_8_bit_moments_and_read_each_others(tmp_path: Path) -> None:
+    """In a model as wide as a block, every matrix has them."""
+    model_dir = make_tiny_model(tmp_path / "model", hidden_size=BLOCK)
+    changes: dict[str, Any] = {"optimizer": "adamw_8bit", "num_steps": 4}
+    one, two = (settings_for(model_dir, tmp_path / name, **changes) for name in ("one", "two"))
+    expected = in_one_process(one, save_at=2)
+    (found,) = in_two_processes(two, save_at=2)
+    assert found == pytest.approx(expected, abs=1e-4)
+    whole, half = measured(one, 0), measured(two, 1)
+    assert whole["optimizer"] < 0.3 * 2 * whole["weights"]
+    assert half["optimizer"] < 0.6 * whole["optimizer"]
+    path = tmp_path / "two/step_2"
+    to_one = settings_for(model_dir, tmp_path / "to_one", resume_from=path, **changes)
+    assert in_one_process(to_one) == pytest.approx(found[8:], abs=1e-4)
+    path = tmp_path / "one/step_2"
+    to_two = settings_for(model_dir, tmp_path / "to_two", resume_from=path, **changes)
+    (found,) = in_two_processes(to_two)
+    assert found == pytest.approx(expected[8:], abs=1e-4)
 
 
 def test_each_process_computes_as_many_micro_batches() -> None:

@@ -60,12 +60,21 @@ class TrainerConfig(BaseModel):
     """Precision of the forward pass and of published weights; auto: bfloat16 on cuda, else float32."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
+    cpu_offload: bool = False
+    """Keep weights, gradients and optimizer in host memory: on the GPU only what a layer computes with; slower."""
     compile_layers: bool = False
     """torch.compile each decoder layer: less memory traffic; the first steps take a minute or more to compile."""
     threads: int | None = Field(None, ge=1)
     """Torch CPU threads; None: 1 on at most two cores, else torch's default."""
     seed: int = 0
     """Random seed of torch, numpy and python."""
+
+    plan: bool = False
+    """Print the memory that each of plan_gpus GPUs needs and the flags that make it fit, and exit; loads no weights."""
+    plan_gpus: int = Field(8, ge=1)
+    """Number of GPUs for plan."""
+    plan_gpu_gb: float = Field(80.0, gt=0)
+    """Memory of one of them, in GiB."""
 
     # Hub
     hub_url: str = Field(

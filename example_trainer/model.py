@@ -228,32 +228,44 @@ def load_policy(
     dtype = choose_dtype(config, device)
     kept = dtype if is_frozen or config.lora else torch.float32  # adapters are float32 in any case
     check_model_path(config.model_name)
-    try:
+    with naming_the_model(config):
         tokenizer = AutoTokenizer.from_pretrained(config.model_name)
         if world.size == 1:
-            read = model = build_model(config, dtype=kept).to(device)
+            read = model = build_model(config, dtype=kept)
         else:
             read = build_model(config, dtype="auto") if world.is_main else None
             with torch.device("meta"):
                 model = build_model(config, dtype=kept, has_weights=False)
-    except ConfigError:
-        raise
-    except (OSError, ValueError, ImportError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise ConfigError(f"--model_name {config.model_name} cannot be loaded: {reason}") from error
     model.train()
     module = PolicyModule(model)
     # A process alone that computes in its weights' dtype has nothing to shard and nothing to cast.
-    if world.size > 1 or any(p.dtype != dtype for p in model.parameters()):
-        world.shard(module, transformer_layers(model), dtype)
+    is_split = (
+        world.size > 1 or config.cpu_offload or any(p.dtype != dtype for p in model.parameters())
+    )
+    if not config.cpu_offload and world.size == 1:
+        model.to(device)
+    if is_split:
+        world.shard(module, transformer_layers(model), dtype, offloads=config.cpu_offload)
     if world.size > 1:
-        module.to_empty(device=device)
+        module.to_empty(device="cpu" if config.cpu_offload else device)
         world.fill(model, read)
     if is_frozen:
         model.requires_grad_(False)
     return Policy(
         model=model, tokenizer=tokenizer, device=device, dtype=dtype, module=module, world=world
     )
+
+
+@contextlib.contextmanager
+def naming_the_model(config: TrainerConfig) -> Iterator[None]:
+    """Turn the errors of a model that cannot be loaded into ConfigError with its name."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (OSError, ValueError, ImportError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ConfigError(f"--model_name {config.model_name} cannot be loaded: {reason}") from error
 
 
 def build_model(config: TrainerConfig, *, dtype: Any, has_weights: bool = True) -> Any:

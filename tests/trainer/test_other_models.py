@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     DeepseekV3Config,
@@ -19,6 +20,7 @@ from transformers import (
 from atroposlib.errors import ConfigError
 from example_trainer.data import make_batch
 from example_trainer.model import Policy, base_model, load_policy, reference_of
+from example_trainer.parallel import whole
 from example_trainer.step import data_options
 from tests.trainer.helpers_dry_run import config_for_dry_run
 from tests.trainer.helpers_models import make_model
@@ -144,3 +146,24 @@ def test_one_process_needs_no_rendezvous(
     for _ in range(2):
         one_step(load_policy(config), config, [make_group([1.0, 0.0])])
         assert dist.get_world_size() == 1
+
+
+def test_offloaded_weights_take_the_same_steps(hybrid: Path, tmp_path: Path) -> None:
+    results = []
+    for cpu_offload in (False, True):
+        config = config_for_dry_run(hybrid, tmp_path, dtype="bfloat16", cpu_offload=cpu_offload)
+        policy = load_policy(config)
+        offloaded = [isinstance(g.offload_policy, CPUOffloadPolicy) for g in groups_of(policy)]
+        assert offloaded == 5 * [cpu_offload]
+        result = one_step(policy, config, [make_group([1.0, 0.0])])
+        after = [whole(p.detach()) for p in policy.model.parameters()]
+        results.append((result.loss, result.grad_norm, *after))
+    for plain, other in zip(*results, strict=True):
+        assert torch.equal(torch.as_tensor(plain), torch.as_tensor(other))
+
+
+def groups_of(policy: Policy) -> list[Any]:
+    """Return FSDP's parameter groups: one for each layer, and the root's."""
+    states = [m._get_fsdp_state() for m in policy.module.modules() if isinstance(m, FSDPModule)]
+    assert len(states) == 1 + 4
+    return [state._fsdp_param_group for state in states]

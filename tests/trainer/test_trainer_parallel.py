@@ -126,16 +126,23 @@ def test_two_processes_compute_and_publish_in_bfloat16_over_float32_masters(tmp_
     alone = measured(one, 0)
     assert (alone["gathered"], alone["computes_in"]) == (0, ["torch.float32"])
     whole = alone["weights"]
-    for changes, held, most in (({}, 0.45, 0.55), ({"lora": True}, 0.25, 0.2)):
-        two = settings_for(
-            model_dir, tmp_path / str(changes), num_steps=2, dtype="bfloat16", **changes
-        )
-        (found,) = in_two_processes(two)
+    ways: list[tuple[dict[str, Any], float, float]] = [
+        ({}, 0.45, 0.55),
+        ({"lora": True}, 0.25, 0.2),
+        ({"cpu_offload": True}, 0.45, 0.55),
+    ]
+    runs = [
+        settings_for(model_dir, tmp_path / str(changes), num_steps=2, dtype="bfloat16", **changes)
+        for changes, *_ in ways
+    ]
+    plain, _, offloaded = numbers = in_two_processes(*runs)
+    assert plain == offloaded
+    for two, found, (changes, held, most) in zip(runs, numbers, ways, strict=True):
         half = measured(two, 1)
         assert half["computes_in"] == ["torch.bfloat16"]
         assert held * whole < half["weights"] < (held + 0.15) * whole
         assert 0 < half["gathered"] < most * whole
-        if not changes:
+        if "lora" not in changes:
             assert found[:2] == pytest.approx(
                 expected[:2], rel=0.05, abs=0.01
             )  # loss, gradient norm

@@ -60,6 +60,8 @@ class TrainerConfig(BaseModel):
     """Precision of the forward pass and of published weights; auto: bfloat16 on cuda, else float32."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
+    activation_offload: bool = False
+    """Keep what the backward pass needs in host memory; with gradient_checkpointing, the inputs of the layers."""
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer in host memory: on the GPU only what a layer computes with; slower."""
     compile_layers: bool = False

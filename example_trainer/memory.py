@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -52,6 +53,8 @@ class Sizes:
     has_reference: bool = False
     offloads: bool = False
     """Whether weights, gradients and optimizer are in host memory."""
+    saves_on_host: bool = False
+    """Whether activations wait for the backward pass in host memory."""
     checkpoints: bool = False
     """Whether gradient checkpointing is on."""
     microbatch_tokens: int
@@ -81,6 +84,7 @@ def sizes_of(policy: Policy, config: TrainerConfig, *, shares_gpu: bool) -> Size
         state_bytes=2 if config.optimizer == "adamw_8bit" else 8,
         has_reference=config.kl_coef > 0 and not policy.is_adapted,
         offloads=config.cpu_offload,
+        saves_on_host=config.activation_offload,
         checkpoints=config.gradient_checkpointing,
         microbatch_tokens=max(config.seq_len, data_options(config, policy).max_tokens),
         longest=config.seq_len,
@@ -120,9 +124,12 @@ def bytes_per_token(sizes: Sizes) -> int:
     """Return the bytes of activations that the backward pass needs, per token.
 
     Counted on Qwen2 in bfloat16 at hidden sizes 896, 3,584 and 4,096: 20.6 to 21.0 bytes per hidden value and layer
-    beside the MLP's four tensors. With checkpointing a layer keeps only its input, and one is computed at a time.
+    beside the MLP's four tensors. With checkpointing a layer keeps only its input, and one is computed at a time; in
+    host memory, nothing is left but that one.
     """
     layer = (21 * sizes.hidden_size + 8 * sizes.intermediate_size) * sizes.computes_bytes // 2
+    if sizes.saves_on_host:
+        return layer
     if sizes.checkpoints:
         return sizes.num_layers * sizes.computes_bytes * sizes.hidden_size + layer
     return sizes.num_layers * layer
@@ -146,26 +153,27 @@ CURES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--gradient_checkpointing true", {"checkpoints": True}),
     ("--vllm_gpu, so that the engine has a GPU of its own", {"engine_share": 0.0}),
     ("--optimizer adamw_8bit", {"state_bytes": 2}),
+    ("--activation_offload true", {"saves_on_host": True}),
     ("--cpu_offload true", {"offloads": True}),
 )
 """Flags and what they change, the cheapest in time first."""
 
 
 def cure(sizes: Sizes, gpu_bytes: int) -> str:
-    """Return the flags that make a step fit, each added only if those before are not enough."""
-    flags: list[str] = []
-    for flag, changes in (("", {}), *CURES):
-        changed = dataclasses.replace(sizes, **changes)
-        if flag and changed == sizes:
-            continue
-        sizes = changed
-        flags += [flag] if flag else []
-        tokens = sizes.microbatch_tokens
-        spare = gpu_bytes - sum(needs(sizes, gpu_bytes).values())
+    """Return the fewest flags that make a step fit, and of equally many those that cost the least time."""
+    useful = [each for each in CURES if dataclasses.replace(sizes, **each[1]) != sizes]
+    for chosen in (some for n in range(len(useful) + 1) for some in combinations(useful, n)):
+        changed = dataclasses.replace(
+            sizes, **dict(kv for _, each in chosen for kv in each.items())
+        )
+        tokens = changed.microbatch_tokens
+        spare = gpu_bytes - sum(needs(changed, gpu_bytes).values())
         if spare < 0:
-            tokens = (tokens + spare // bytes_per_token(sizes)) // 1024 * 1024
-        if spare >= 0 or tokens >= max(sizes.longest, 4096 if sizes.checkpoints else 8192):
-            if spare < 0 or CURES[0][0] in flags:  # with checkpointing the default is higher
+            tokens = (tokens + spare // bytes_per_token(changed)) // 1024 * 1024
+        if spare >= 0 or tokens >= max(sizes.longest, 4096 if changed.checkpoints else 8192):
+            flags = [flag for flag, _ in chosen]
+            # With checkpointing the default is higher.
+            if spare < 0 or changed.checkpoints != sizes.checkpoints:
                 flags.append(f"--max_microbatch_tokens {tokens}")
             return f"use {', '.join(flags)}"
     return "split it over more GPUs (torchrun), or train adapters (--lora true)"

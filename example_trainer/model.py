@@ -87,6 +87,25 @@ class PolicyModule(nn.Module):
         return PolicyOutput(out.logprobs_NK[:, 0].clone(), out.entropy_N, teacher_NK)
 
 
+def saved_on_host() -> torch.autograd.graph.saved_tensors_hooks:
+    """Keep what autograd saves for the backward pass in pinned host memory; weights stay, because FSDP frees them."""
+
+    def pack(value: Tensor) -> Tensor | tuple[torch.device, Tensor]:
+        base = value if value._base is None else value._base
+        if isinstance(base, nn.Parameter) or not value.is_floating_point():
+            return value
+        on_host = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
+        return value.device, on_host.copy_(value, non_blocking=True)
+
+    def unpack(saved: Tensor | tuple[torch.device, Tensor]) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        device, on_host = saved
+        return on_host.to(device, non_blocking=True)
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
 def base_model(causal: Any) -> Any:
     """Return the transformers model inside a peft wrapper, or the model itself."""
     return causal.get_base_model() if hasattr(causal, "peft_config") else causal
@@ -112,10 +131,13 @@ class Policy:
     module: nn.Module
     """`PolicyModule` over `model`, with weights sharded and cast by `World.shard`."""
     world: World = ALONE
+    saves_on_host: bool = False
+    """Whether activations wait for the backward pass in host memory."""
 
     def logprobs(self, micro_batch: MicroBatch) -> PolicyOutput:
         """Run the forward pass. Right padding needs no attention mask in a causal model."""
-        output: PolicyOutput = self.module(micro_batch)
+        with saved_on_host() if self.saves_on_host else contextlib.nullcontext():
+            output: PolicyOutput = self.module(micro_batch)
         return output
 
     @property
@@ -252,7 +274,13 @@ def load_policy(
     if is_frozen:
         model.requires_grad_(False)
     return Policy(
-        model=model, tokenizer=tokenizer, device=device, dtype=dtype, module=module, world=world
+        model=model,
+        tokenizer=tokenizer,
+        device=device,
+        dtype=dtype,
+        module=module,
+        world=world,
+        saves_on_host=config.activation_offload,
     )
 
 

@@ -162,6 +162,37 @@ def test_offloaded_weights_take_the_same_steps(hybrid: Path, tmp_path: Path) -> 
         assert torch.equal(torch.as_tensor(plain), torch.as_tensor(other))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_activations_on_the_host_give_the_same_gradient(
+    hybrid: Path, tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With checkpointing little but the inputs of the layers is copied, and no weight."""
+    copied: list[torch.Size] = []
+    real = torch.empty_like
+
+    def empty_like(value: torch.Tensor, **options: Any) -> torch.Tensor:
+        if "pin_memory" in options:
+            copied.append(value.shape)
+        return real(value, **options)
+
+    results = []
+    for activation_offload in (False, True):
+        changes = {"activation_offload": activation_offload, "gradient_checkpointing": True}
+        config = config_for_dry_run(hybrid, tmp_path, dtype=dtype, **changes)
+        policy = load_policy(config)
+        (micro_batch,) = make_batch([make_group([1.0, 0.0])], data_options(config)).micro_batches
+        monkeypatch.setattr(torch, "empty_like", empty_like)
+        policy.logprobs(micro_batch).logprobs_N.sum().backward()
+        monkeypatch.undo()
+        assert bool(copied) == activation_offload
+        results.append([whole(p.grad) for p in policy.model.parameters() if p.grad is not None])
+    assert copied.count(torch.Size([*micro_batch.tokens_BT.shape, 32])) >= 4  # layers
+    weights = {p.shape for p in policy.model.parameters() if p.dim() > 1}
+    assert weights.isdisjoint(copied)
+    for plain, other in zip(*results, strict=True):
+        assert torch.equal(plain, other)
+
+
 def groups_of(policy: Policy) -> list[Any]:
     """Return FSDP's parameter groups: one for each layer, and the root's."""
     states = [m._get_fsdp_state() for m in policy.module.modules() if isinstance(m, FSDPModule)]

@@ -63,7 +63,8 @@ class TrainerConfig(BaseModel):
     activation_offload: bool = False
     """Keep what the backward pass needs in host memory; with gradient_checkpointing, the inputs of the layers."""
     cpu_offload: bool = False
-    """Keep weights, gradients and optimizer in host memory: on the GPU only what a layer computes with; slower."""
+    """Keep weights, gradients and optimizer in host memory: on the GPU only what a layer computes with; slower.
+    With --optimizer adamw only."""
     compile_layers: bool = False
     """torch.compile each decoder layer: less memory traffic; the first steps take a minute or more to compile."""
     threads: int | None = Field(None, ge=1)
@@ -322,6 +323,10 @@ class TrainerConfig(BaseModel):
             self.lora = self.lora or trains_adapters
         if self.bridge == "lora":
             self.lora = True
+        if self.cpu_offload and self.optimizer != "adamw":
+            raise ValueError(
+                f"--optimizer {self.optimizer} computes on the GPU, and --cpu_offload keeps the optimizer off it"
+            )
         if self.lora and self.train_layer_indices is not None:
             raise ValueError("--train_layer_indices is for full weights; use --lora_layer_indices")
         for url in self.engine_urls:

@@ -154,7 +154,7 @@ CURES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--vllm_gpu, so that the engine has a GPU of its own", {"engine_share": 0.0}),
     ("--optimizer adamw_8bit", {"state_bytes": 2}),
     ("--activation_offload true", {"saves_on_host": True}),
-    ("--cpu_offload true", {"offloads": True}),
+    ("--cpu_offload true --optimizer adamw", {"offloads": True}),
 )
 """Flags and what they change, the cheapest in time first."""
 

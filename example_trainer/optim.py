@@ -40,7 +40,7 @@ def _adamw_8bit() -> Any:
     low_bit = require("torchao.optim", extra="gpu")
     state = require("torchao.optim.subclass_8bit", extra="gpu").OptimState8bit
 
-    class AdamW8bit(low_bit.AdamW8bit):  # type: ignore[misc,name-defined]
+    class AdamW8bit(low_bit.AdamW8bit):  # type: ignore[name-defined]
         def step(self, closure: Any = None) -> Any:
             for settings in self.param_groups:  # its compiled step takes no number
                 settings["lr"] = torch.as_tensor(settings["lr"], dtype=torch.float32)

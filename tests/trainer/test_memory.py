@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig, Qwen2Config
 
+from example_trainer.config import TrainerConfig
 from example_trainer.grpo import main
 from example_trainer.memory import (
     GIB,
@@ -170,11 +171,15 @@ def test_a_plan_for_32b_names_the_flags_that_make_it_fit(tmp_path: Path) -> None
     assert planned(QWEN_32B, tmp_path, *flags)[-1] == "fits"
     longer = (*flags[:-2], "--seq_len", "32768")  # fewer tokens than a sequence are no micro-batch
     assert planned(QWEN_32B, tmp_path, *longer)[-1] == "use --activation_offload true"
-    *_, total, verdict = planned(QWEN_32B, tmp_path, *flags, "--plan_gpus", "2")
-    assert verdict == "use --cpu_offload true"
-    assert (
-        planned(QWEN_32B, tmp_path, *flags, *verdict.split()[1:], "--plan_gpus", "2")[-1] == "fits"
-    )
+    two = (*flags[:2], *flags[-2:], "--plan_gpus", "2")
+    *_, verdict = planned(QWEN_32B, tmp_path, *two)
+    assert verdict == "use --cpu_offload true --optimizer adamw"
+    assert planned(QWEN_32B, tmp_path, *two, *verdict.split()[1:])[-1] == "fits"
+
+
+def test_an_optimizer_of_the_gpu_is_refused_off_it() -> None:
+    with pytest.raises(ValueError, match="--optimizer adamw_8bit .* --cpu_offload"):
+        TrainerConfig(model_name="m", optimizer="adamw_8bit", cpu_offload=True)
 
 
 def test_a_plan_for_adapters_counts_a_frozen_base_in_bfloat16(tmp_path: Path) -> None:

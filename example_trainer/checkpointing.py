@@ -35,6 +35,7 @@ from torch.distributed.tensor import DTensor
 from atroposlib.errors import AtroposError, ConfigError
 from example_trainer.memory import GIB, free_host_bytes
 from example_trainer.model import Policy, remove_directory, written_directory
+from example_trainer.optim import stored_parts
 from example_trainer.parallel import World, host_copy
 
 logger = logging.getLogger(__name__)
@@ -213,27 +214,19 @@ class Checkpoints:
 
 
 def _tensors(policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return the checkpoint's tensors by name: trained parameters and their optimizer state. No two share memory.
+    """Return the checkpoint's tensors by name: trained parameters and their optimizer state.
+
+    They share their memory with policy and optimizer, and none with another.
 
     Frozen parameters come from the initial model, settings such as the learning rate from the configuration.
     """
     tensors: dict[str, Tensor] = {}
-    seen: set[int] = set()
     for name, parameter in _trained(policy):
         tensors[f"model.{name}"] = parameter.detach()
         for key, value in optimizer.state.get(parameter, {}).items():
-            tensor = value if isinstance(value, Tensor) else torch.tensor(value).double()
-            # 8-bit AdamW shares its quantisation map; safetensors refuses shared memory.
-            if tensor.data_ptr() in seen:
-                tensor = tensor.clone()
-            seen.add(_address(tensor))
-            tensors[f"optimizer.{name}.{key}"] = tensor
+            for suffix, tensor in stored_parts(value).items():
+                tensors[f"optimizer.{name}.{key}{suffix}"] = tensor
     return tensors
-
-
-def _address(value: Tensor) -> int:
-    local = value.to_local() if isinstance(value, DTensor) else value
-    return local.data_ptr()
 
 
 def _trained(policy: Policy) -> list[tuple[str, nn.Parameter]]:
@@ -289,13 +282,6 @@ def _load_tensors(
     tensors = _tensors(policy, optimizer)
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # of a single process
         checkpoint.load(tensors, storage_reader=reader, no_dist=world.size == 1)
-    for name, parameter in _trained(policy):
-        for key, value in optimizer.state.get(parameter, {}).items():
-            stored = tensors[f"optimizer.{name}.{key}"]
-            if not isinstance(value, Tensor):
-                optimizer.state[parameter][key] = type(value)(stored.item())
-            elif _address(value) != _address(stored):
-                value.copy_(stored)
 
 
 def _random_states() -> dict[str, Any]:

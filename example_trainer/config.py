@@ -68,12 +68,24 @@ class TrainerConfig(BaseModel):
     """Precision of the forward pass and of published weights; auto: bfloat16 on cuda, else float32."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
+    activation_offload: bool = False
+    """Keep what the backward pass needs in host memory; with gradient_checkpointing, the inputs of the layers."""
+    cpu_offload: bool = False
+    """Keep weights, gradients and optimizer in host memory: on the GPU only what a layer computes with; slower.
+    With --optimizer adamw only."""
     compile_layers: bool = False
     """torch.compile each decoder layer: less memory traffic; the first steps take a minute or more to compile."""
     threads: int | None = Field(None, ge=1)
     """Torch CPU threads; None: 1 on at most two cores, else torch's default."""
     seed: int = 0
     """Random seed of torch, numpy and python."""
+
+    plan: bool = False
+    """Print the memory that each of plan_gpus GPUs needs and the flags that make it fit, and exit; loads no weights."""
+    plan_gpus: int = Field(8, ge=1)
+    """Number of GPUs for plan."""
+    plan_gpu_gb: float = Field(80.0, gt=0)
+    """Memory of one of them, in GiB."""
 
     # Hub
     hub_url: str = Field(
@@ -114,7 +126,7 @@ class TrainerConfig(BaseModel):
     lr_min_fraction: float = Field(0.0, ge=0, le=1)
     """Share of lr towards which the schedule falls."""
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
-    """adamw_8bit needs bitsandbytes and a single process."""
+    """adamw_8bit keeps its moments in 8 bits: a quarter of the memory; it needs torchao."""
     adam_beta1: float = Field(0.9, ge=0, lt=1)
     """AdamW beta1."""
     adam_beta2: float = Field(0.99, ge=0, lt=1)
@@ -342,6 +354,10 @@ class TrainerConfig(BaseModel):
             self.lora = self.lora or trains_adapters
         if self.bridge == "lora":
             self.lora = True
+        if self.cpu_offload and self.optimizer != "adamw":
+            raise ValueError(
+                f"--optimizer {self.optimizer} computes on the GPU, and --cpu_offload keeps the optimizer off it"
+            )
         if self.lora and self.train_layer_indices is not None:
             raise ValueError("--train_layer_indices is for full weights; use --lora_layer_indices")
         for url in self.engine_urls:

@@ -38,6 +38,11 @@ def start_command() -> None:
 def _run(argv: Sequence[str]) -> None:
     config = parse_flags(TrainerConfig, argv, prog="atropos-grpo", description=DESCRIPTION)
     start_command()
+    if config.plan:
+        from example_trainer.memory import plan
+
+        print(plan(config))  # noqa: T201
+        return
     from example_trainer.training import train
 
     train(config)

@@ -51,9 +51,6 @@ def head_logprobs(
     if chunk_size is None:
         chunk_bytes = CHUNK_BYTES if device == "cpu" else GPU_CHUNK_BYTES
         chunk_size = max(1, chunk_bytes // (4 * weight_VH.shape[0]))
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        # The backward pass runs without autocast and must compute the same products.
-        hidden_NH = hidden_NH.to(torch.get_autocast_dtype(device))
     logprobs_NK, entropy_N = _Head.apply(
         hidden_NH, weight_VH, bias_V, ids_NK, temperature_N, chunk_size
     )

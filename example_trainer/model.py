@@ -1,7 +1,8 @@
 """Load the trained model, run its forward pass, and save it atomically.
 
-Trained weights are float32 (in bfloat16, AdamW at 1e-5 loses its updates); the forward pass, saved weights and the
-weights under adapters use the configured dtype. Dropout is off, because the trainer's logprobs must match the engine's.
+Trained weights are float32 (in bfloat16, AdamW at 1e-5 loses its updates); the forward pass reads copies in the
+configured dtype (`World.shard`), which saved weights and frozen ones also have. Dropout is off, because the trainer's
+logprobs must match the engine's.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from example_trainer.config import TrainerConfig
 from example_trainer.contract import checkpoint_form, write_checksums
 from example_trainer.data import MicroBatch
 from example_trainer.head import head_logprobs, logits_logprobs
-from example_trainer.parallel import ALONE, World, full_weights, is_sharded
+from example_trainer.parallel import ALONE, World, full_weights
 
 
 class PolicyOutput(NamedTuple):
@@ -87,8 +88,30 @@ class PolicyModule(nn.Module):
                 ids_NK=ids_NK,
                 temperature_N=positions.temperature_N,
             )
-        teacher_NK = out.logprobs_NK[:, 1:] if positions.teacher_ids_NK is not None else None
-        return PolicyOutput(out.logprobs_NK[:, 0], out.entropy_N, teacher_NK)
+        # Copies: FSDP's hooks are on the outputs, and an operation in place on a view would drop them.
+        teacher_NK = (
+            out.logprobs_NK[:, 1:].clone() if positions.teacher_ids_NK is not None else None
+        )
+        return PolicyOutput(out.logprobs_NK[:, 0].clone(), out.entropy_N, teacher_NK)
+
+
+def saved_on_host() -> torch.autograd.graph.saved_tensors_hooks:
+    """Keep what autograd saves for the backward pass in pinned host memory; weights stay, because FSDP frees them."""
+
+    def pack(value: Tensor) -> Tensor | tuple[torch.device, Tensor]:
+        base = value if value._base is None else value._base
+        if isinstance(base, nn.Parameter) or not value.is_floating_point():
+            return value
+        on_host = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
+        return value.device, on_host.copy_(value, non_blocking=True)
+
+    def unpack(saved: Tensor | tuple[torch.device, Tensor]) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        device, on_host = saved
+        return on_host.to(device, non_blocking=True)
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
 def base_model(causal: Any) -> Any:
@@ -119,19 +142,16 @@ class Policy:
     device: torch.device
     dtype: torch.dtype
     module: nn.Module
-    """`PolicyModule` over `model`, which several processes shard."""
+    """`PolicyModule` over `model`, with weights sharded and cast by `World.shard`."""
     world: World = ALONE
+    saves_on_host: bool = False
+    """Whether activations wait for the backward pass in host memory."""
 
     def logprobs(self, micro_batch: MicroBatch) -> PolicyOutput:
         """Run the forward pass. Right padding needs no attention mask in a causal model."""
-        mixed = self.dtype != torch.float32 and not is_sharded(self.module)  # FSDP casts by itself
-        casts = (
-            torch.autocast(self.device.type, dtype=self.dtype)
-            if mixed
-            else contextlib.nullcontext()
-        )
-        with casts:
-            return self.module(micro_batch)
+        with saved_on_host() if self.saves_on_host else contextlib.nullcontext():
+            output: PolicyOutput = self.module(micro_batch)
+        return output
 
     @property
     def vocab_size(self) -> int:
@@ -264,34 +284,54 @@ def load_policy(
     device = choose_device(config) if world is None else world.device
     world = world or ALONE
     dtype = choose_dtype(config, device)
-    kept = dtype if is_frozen or (config.lora and world.size == 1) else torch.float32
+    kept = dtype if is_frozen or config.lora else torch.float32  # adapters are float32 in any case
     check_model_path(config.model_name)
-    try:
+    with naming_the_model(config):
         tokenizer = AutoTokenizer.from_pretrained(config.model_name)
         if world.size == 1:
-            read = model = build_model(config, dtype=kept).to(device)
+            read = model = build_model(config, dtype=kept)
         else:
             read = build_model(config, dtype="auto") if world.is_main else None
             with torch.device("meta"):
                 model = build_model(config, dtype=kept, has_weights=False)
             if read is not None:  # how the checkpoint names and shapes its tensors
                 base_model(model)._weight_conversions = base_model(read)._weight_conversions
+    model.train()
+    module = PolicyModule(model)
+    # A process alone that computes in its weights' dtype has nothing to shard and nothing to cast.
+    is_split = (
+        world.size > 1 or config.cpu_offload or any(p.dtype != dtype for p in model.parameters())
+    )
+    if not config.cpu_offload and world.size == 1:
+        model.to(device)
+    if is_split:
+        world.shard(module, transformer_layers(model), dtype, offloads=config.cpu_offload)
+    if world.size > 1:
+        module.to_empty(device="cpu" if config.cpu_offload else device)
+        world.fill(model, read)
+    if is_frozen:
+        model.requires_grad_(False)
+    return Policy(
+        model=model,
+        tokenizer=tokenizer,
+        device=device,
+        dtype=dtype,
+        module=module,
+        world=world,
+        saves_on_host=config.activation_offload,
+    )
+
+
+@contextlib.contextmanager
+def naming_the_model(config: TrainerConfig) -> Iterator[None]:
+    """Turn the errors of a model that cannot be loaded into ConfigError with its name."""
+    try:
+        yield
     except ConfigError:
         raise
     except (OSError, ValueError, ImportError) as error:
         reason = str(error).strip().split("\n")[0]
         raise ConfigError(f"--model_name {config.model_name} cannot be loaded: {reason}") from error
-    model.train()
-    module = PolicyModule(model)
-    if world.size > 1:
-        world.shard(module, transformer_layers(model), dtype)
-        module.to_empty(device=device)
-        world.fill(model, read)
-    if is_frozen:
-        model.requires_grad_(False)
-    return Policy(
-        model=model, tokenizer=tokenizer, device=device, dtype=dtype, module=module, world=world
-    )
 
 
 def build_model(config: TrainerConfig, *, dtype: Any, has_weights: bool = True) -> Any:

@@ -1,8 +1,9 @@
-"""Several trainer processes, started by torchrun, each with a shard of weights and optimizer (FSDP2).
+"""The trainer's processes, started by torchrun, each with a shard of weights and optimizer (FSDP2).
 
 Only the first process talks to the hub and the engines; `broadcast` sends its decisions to the others, so that all take
-the same step. Every process gets the whole batch and computes its share of the micro-batches. With one process,
-everything here does nothing. Called by `training.py`, `model.py` and `checkpointing.py`.
+the same step. Every process gets the whole batch and computes its share of the micro-batches. One process exchanges
+nothing; its only shard is the whole, cast for the forward pass. Called by `training.py`, `model.py` and
+`checkpointing.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import distribute_tensor
 
 from example_trainer.data import MicroBatch, without_weight
@@ -97,15 +103,34 @@ class World:
             mine.append(without_weight(micro_batches[-1]))
         return mine
 
-    def shard(self, module: nn.Module, layers: Sequence[nn.Module], dtype: torch.dtype) -> None:
-        """Shard the parameters of each layer, then the remaining ones, over the processes (in place)."""
+    def shard(
+        self,
+        module: nn.Module,
+        layers: Sequence[nn.Module],
+        dtype: torch.dtype,
+        *,
+        offloads: bool = False,
+    ) -> None:
+        """Shard the parameters of each layer, then the remaining ones, over the processes (in place).
+
+        A forward or backward pass gathers a layer's parameters in `dtype` and frees them after it; gradients are summed
+        in float32. With one process FSDP only casts; the process group that it needs has no other member to find.
+        With `offloads`, shards, gradients and optimizer are in host memory, where the optimizer then computes.
+        """
+        if self.size == 1 and not dist.is_initialized():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         mesh = init_device_mesh(self.device.type, (self.size,))
         precision = MixedPrecisionPolicy()
         if dtype != torch.float32:
-            precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-        for layer in layers:
-            fully_shard(layer, mesh=mesh, mp_policy=precision)
-        fully_shard(module, mesh=mesh, mp_policy=precision)
+            # Inputs are left as they are: layers compute what they do in a model that is loaded in `dtype`.
+            precision = MixedPrecisionPolicy(
+                param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+            )
+        offload = OffloadPolicy()
+        if offloads:
+            offload = CPUOffloadPolicy(pin_memory=self.device.type != "cpu")
+        for each in (*layers, module):
+            fully_shard(each, mesh=mesh, mp_policy=precision, offload_policy=offload)
 
     @torch.no_grad()
     def fill(self, model: nn.Module, read: nn.Module | None) -> None:
@@ -140,16 +165,13 @@ def processes(device: torch.device) -> Iterator[World]:
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    # Offloaded gradients are clipped on the CPU.
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     try:
         control = dist.new_group(backend="gloo", timeout=QUIET_TIMEOUT)
         yield World(rank=dist.get_rank(), size=size, device=device, control=control)
     finally:
         dist.destroy_process_group()
-
-
-def is_sharded(module: nn.Module) -> bool:
-    return isinstance(module, FSDPModule)
 
 
 def whole(value: Tensor) -> Tensor:

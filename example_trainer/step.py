@@ -266,7 +266,7 @@ def data_options(config: TrainerConfig, policy: Policy | None = None) -> DataOpt
         and not policy.keeps_state
     )
     on_gpu = policy is not None and policy.device.type == "cuda"
-    # Without checkpointing, 32,768 positions of a 0.5B take 52 GB.
+    # Without checkpointing, 32,768 positions of a 0.5B take 45 GB.
     most_tokens = 8192 if on_gpu and not config.gradient_checkpointing else 32768
     return DataOptions(
         baseline=config.baseline,

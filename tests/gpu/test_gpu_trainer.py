@@ -19,6 +19,7 @@ from example_trainer.gap import LogprobGap
 from example_trainer.head import head_logprobs
 from example_trainer.model import Policy, load_policy
 from example_trainer.optim import make_optimizer
+from example_trainer.parallel import whole
 from example_trainer.step import StepResult, data_options, take_step
 from tests.tiny_model import make_tiny_model
 from tests.trainer.helpers_trainer import make_group
@@ -73,11 +74,11 @@ def test_a_bfloat16_step_has_the_loss_and_gradient_of_float32(
     expected = one_step(load_policy(wide), wide)
     config = config_for(model_dir, tmp_path, **changes)
     policy = load_policy(config)
-    before = [p.detach().clone() for p in policy.model.parameters()]
+    before = [whole(p.detach()).clone() for p in policy.model.parameters()]
     found = one_step(policy, config)
     assert found.loss == pytest.approx(expected.loss, rel=0.05, abs=0.02)
     assert found.grad_norm == pytest.approx(expected.grad_norm, rel=0.05)
-    after = list(policy.model.parameters())
+    after = [whole(p.detach()) for p in policy.model.parameters()]
     assert {p.dtype for p in after} == {torch.float32}
     assert all(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
@@ -96,7 +97,7 @@ def test_packed_rows_give_the_logprobs_and_gradients_of_padded_ones(
         assert {each.borders is not None for each in batch.micro_batches} == {packing == "on"}
         own = logprobs(policy, batch)
         own.sum().backward()
-        gradient = torch.cat([p.grad.flatten() for p in policy.model.parameters()])
+        gradient = torch.cat([whole(p.grad).flatten() for p in policy.model.parameters()])
         results.append((own.detach(), gradient))
     (padded, padded_gradient), (packed, packed_gradient) = results
     torch.testing.assert_close(packed, padded, rtol=0, atol=0.05)

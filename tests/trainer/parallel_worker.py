@@ -1,6 +1,6 @@
 """One trainer process among those that torchrun starts: some steps on made-up groups, from a model or a checkpoint.
 
-python -m torch.distributed.run --nproc_per_node 2 tests/trainer/parallel_worker.py '{"model_name": ...}'
+python -m torch.distributed.run --nproc_per_node 2 tests/trainer/parallel_worker.py '[{"model_name": ...}]' null
 """
 
 import json
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,8 +20,8 @@ from example_trainer.config import TrainerConfig
 from example_trainer.data import MicroBatch, make_batch
 from example_trainer.gap import LogprobGap
 from example_trainer.model import load_policy, transformer_layers
-from example_trainer.optim import make_optimizer
-from example_trainer.parallel import World, processes
+from example_trainer.optim import make_optimizer, stored_parts
+from example_trainer.parallel import World, processes, whole
 from example_trainer.step import data_options, take_step
 from example_trainer.training import resume
 from tests.trainer.helpers_trainer import make_group
@@ -56,11 +57,20 @@ def whole_or_part(value: Tensor) -> Tensor:
 
 
 def run(config: TrainerConfig, world: World, *, save_at: int | None = None) -> list[float | None]:
-    """Train to `config.num_steps`, save in between if asked and at the end, return the losses and gradient norms."""
+    """Train to `config.num_steps`, save in between if asked and at the end, return the losses and gradient norms.
+
+    The last step's gradient is in `gradient.safetensors`.
+    """
     policy = load_policy(config, world)
     optimizer = make_optimizer(policy, config)
     saved = Checkpoints(save_path=config.save_path, world=world)
     start = resume(config, saved, policy, optimizer).step
+    gradient: dict[str, Tensor] = {}
+    optimizer.register_step_pre_hook(
+        lambda *_: gradient.update(
+            {n: whole(p.grad) for n, p in policy.model.named_parameters() if p.grad is not None}
+        )
+    )
     options = data_options(config)
     numbers: list[float | None] = []
     gap = Watching(policy, limit=None)
@@ -80,12 +90,21 @@ def run(config: TrainerConfig, world: World, *, save_at: int | None = None) -> l
         numbers += result.peak
         if step + 1 == save_at:
             saved.take(policy, optimizer, save_at)()
+    if world.is_main:
+        config.save_path.mkdir(parents=True, exist_ok=True)
+        save_file(gradient, config.save_path / "gradient.safetensors")
     with Gathered() as gathered:
         policy.save(config.save_path / "final_model")
     measured = {
         "computes_in": sorted(computes_in),
         "gathered": gathered.num_bytes,
         "gradients": gap.held_bytes,
+        "optimizer": sum(
+            part.nbytes
+            for state in optimizer.state.values()
+            for value in state.values()
+            for part in map(whole_or_part, stored_parts(value).values())
+        ),
         "weights": sum(whole_or_part(p).nbytes for p in policy.model.parameters()),
         "peak_rss": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
     }
@@ -93,13 +112,15 @@ def run(config: TrainerConfig, world: World, *, save_at: int | None = None) -> l
     return numbers
 
 
-def main(settings: dict[str, Any], save_at: int | None) -> None:
+def main(runs: list[dict[str, Any]], save_at: int | None) -> None:
     torch.set_num_threads(1)
-    config = TrainerConfig(**settings)
+    torch.compiler.set_stance("force_eager")  # 8-bit AdamW would compile for a minute
     with processes(torch.device("cpu")) as world:
-        numbers = run(config, world, save_at=save_at)
-        if world.is_main:
-            (config.save_path / "numbers.json").write_text(json.dumps(numbers))
+        for settings in runs:
+            config = TrainerConfig(**settings)
+            numbers = run(config, world, save_at=save_at)
+            if world.is_main:
+                (config.save_path / "numbers.json").write_text(json.dumps(numbers))
 
 
 if __name__ == "__main__":

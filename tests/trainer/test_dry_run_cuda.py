@@ -1,7 +1,7 @@
 """Forward pass, losses, gap check and metrics on CUDA tensors that are only pretended, with torch's CUDA build.
 
-`FakeTensorMode` checks shapes, types and devices as the CUDA kernels would, bfloat16 and autocast included, and needs
-no device. `.ci/cuda_env.sh` makes the environment: `pytest -m cuda_wheel tests/trainer/test_dry_run_cuda.py`.
+`FakeTensorMode` checks shapes, types and devices as the CUDA kernels would, bfloat16 included, and needs no device.
+`.ci/cuda_env.sh` makes the environment: `pytest -m cuda_wheel tests/trainer/test_dry_run_cuda.py`.
 
 What this cannot reach: the backward pass and the optimizer's step (autograd asks the driver for the device; the meta
 dry run has both), numbers, memory, speed, kernels of flash attention and Triton, streams, NCCL, several processes.
@@ -59,36 +59,37 @@ class Loaded(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Loaded]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, torch.dtype], Loaded]:
     """Models without numbers are not changed by a step: one of each serves every test."""
     model_dir = make_tiny_model(tmp_path_factory.mktemp("model"), num_layers=1)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     found = {}
     for way, changes in WAYS.items():
-        config = config_for_dry_run(model_dir, model_dir, **changes)
-        policy, reference = (on_cuda(load_policy(config), mode) for _ in range(2))
-        assert {p.device.type for p in policy.model.parameters()} == {"cuda"}
-        found[way] = Loaded(policy, reference, mode)
+        for dtype in (torch.float32, torch.bfloat16):
+            config = config_for_dry_run(model_dir, model_dir, **changes)
+            policy, reference = (on_cuda(load_policy(config), dtype, mode) for _ in range(2))
+            assert {p.device.type for p in policy.model.parameters()} == {"cuda"}
+            found[way, dtype] = Loaded(policy, reference, mode)
     return found
 
 
-def on_cuda(policy: Policy, mode: FakeTensorMode) -> Policy:
+def on_cuda(policy: Policy, dtype: torch.dtype, mode: FakeTensorMode) -> Policy:
+    """Return the model that FSDP gathers for a forward pass: every parameter in `dtype`."""
+    policy.model.to(dtype)
     with mode:
         policy.model.to_empty(device="cuda")
-    return dataclasses.replace(policy, device=torch.device("cuda:0"))
+    return dataclasses.replace(policy, device=torch.device("cuda:0"), dtype=dtype)
 
 
 @pytest.fixture(autouse=True)
 def pretended_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """What asks the driver says yes; the backward pass, which would not run without one, is left out."""
-    monkeypatch.setattr("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
-    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda: True)
     monkeypatch.setattr(torch.Tensor, "backward", lambda self: None)
 
 
-def take_one_step(model: Loaded, dtype: torch.dtype, **changes: Any) -> None:
+def take_one_step(model: Loaded, **changes: Any) -> None:
     config = config_for_dry_run(Path("model"), Path("out"), **changes)
-    policy, reference = (dataclasses.replace(each, dtype=dtype) for each in model[:2])
+    policy, reference = model.policy, model.reference
     with model.mode, OneDevice("cuda"):
         optimizer = make_optimizer(policy, config)
         options = data_options(config, policy)
@@ -110,19 +111,23 @@ def take_one_step(model: Loaded, dtype: torch.dtype, **changes: Any) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_forward_losses_gap_and_metrics_of_every_objective_stay_on_the_gpu(
-    models: dict[str, Loaded], name: str, layout: str, way: str, dtype: torch.dtype
+    models: dict[tuple[str, torch.dtype], Loaded],
+    name: str,
+    layout: str,
+    way: str,
+    dtype: torch.dtype,
 ) -> None:
     changes = {"objective": name} | EVERY_TERM | LAYOUTS[layout] | WAYS[way]
-    take_one_step(models[way], dtype, **changes)
+    take_one_step(models[way, dtype], **changes)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("correction", CORRECTIONS)
 def test_forward_and_losses_of_every_correction_stay_on_the_gpu(
-    models: dict[str, Loaded], correction: str, layout: str
+    models: dict[tuple[str, torch.dtype], Loaded], correction: str, layout: str
 ) -> None:
     changes = {"correction": correction, "distill_coef": 0.3, "distill_loss": "reverse_kl"}
-    take_one_step(models["whole"], torch.bfloat16, **changes, **LAYOUTS[layout])
+    take_one_step(models["whole", torch.bfloat16], **changes, **LAYOUTS[layout])
 
 
 class Traffic(TorchDispatchMode):
@@ -173,7 +178,7 @@ def test_no_product_of_the_head_is_rounded_and_a_logit_costs_as_many_bytes_as_co
     rows = head.GPU_CHUNK_BYTES // (4 * vocabulary)
     with FakeTensorMode():
         hidden = torch.empty(num_positions, size, device="cuda", dtype=torch.bfloat16)
-        weight = torch.empty(vocabulary, size, device="cuda")
+        weight = torch.empty(vocabulary, size, device="cuda", dtype=torch.bfloat16)
         ids = torch.empty(num_positions, 1, device="cuda", dtype=torch.int64)
         temperature, ones = (
             torch.empty(n, device="cuda") for n in (num_positions, (num_positions, 1))
@@ -183,7 +188,10 @@ def test_no_product_of_the_head_is_rounded_and_a_logit_costs_as_many_bytes_as_co
             head._Head.forward(saved, hidden, weight, None, ids, temperature, rows)
         with OneDevice("cuda"), Traffic() as backward:
             found = head._Head.backward(saved, ones, None)
-    assert [each.dtype for each in found[:2] if each is not None] == [torch.bfloat16, torch.float32]
+    assert [each.dtype for each in found[:2] if each is not None] == [
+        torch.bfloat16,
+        torch.bfloat16,
+    ]
     logits, gradient = (rows, vocabulary), (vocabulary, size)
     assert {dtype for shape, dtype in forward.written if shape == logits} == {torch.float32}
     assert (gradient, torch.float32) in backward.written
@@ -202,13 +210,13 @@ def test_the_steps_of_the_benchmark_stay_on_the_gpu_in_their_real_sizes(
     spec = dataclasses.replace(case, sequences=8, device="cuda", directory=str(tmp_path), steps=0)
     config = _trainer_ours.config_of(spec)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with mode, torch.device("cuda"):
+    with torch.device("meta"):
         model = build_model(spec.shape, num_hidden_layers=2)
     if spec.checkpointing:
         model.gradient_checkpointing_enable()
-    policy = policy_of(model, "cuda:0")
+    policy = on_cuda(policy_of(model, "meta"), torch.bfloat16, mode)
     with mode, OneDevice("cuda"):
-        meter = Meter(model, device="cuda")
+        meter = Meter(policy.model, device="cuda")
         _trainer_ours.run_steps(policy, spec, config, meter)
     assert len(meter.result.losses) == 1
     assert meter.result.expected_bytes > 2**30

@@ -1,7 +1,7 @@
 """Whole steps on the `meta` device, backward pass and optimizer included: no operation mixes tensors of two devices.
 
-What this cannot reach: numbers (those read from the device are made up), kernels and their limits, autocast (there is
-none on `meta`: float32 only), the fused AdamW kernel (the plain one takes its place), several processes, saving the
+What this cannot reach: numbers (those read from the device are made up), kernels and their limits, bfloat16 (FSDP does
+not cast on `meta`: float32 only), the fused AdamW kernel (the plain one takes its place), several processes, saving the
 weights to disk. `test_dry_run_cuda.py` reaches bfloat16 and the choices that are made for CUDA.
 """
 

@@ -1,12 +1,16 @@
-"""Models that are more than attention and an MLP: experts, and layers that hand a state on."""
+"""Models that are more than attention and an MLP, and the precision that all compute in."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     Gemma2Config,
     GptOssConfig,
     Qwen3Config,
@@ -17,11 +21,19 @@ from transformers import (
 from atroposlib.errors import ConfigError
 from example_trainer.contract import check_files
 from example_trainer.data import make_batch
-from example_trainer.model import Policy, attention_kernel, load_policy
+from example_trainer.model import (
+    Policy,
+    attention_kernel,
+    base_model,
+    load_policy,
+    reference_of,
+)
+from example_trainer.parallel import whole
 from example_trainer.step import data_options
 from example_trainer.weights import WeightsDirectory
 from tests.tiny_model import make_tiny_tokenizer
 from tests.trainer.helpers_dry_run import config_for_dry_run
+from tests.trainer.helpers_models import make_model
 from tests.trainer.helpers_trainer import make_group, one_step
 
 SIZES: dict[str, Any] = {
@@ -60,9 +72,7 @@ def save(config: Any, directory: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = Qwen3NextConfig(**SIZES, **GATED_DELTA)
-    assert "linear_attention" in config.layer_types
-    return save(config, tmp_path_factory.mktemp("hybrid"))
+    return make_model(Qwen3NextConfig, tmp_path_factory.mktemp("hybrid"))
 
 
 def logprobs(policy: Policy, config: Any) -> dict[tuple[int, ...], torch.Tensor]:
@@ -86,6 +96,7 @@ def test_sequences_of_a_hybrid_model_do_not_read_each_others_state(
     chosen = config_for_dry_run(hybrid, tmp_path, batch_size=100)
     monkeypatch.setattr(Policy, "uses_flash", True)
     policy = load_policy(alone)
+    assert "linear_attention" in base_model(policy.model).config.layer_types
     expected, found = logprobs(policy, alone), logprobs(policy, chosen)
     assert found.keys() == expected.keys()
     for labels, values in expected.items():
@@ -166,3 +177,130 @@ def test_attention_is_any_kernel_that_transformers_knows(
     assert attention_kernel(chosen, DENSE) == "flash_attention_2"
     assert attention_kernel(chosen, GptOssConfig()) is None
     assert attention_kernel(config_for_dry_run(source, tmp_path, device="cpu"), DENSE) is None
+
+
+class Products(TorchDispatchMode):
+    """Notes the dtypes of the grouped products, which compute all experts of a layer, and counts them."""
+
+    num_grouped = 0
+    dtypes: set[torch.dtype]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._grouped_mm.default:
+            self.num_grouped += 1
+            self.dtypes |= {args[0].dtype, args[1].dtype}
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("kind", [Qwen3MoeConfig, GptOssConfig])
+def test_experts_are_computed_in_bfloat16_forward_and_backward(kind: Any, tmp_path: Path) -> None:
+    model_dir = make_model(kind, tmp_path / "experts")
+    config = config_for_dry_run(model_dir, tmp_path, dtype="bfloat16", attention="eager")
+    policy = load_policy(config)
+    (micro_batch,) = make_batch([make_group([1.0, 0.0])], data_options(config)).micro_batches
+    with Products() as products:
+        products.dtypes = set()
+        policy.logprobs(micro_batch).logprobs_N.sum().backward()
+    assert products.num_grouped == 2 * 2 * 3  # layers, matrices, forward and two gradients
+    assert products.dtypes == {torch.bfloat16}
+    assert {p.grad.dtype for p in policy.model.parameters() if p.grad is not None} == {
+        torch.float32
+    }
+
+
+@pytest.mark.parametrize(
+    "kind", [Qwen3Config, Gemma2Config, Qwen3MoeConfig, GptOssConfig, DeepseekV3Config]
+)
+@pytest.mark.parametrize("lora", [False, True])
+def test_equal_weights_give_policy_and_reference_equal_logprobs(
+    kind: Any, lora: bool, tmp_path: Path
+) -> None:
+    """DeepSeek's routers stay float32 when it is loaded in bfloat16; they are computed as the policy's are."""
+    config = config_for_dry_run(
+        make_model(kind, tmp_path / "model"),
+        tmp_path,
+        dtype="bfloat16",
+        attention="eager",
+        lora=lora,
+        lora_target_modules=["o_proj"],
+        kl_coef=0.1,
+    )
+    policy = load_policy(config)
+    reference = reference_of(policy, config)
+    for micro_batch in make_batch(
+        [make_group([1.0, 0.0], seed=s, length=9) for s in range(4)], data_options(config, policy)
+    ).micro_batches:
+        own = policy.logprobs(micro_batch)
+        with torch.no_grad():
+            assert torch.equal(own.logprobs_N, reference.logprobs(micro_batch).logprobs_N)
+        own.logprobs_N.sum().backward()
+    trained = {p.dtype for p in policy.model.parameters() if p.requires_grad}
+    assert trained == {torch.float32}
+    frozen = [p.dtype for p in policy.model.parameters() if not p.requires_grad]
+    assert frozen.count(torch.bfloat16) >= 0.9 * len(frozen)
+
+
+def test_one_process_needs_no_rendezvous(
+    hybrid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is read from torchrun's variables, and a group that exists is used."""
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    config = config_for_dry_run(hybrid, tmp_path, dtype="bfloat16")
+    for _ in range(2):
+        one_step(load_policy(config), config, [make_group([1.0, 0.0])])
+        assert dist.get_world_size() == 1
+
+
+def test_offloaded_weights_take_the_same_steps(hybrid: Path, tmp_path: Path) -> None:
+    results = []
+    for cpu_offload in (False, True):
+        config = config_for_dry_run(hybrid, tmp_path, dtype="bfloat16", cpu_offload=cpu_offload)
+        policy = load_policy(config)
+        offloaded = [isinstance(g.offload_policy, CPUOffloadPolicy) for g in groups_of(policy)]
+        assert offloaded == 5 * [cpu_offload]
+        result = one_step(policy, config, [make_group([1.0, 0.0])])
+        after = [whole(p.detach()) for p in policy.model.parameters()]
+        results.append((result.loss, result.grad_norm, *after))
+    for plain, other in zip(*results, strict=True):
+        assert torch.equal(torch.as_tensor(plain), torch.as_tensor(other))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_activations_on_the_host_give_the_same_gradient(
+    hybrid: Path, tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With checkpointing little but the inputs of the layers is copied, and no weight."""
+    copied: list[torch.Size] = []
+    real = torch.empty_like
+
+    def empty_like(value: torch.Tensor, **options: Any) -> torch.Tensor:
+        if "pin_memory" in options:
+            copied.append(value.shape)
+        return real(value, **options)
+
+    results = []
+    for activation_offload in (False, True):
+        changes = {"activation_offload": activation_offload, "gradient_checkpointing": True}
+        config = config_for_dry_run(hybrid, tmp_path, dtype=dtype, **changes)
+        policy = load_policy(config)
+        (micro_batch,) = make_batch([make_group([1.0, 0.0])], data_options(config)).micro_batches
+        monkeypatch.setattr(torch, "empty_like", empty_like)
+        policy.logprobs(micro_batch).logprobs_N.sum().backward()
+        monkeypatch.undo()
+        assert bool(copied) == activation_offload
+        results.append([whole(p.grad) for p in policy.model.parameters() if p.grad is not None])
+    assert copied.count(torch.Size([*micro_batch.tokens_BT.shape, 32])) >= 4  # layers
+    weights = {p.shape for p in policy.model.parameters() if p.dim() > 1}
+    assert weights.isdisjoint(copied)
+    for plain, other in zip(*results, strict=True):
+        assert torch.equal(plain, other)
+
+
+def groups_of(policy: Policy) -> list[Any]:
+    """Return FSDP's parameter groups: one for each layer, and the root's."""
+    states = [m._get_fsdp_state() for m in policy.module.modules() if isinstance(m, FSDPModule)]
+    assert len(states) == 1 + 4
+    return [state._fsdp_param_group for state in states]

@@ -13,12 +13,14 @@ from atroposlib.api.server import create_app
 from example_trainer.config import TrainerConfig
 from example_trainer.data import DataOptions, make_batch
 from example_trainer.model import build_model
+from example_trainer.optim import BLOCK
 from example_trainer.parallel import ALONE, World, processes
 from tests.api.helpers_api import serving
 from tests.builders.programs import run_python
 from tests.builders.rows import rows_in
 from tests.tiny_model import make_tiny_model
 from tests.trainer.helpers_engine import recorded_engine
+from tests.trainer.helpers_models import CHANGES, make_model
 from tests.trainer.helpers_run import ledger_of, send
 from tests.trainer.helpers_trainer import make_group, pairs
 from tests.trainer.parallel_worker import run
@@ -41,15 +43,18 @@ def settings_for(model_dir: Path, out: Path, **changes: Any) -> dict[str, Any]:
     return settings | {name: str(v) if isinstance(v, Path) else v for name, v in changes.items()}
 
 
-def in_two_processes(settings: dict[str, Any], *, save_at: int | None) -> list[float]:
+def in_two_processes(*runs: dict[str, Any], save_at: int | None = None) -> list[list[float]]:
+    """Return the numbers of each run; all are made by one start of torchrun."""
     worker = Path(__file__).with_name("parallel_worker.py")
-    run_python(*TORCHRUN, worker, json.dumps(settings), json.dumps(save_at), timeout_s=240)
-    return json.loads((Path(settings["save_path"]) / "numbers.json").read_text())  # type: ignore[no-any-return]
+    run_python(*TORCHRUN, worker, json.dumps(runs), json.dumps(save_at), timeout_s=240)
+    paths = [Path(settings["save_path"]) / "numbers.json" for settings in runs]
+    return [json.loads(path.read_text()) for path in paths]
 
 
 def in_one_process(settings: dict[str, Any], *, save_at: int | None = None) -> list[Any]:
     torch.manual_seed(0)
-    return run(TrainerConfig(**settings), ALONE, save_at=save_at)
+    with torch.compiler.set_stance("force_eager"):
+        return run(TrainerConfig(**settings), ALONE, save_at=save_at)
 
 
 def weights_of(settings: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -93,7 +98,7 @@ def test_two_processes_train_as_one_and_read_each_others_checkpoints(tmp_path: P
     one = settings_for(model_dir, tmp_path / "one")
     two = settings_for(model_dir, tmp_path / "two")
     expected = in_one_process(one, save_at=MIDDLE)
-    found = in_two_processes(two, save_at=MIDDLE)
+    (found,) = in_two_processes(two, save_at=MIDDLE)
     assert found == pytest.approx(expected, abs=1e-5)
     assert_same(weights_of(two), weights_of(one))
     assert_half_is_held(two, one)
@@ -103,35 +108,89 @@ def test_two_processes_train_as_one_and_read_each_others_checkpoints(tmp_path: P
     to_one = settings_for(model_dir, tmp_path / "to_one", resume_from=tmp_path / "two" / path)
     assert in_one_process(to_one) == pytest.approx(rest, abs=1e-5)
     to_two = settings_for(model_dir, tmp_path / "to_two", resume_from=tmp_path / "one" / path)
-    assert in_two_processes(to_two, save_at=None) == pytest.approx(rest, abs=1e-5)
+    (found,) = in_two_processes(to_two)
+    assert found == pytest.approx(rest, abs=1e-5)
     assert_same(weights_of(to_two), weights_of(to_one))
 
 
 @pytest.mark.drill
 @pytest.mark.timeout(300)
 def test_two_processes_compute_and_publish_in_bfloat16_over_float32_masters(tmp_path: Path) -> None:
-    """The published weights travel in half of the bytes that the masters have, an adapter without its base."""
+    """The published weights travel in half of the bytes that the masters have, an adapter without its base.
+
+    A frozen base has no masters: each of two processes holds a quarter of float32's bytes, and its adapters.
+    """
     model_dir = make_tiny_model(tmp_path / "model", tie_word_embeddings=True)
     one = settings_for(model_dir, tmp_path / "one", num_steps=2)
     expected = in_one_process(one)
     alone = measured(one, 0)
     assert (alone["gathered"], alone["computes_in"]) == (0, ["torch.float32"])
     whole = alone["weights"]
-    for changes, most in (({}, 0.55 * whole), ({"lora": True}, 0.2 * whole)):
-        two = settings_for(
-            model_dir, tmp_path / str(changes), num_steps=2, dtype="bfloat16", **changes
-        )
-        found = in_two_processes(two, save_at=None)
+    ways: list[tuple[dict[str, Any], float, float]] = [
+        ({}, 0.45, 0.55),
+        ({"lora": True}, 0.25, 0.2),
+        ({"cpu_offload": True}, 0.45, 0.55),
+    ]
+    runs = [
+        settings_for(model_dir, tmp_path / str(changes), num_steps=2, dtype="bfloat16", **changes)
+        for changes, *_ in ways
+    ]
+    plain, _, offloaded = numbers = in_two_processes(*runs)
+    assert plain == offloaded
+    for two, found, (changes, held, most) in zip(runs, numbers, ways, strict=True):
         half = measured(two, 1)
         assert half["computes_in"] == ["torch.bfloat16"]
-        assert 0.45 * whole < half["weights"] < 0.7 * whole
-        assert 0 < half["gathered"] < most
-        if not changes:
+        assert held * whole < half["weights"] < (held + 0.15) * whole
+        assert 0 < half["gathered"] < most * whole
+        if "lora" not in changes:
             assert found[:2] == pytest.approx(
                 expected[:2], rel=0.05, abs=0.01
             )  # loss, gradient norm
             assert half["gathered"] > 0.45 * whole
             assert {value.dtype for value in weights_of(two).values()} == {torch.bfloat16}
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(400)
+def test_two_processes_have_the_losses_and_gradients_of_one_on_every_architecture(
+    tmp_path: Path,
+) -> None:
+    ones, twos = [], []
+    for kind in CHANGES:
+        model_dir = make_model(kind, tmp_path / kind.model_type)
+        changes: dict[str, Any] = {"num_steps": 2, "attention": "eager"}
+        ones.append(settings_for(model_dir, model_dir / "one", **changes))
+        twos.append(settings_for(model_dir, model_dir / "two", **changes))
+    for one, two, found in zip(ones, twos, in_two_processes(*twos), strict=True):
+        assert found == pytest.approx(in_one_process(one), abs=1e-5), one["model_name"]
+        expected, gradient = (
+            load_file(Path(each["save_path"]) / "gradient.safetensors") for each in (one, two)
+        )
+        assert 0 < len(expected) == len(gradient)
+        for name, value in expected.items():
+            torch.testing.assert_close(gradient[name], value, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(300)
+def test_two_processes_share_8_bit_moments_and_read_each_others(tmp_path: Path) -> None:
+    """In a model as wide as a block, every matrix has them."""
+    model_dir = make_tiny_model(tmp_path / "model", hidden_size=BLOCK)
+    changes: dict[str, Any] = {"optimizer": "adamw_8bit", "num_steps": 4}
+    one, two = (settings_for(model_dir, tmp_path / name, **changes) for name in ("one", "two"))
+    expected = in_one_process(one, save_at=2)
+    (found,) = in_two_processes(two, save_at=2)
+    assert found == pytest.approx(expected, abs=1e-4)
+    whole, half = measured(one, 0), measured(two, 1)
+    assert whole["optimizer"] < 0.3 * 2 * whole["weights"]
+    assert half["optimizer"] < 0.6 * whole["optimizer"]
+    path = tmp_path / "two/step_2"
+    to_one = settings_for(model_dir, tmp_path / "to_one", resume_from=path, **changes)
+    assert in_one_process(to_one) == pytest.approx(found[8:], abs=1e-4)
+    path = tmp_path / "one/step_2"
+    to_two = settings_for(model_dir, tmp_path / "to_two", resume_from=path, **changes)
+    (found,) = in_two_processes(to_two)
+    assert found == pytest.approx(expected[8:], abs=1e-4)
 
 
 def test_each_process_computes_as_many_micro_batches() -> None:

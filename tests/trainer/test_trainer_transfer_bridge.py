@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from atroposlib.errors import (
     ConfigError,
@@ -69,7 +70,8 @@ def test_what_is_sent_is_declared_first_and_is_what_a_checkpoint_holds(
     with torch.no_grad():
         for parameter in policy.model.parameters():
             if parameter.requires_grad:
-                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+                own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                own.add_(torch.randn(own.shape), alpha=0.1)
     policy.save(tmp_path / "saved", merged=True)
     weights = PolicyWeights(policy)
     found = dict(weights)

@@ -4,10 +4,12 @@ import json
 import sys
 from pathlib import Path
 
+from torch.distributed.fsdp import FSDPModule
+
 from example_trainer.bridges.transfer import TransferBridge
 from example_trainer.config import TrainerConfig
 from example_trainer.model import choose_device, load_policy
-from example_trainer.parallel import is_sharded, processes
+from example_trainer.parallel import processes
 from tests.trainer.helpers_transfer import KeptSender, assert_bit_for_bit
 
 if __name__ == "__main__":
@@ -15,7 +17,7 @@ if __name__ == "__main__":
     config = TrainerConfig(model_name=arguments["model"], device="cpu")
     with processes(choose_device(config)) as world:
         policy = load_policy(config, world)
-        assert is_sharded(policy.module)
+        assert isinstance(policy.module, FSDPModule)
         bridge = TransferBridge(urls=[arguments["url"]], open_sender=KeptSender)
         bridge.start(policy, 0)
         policy.save(Path(arguments["out"]))

@@ -31,7 +31,12 @@ OBJECTIVES: Final[dict[ObjectiveName, dict[str, Any]]] = {
     "grpo": {},
     "dr_grpo": {"scale_advantages": False, "loss_mean": "constant"},
     "dapo": {"clip_eps_high": 0.28},
-    "gspo": {"ratio_level": "sequence", "loss_mean": "sequence"},
+    "gspo": {
+        "ratio_level": "sequence",
+        "loss_mean": "sequence",
+        "clip_eps": 0.03,
+        "clip_eps_high": 0.04,
+    },
     "cispo": {"surrogate": "cispo", "clip_eps": 1.0, "clip_eps_high": 4.0},
     "reinforce_pp": {"baseline": "batch"},
     "reinforce_pp_baseline": {"baseline": "group_batch", "kl_estimator": "k2"},
@@ -41,8 +46,9 @@ OBJECTIVES: Final[dict[ObjectiveName, dict[str, Any]]] = {
 """Settings that each `--objective` stands for; a setting given explicitly overrides it.
 
 GRPO: arXiv 2402.03300, but with the mean over all tokens of the batch (DAPO's; the paper's is `--loss_mean sequence`).
-Dr. GRPO: 2503.20783. DAPO: 2503.14476 (`--overlong_max` adds its length penalty). GSPO: 2507.18071, without its clip of
-3e-4: the paper's ratio is to the trainer's logprobs, here it is to the engine's, whose rounding error is larger.
+Dr. GRPO: 2503.20783. DAPO: 2503.14476 (`--overlong_max` adds its length penalty). GSPO: 2507.18071, with a hundred
+times its clip of 3e-4 and 4e-4: the paper's ratio is to the trainer's logprobs, here it is to the engine's, with every
+correction; their rounding differs by NOISE_OF_A_SEQUENCE.
 CISPO: 2506.13585. REINFORCE++: 2501.03262. RLOO: 2402.14740. PPO: 1707.06347, with the environment's token-level
 advantages.
 """

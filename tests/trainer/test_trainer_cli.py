@@ -39,6 +39,7 @@ def parse(*argv: str) -> TrainerConfig:
         ("--engine_url=http://a:1/v1,http://b:2/", {"engine_urls": ["http://a:1", "http://b:2"]}),
         ("--vllm_port=77", {"engine_urls": ["http://127.0.0.1:77"]}),
         ("--objective=dapo", {"clip_eps": 0.2, "clip_eps_high": 0.28, "loss_mean": "token"}),
+        ("--objective=gspo", {"ratio_level": "sequence", "clip_eps": 0.03, "clip_eps_high": 0.04}),
         (
             "--objective=gspo --loss_mean=token --clip-eps=0.1",
             {"ratio_level": "sequence", "loss_mean": "token", "clip_eps": 0.1},

@@ -421,7 +421,9 @@ class Session:
     @functools.cached_property
     def _style(self) -> Style | None:
         name = self.options.tool_parser
-        return style_named(name, tokenizer=self.managed.tokenizer) if name else None
+        if not name or not isinstance(self.managed, ManagedServer):
+            return None
+        return style_named(name, tokenizer=self.managed.tokenizer)
 
     @functools.cached_property
     def _tags(self) -> ThinkTags | None:

@@ -288,10 +288,10 @@ class StreamedResults:
         self._hear(piece.index, [pair.token for pair in added])
 
     def read(self, answer: bytes) -> list[_Result]:
-        if answer or not self._found:
+        if answer:
             return read_results(answer)
         results = [result for _, result in sorted(self._found.items())]
-        if any(result.meta_info.finish_reason is None for result in results):
+        if not results or any(result.meta_info.finish_reason is None for result in results):
             raise EngineUnavailable(f"{self._where}: the stream ended before the answer did")
         return results
 

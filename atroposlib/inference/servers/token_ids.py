@@ -152,7 +152,8 @@ class TokenServer(HttpServer):
                     raise
                 logger.info("%s does not stream (%s)", self._label, e)
                 self._streams = False
-        return await self._send(path, body, request, answer.read)
+        # Nothing is the end of a stream to `answer`; here it is no JSON.
+        return await self._send(path, body, request, lambda raw: answer.read(raw or b" "))
 
     async def _ask(self, path: str, body: dict[str, Any], read: Callable[[bytes], T]) -> T | None:
         """Ask an optional question; None if there is no usable answer."""

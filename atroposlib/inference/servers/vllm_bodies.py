@@ -225,10 +225,10 @@ class StreamedChoices:
             self._hear(piece.index, piece.token_ids or [])
 
     def read(self, answer: bytes) -> PromptCompletions:
-        if answer or not self._found:
+        if answer:
             return read_choices(answer, where=self._where, prompt_tokens=self._prompt_tokens)
         choices = [choice for _, choice in sorted(self._found.items())]
-        if any(choice.finish_reason is None for choice in choices):
+        if not choices or any(choice.finish_reason is None for choice in choices):
             raise EngineUnavailable(f"{self._where}: the stream ended before the answer did")
         return _checked_choices(
             _Choices(choices), where=self._where, prompt_tokens=self._prompt_tokens

@@ -12,7 +12,7 @@ import dataclasses
 import math
 import operator
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -296,6 +296,7 @@ def _rows(group: ScoredGroup, number: int, options: DataOptions) -> Iterator[Row
         scale=options.scale_advantages and options.baseline != "group_batch",
         std=options.advantage_std,
     )
+    version = UNKNOWN_VERSION if group.policy_version is None else group.policy_version
     for i, (start, sequence, override) in enumerate(
         zip(starts[:-1], sequences, overrides, strict=True)
     ):
@@ -316,16 +317,17 @@ def _rows(group: ScoredGroup, number: int, options: DataOptions) -> Iterator[Row
             temperature=_temperature(group, override or {})
             if options.processed_logprobs and not sequence.is_supervised
             else 1.0,
-            versions=_versions(group, i)[1:][at],
+            versions=np.full(len(at), version)
+            if group.weight_versions is None
+            else _versions(group.weight_versions[i], len(sequence.input_ids), version)[1:][at],
             rollout=sequence.rollout,
         )
 
 
-def _versions(group: ScoredGroup, sequence: int) -> NDArray[np.int64]:
-    """Return [num_tokens] the policy version of each token: its span's, else the group's."""
-    known = UNKNOWN_VERSION if group.policy_version is None else group.policy_version
-    found = np.full(group.lengths[sequence], known, dtype=np.int64)
-    for span in group.weight_versions[sequence] if group.weight_versions else ():
+def _versions(spans: Sequence[Mapping[str, Any]], num_tokens: int, known: int) -> NDArray[np.int64]:
+    """Return [num_tokens] the policy version of each token: its span's, else `known`."""
+    found = np.full(num_tokens, known, dtype=np.int64)
+    for span in spans:
         version = str(span["weight_version"])
         place = slice(span["start"], span["start"] + span["num_tokens"])
         found[place] = int(version) if version.isdecimal() else UNKNOWN_VERSION

@@ -152,7 +152,10 @@ class GroupCodec:
         """
         texts = packed_pieces(payloads, meta) if packed else _batch_json(payloads, meta)
         media_type = CONTENT_TYPE_PACKED if packed else CONTENT_TYPE_JSON
-        pieces = await self._in_turns(even_pieces(_taken(await self._in_turns(texts))))
+        pieces = (await self._in_turns(texts))[::-1]
+        # Each is released when it is joined, so that a body is not in memory twice.
+        joined = even_pieces(pieces.pop() for _ in range(len(pieces)))
+        pieces = await self._in_turns(joined)
         num_bytes = sum(map(len, pieces))
         if encoding is None or num_bytes < COMPRESS_FROM_BYTES:
             return EncodedBody(pieces=pieces, media_type=media_type)
@@ -311,13 +314,6 @@ def even_pieces(pieces: Iterable[bytes], max_bytes: int = _PIECE_BYTES) -> Itera
             num_held += len(piece)
     if held:
         yield b"".join(held)
-
-
-def _taken(pieces: list[bytes]) -> Iterator[bytes]:
-    """Yield the pieces in order and release each, so that a body is not in memory twice."""
-    pieces.reverse()
-    while pieces:
-        yield pieces.pop()
 
 
 def _compress(pieces: Iterable[bytes], encoding: str) -> list[bytes]:

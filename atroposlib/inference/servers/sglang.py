@@ -24,7 +24,7 @@ from atroposlib.inference.servers.openai_routes import (
     OpenAIRoutesServer,
     read_request,
 )
-from atroposlib.inference.servers.streaming import Hear
+from atroposlib.inference.servers.streaming import Hear, hearing
 from atroposlib.inference.servers.token_ids import (
     NEUTRAL_SAMPLING,
     SampledCompletion,
@@ -185,6 +185,8 @@ class SGLangServer(TokenServer, OpenAIRoutesServer):
         async def send(part: RequestPart) -> list[_Result]:
             params = part_of(sampling, part, seed_name="sampling_seed")
             asked = {**body, "sampling_params": params}
+            if hearing.get() is None:
+                return await self._send("/generate", asked, request, read_results)
             paced = {**body, "sampling_params": {"stream_interval": interval, **params}}
             collect = functools.partial(StreamedResults, where=f"POST {self._peer.root}/generate")
             return await self._send_part("/generate", asked, request, part, collect, streamed=paced)

@@ -135,15 +135,15 @@ class TokenServer(HttpServer):
         *,
         streamed: dict[str, Any] | None = None,
     ) -> T:
-        """Request some of a call's completions, as a stream if anyone listens; `streamed` is its body if it differs."""
+        """Request some of a call's completions, as a stream for who listens; `streamed` is its body if it differs."""
         listener = hearing.get()
+        assert listener is not None
 
         def hear(number: int, tokens: list[int]) -> None:
-            assert listener is not None
             listener.hear(part.offset + number, tokens)
 
         answer = collect(hear)
-        if listener is not None and self._streams:
+        if self._streams:
             asked = {**(streamed or body), "stream": True}
             try:
                 return await self._send(path, asked, request, answer.read, answer.add)

@@ -154,7 +154,7 @@ class VLLMServer(TokenServer, OpenAIRoutesServer):
 
         async def send(part: RequestPart) -> PromptCompletions:
             asked = form(part_of(body, part))
-            if prompt_tokens is None:
+            if prompt_tokens is None or hearing.get() is None:
                 return await self._send(path, asked, request, read)
             collect = functools.partial(
                 StreamedChoices, where=self._peer.root + path, prompt_tokens=prompt_tokens

@@ -164,7 +164,7 @@ class ChatTemplate:
                 raise
             return None
         if not opened:
-            if pieces is not None:
+            if pieces is not None and messages[last]["role"] == "tool":
                 self._look_for_results(messages, pieces[-1])
             return pieces
         if pieces is None:

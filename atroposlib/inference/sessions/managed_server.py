@@ -201,7 +201,7 @@ class ManagedServer:
         turn = self._prepare_chat(messages, options)
         continued = _opening(messages)
         tools = options.tools if self.tool_parser is not None else None
-        tags = self.think_tags or THINK
+        tags = self._template.think_tags or THINK
         completions, replies = [], []
         with self._store.continuing(turn):
             turn, answer = await self._sample(turn, kwargs)
@@ -288,7 +288,7 @@ class ManagedServer:
 
     def get_state(self) -> dict[str, Any]:
         """Return the sequences as `sequences.state_of` does."""
-        return state_of(self.nodes, track_tree=self.track_tree)
+        return state_of(self._store.nodes, track_tree=self.track_tree)
 
     def reset(self) -> None:
         """Clear all sequences and drop turns in flight; lists obtained earlier stay valid."""

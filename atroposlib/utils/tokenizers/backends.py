@@ -149,7 +149,7 @@ def _template_to_run(
         or set(map(type, chain.from_iterable(map(dict.values, messages)))) != {str}
         or not own.isdisjoint(variables)
         or "messages" in variables
-        or not _is_plain(dict(variables))
+        or (variables and not _is_plain(dict(variables)))
     ):
         return None
     try:

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Makes the virtual environment that `pytest -m other_trainers` runs in: TRL and the Tinker client over the packages of
+# Makes the virtual environment that `pytest -m other_trainers` runs in: TRL, the Tinker client and torchao, which takes
+# two CPU seconds of every process that loads a model where it is installed, over the packages of
 # the environment that has everything else (about a minute).
 #
 #   VENV=.venv ATROPOS_OTHER_TRAINERS_VENV=.venv-other-trainers bash .ci/other_trainers_env.sh
@@ -11,7 +12,7 @@ cd "$(dirname "$0")/.."
 
 base="$(realpath "${VENV:-.venv}")"
 venv="${ATROPOS_OTHER_TRAINERS_VENV:-.venv-other-trainers}"
-packages=("trl==1.16.0" "tinker==0.38.0")
+packages=("trl==1.16.0" "tinker==0.38.0" "torchao==0.18.0")
 stamp="$venv/.made-from"
 
 say() { printf 'other_trainers_env: %s\n' "$*" >&2; }

@@ -171,7 +171,7 @@ def test_two_processes_have_the_losses_and_gradients_of_one_on_every_architectur
             torch.testing.assert_close(gradient[name], value, rtol=1e-4, atol=1e-6, msg=name)
 
 
-@pytest.mark.drill
+@pytest.mark.other_trainers
 @pytest.mark.timeout(300)
 def test_two_processes_share_8_bit_moments_and_read_each_others(tmp_path: Path) -> None:
     """In a model as wide as a block, every matrix has them."""

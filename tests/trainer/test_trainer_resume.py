@@ -72,7 +72,10 @@ def metrics_of(config: TrainerConfig) -> list[tuple[float, ...]]:
     [
         (3, {"warmup_steps": 4, "dtype": "bfloat16"}),
         (2, {"warmup_steps": 1, "lr_schedule": "cosine"}),
-        (2, {"optimizer": "adamw_8bit", "train_layer_indices": "1"}),
+        pytest.param(
+            *(2, {"optimizer": "adamw_8bit", "train_layer_indices": "1"}),
+            marks=pytest.mark.other_trainers,
+        ),
         (2, {"lora": True, "kl_coef": 0.1, "gradient_checkpointing": True}),
     ],
 )
@@ -154,21 +157,23 @@ def test_only_the_last_checkpoints_are_kept(model_dir: Path, tmp_path: Path) -> 
     assert saved.steps() == [2, 10]
 
 
-def test_a_checkpoint_of_another_model_or_optimizer_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("num_layers", "optimizer"),
+    [(3, "adamw"), pytest.param(2, "adamw_8bit", marks=pytest.mark.other_trainers)],
+)
+def test_a_checkpoint_of_another_model_or_optimizer_is_refused(
+    tmp_path: Path, num_layers: int, optimizer: str
+) -> None:
     model_dir = make_tiny_model(tmp_path / "wide", hidden_size=BLOCK)
-    policy, optimizer = stepped(config_for(model_dir, tmp_path))
     saved = checkpoints(tmp_path / "saved")
-    path = saved.take(policy, optimizer, 1)()
-    other_dir = make_tiny_model(tmp_path / "other", num_layers=3)
-    for other in (
-        stepped(config_for(other_dir, tmp_path)),
-        loaded(config_for(model_dir, tmp_path, optimizer="adamw_8bit")),
+    path = saved.take(*stepped(config_for(model_dir, tmp_path)), 1)()
+    other_dir = make_tiny_model(tmp_path / "other", hidden_size=BLOCK, num_layers=num_layers)
+    other = loaded(config_for(other_dir, tmp_path, optimizer=optimizer))
+    with (
+        torch.compiler.set_stance("force_eager"),
+        pytest.raises(ConfigError, match="another model or optimizer"),
     ):
-        with (
-            torch.compiler.set_stance("force_eager"),
-            pytest.raises(ConfigError, match="another model or optimizer"),
-        ):
-            saved.load(path, *other)
+        saved.load(path, *other)
 
 
 def test_what_is_no_checkpoint_is_refused_by_name(model_dir: Path, tmp_path: Path) -> None:

@@ -323,6 +323,7 @@ async def test_process_writes_groups_that_pass_the_strict_gate_and_replay(
     result = await process(env)
     groups = rows_in(result.path)
     assert len(groups) == 8
+    assert env.group_sink.num_tokens_not_sampled == 0
     for group in groups:
         checked = check_group(group, strictness=Strictness.MEANING)
         assert checked.num_trained > 0

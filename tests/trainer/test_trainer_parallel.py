@@ -128,7 +128,7 @@ def test_two_processes_compute_and_publish_in_bfloat16_over_float32_masters(tmp_
     whole = alone["weights"]
     ways: list[tuple[dict[str, Any], float, float]] = [
         ({}, 0.45, 0.55),
-        ({"lora": True}, 0.25, 0.2),
+        ({"lora": True, "lora_target_modules": ["q_proj", "v_proj"]}, 0.25, 0.2),
         ({"cpu_offload": True}, 0.45, 0.55),
     ]
     runs = [
@@ -186,11 +186,11 @@ def test_two_processes_share_8_bit_moments_and_read_each_others(tmp_path: Path) 
     assert half["optimizer"] < 0.6 * whole["optimizer"]
     path = tmp_path / "two/step_2"
     to_one = settings_for(model_dir, tmp_path / "to_one", resume_from=path, **changes)
-    assert in_one_process(to_one) == pytest.approx(found[8:], abs=1e-4)
+    assert in_one_process(to_one) == pytest.approx(found[len(found) // 2 :], abs=1e-4)
     path = tmp_path / "one/step_2"
     to_two = settings_for(model_dir, tmp_path / "to_two", resume_from=path, **changes)
     (found,) = in_two_processes(to_two)
-    assert found == pytest.approx(expected[8:], abs=1e-4)
+    assert found == pytest.approx(expected[len(expected) // 2 :], abs=1e-4)
 
 
 def test_each_process_computes_as_many_micro_batches() -> None:

@@ -140,6 +140,10 @@ class TokenServer(HttpServer):
         assert listener is not None
 
         def hear(number: int, tokens: list[int]) -> None:
+            if not 0 <= number < part.size:
+                raise EngineProtocolError(
+                    f"{self._peer.root}{path} sent completion {number} of {part.size}"
+                )
             listener.hear(part.offset + number, tokens)
 
         answer = collect(hear)
@@ -148,7 +152,7 @@ class TokenServer(HttpServer):
             try:
                 return await self._send(path, asked, request, answer.read, answer.add)
             except EngineHttpRejected as e:
-                if "stream" not in str(e):
+                if "stream" not in str(e) or listener.has_heard:
                     raise
                 logger.info("%s does not stream (%s)", self._label, e)
                 self._streams = False

@@ -26,7 +26,6 @@ from contextlib import (
     AsyncExitStack,
     asynccontextmanager,
     contextmanager,
-    nullcontext,
 )
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
@@ -184,8 +183,10 @@ class Session:
         self._calls: set[asyncio.Task[Any]] = set()
         self._num_asked = 0
         """Sequences of the requests that are being sampled."""
-        self._notes, self._position = noted(), position.get()
-        """Of the item that opened the session; the agent's requests come from outside it."""
+        self._group, self._position = noted(), position.get()
+        """Of the item or `group` that opened the session; the agent's requests come from outside it."""
+        # Nobody reads what the sessions of a group sampled.
+        self._notes = None if options.group is not None else self._group
         self.base_url = getattr(managed.server.config, "base_url", None)
         self._chat_turn = _without_keeping(managed.chat_completion)
         self._text_turn = _without_keeping(managed.completion)
@@ -303,7 +304,7 @@ class Session:
             raise self.closed_by
         earlier = list(self.engine_errors)
         position.set(self._position)
-        with nullcontext() if self._notes is None else noting_sampling(self._notes):
+        with noting_sampling(self._notes):  # never in those of the item that started the proxy
             task = asyncio.ensure_future(call)
         watch = None if gone is None else asyncio.ensure_future(gone)
         self._calls.add(task)

@@ -23,7 +23,7 @@ from atroposlib.frontend.view_groups import view_of_row
 from atroposlib.inference.harness import ByteTokenizer, HarnessRequest, create_chat_completion
 from atroposlib.inference.servers.http_peer import EngineHttpRejected
 from atroposlib.inference.servers.openai import OpenAIServer
-from atroposlib.inference.servers.sampling_notes import SamplingNotes, noting_sampling
+from atroposlib.inference.servers.sampling_notes import ItemRecord, SamplingNotes, noting_sampling
 from atroposlib.inference.sessions.sequences import train_once
 from atroposlib.proxy.command import create_app
 from atroposlib.runtime.outbox import Outbox
@@ -414,6 +414,21 @@ async def test_evaluation_asks_with_its_own_temperature_and_budget() -> None:
     assert metrics["eval/pass@1"] == 0.0
     assert [r["temperature"] for r in env.server.servers[0].requests] == [0.0, 0.0]
     assert len(env.server.servers[0].eval_request_timings) == 2
+
+
+async def test_evaluation_is_not_recorded_as_part_of_the_item_that_started_the_proxy() -> None:
+    env = make()
+    await env.setup()
+    try:
+        with noting_sampling(ItemRecord()) as record:
+            await env.collect_trajectories(4)
+        assert isinstance(record, ItemRecord)
+        num_calls = len(record.calls)
+        assert num_calls == 2
+        await env.evaluate()
+        assert len(record.calls) == num_calls
+    finally:
+        await env.close()
 
 
 async def test_api_without_token_ids_can_be_evaluated_but_not_trained(

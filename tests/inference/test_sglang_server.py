@@ -258,7 +258,7 @@ def collect(*events: Any) -> tuple[list[list[int]], list[Any]]:
     results = StreamedResults(lambda number, tokens: told.append([number, *tokens]), where="here")
     for event in events:
         results.add(json.dumps(event).encode())
-    return told, read_sampled(results.read(b""), where="here")
+    return told, read_sampled(results.whole(), where="here")
 
 
 FIRST, SECOND, LAST = (-0.1, 97), (-0.2, 98), (-0.3, 2)

@@ -224,9 +224,7 @@ class StreamedChoices:
             found.logprobs.token_logprobs += values
             self._hear(piece.index, piece.token_ids or [])
 
-    def read(self, answer: bytes) -> PromptCompletions:
-        if answer:
-            return read_choices(answer, where=self._where, prompt_tokens=self._prompt_tokens)
+    def whole(self) -> PromptCompletions:
         choices = [choice for _, choice in sorted(self._found.items())]
         if not choices or any(choice.finish_reason is None for choice in choices):
             raise EngineUnavailable(f"{self._where}: the stream ended before the answer did")

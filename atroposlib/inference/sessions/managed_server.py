@@ -175,7 +175,7 @@ class ManagedServer:
     @property
     def has_channels(self) -> bool:
         """Whether thoughts are told apart by the markers of `style` (`Style.begun`), not by think tags."""
-        return self.style is not None and self.style.begun is not None
+        return self.tool_parser is not None and self._translator.style.begun is not None
 
     def _write_calls(self, message: Mapping[str, Any]) -> dict[str, Any]:
         return self._translator.convert_messages_for_template([dict(message)])[0]

@@ -505,11 +505,20 @@ async def test_turns_that_were_not_continued_are_counted_behind_a_remote_proxy_a
         assert with_servers(RunStatus(num_made=0), env.server).broken_prefixes == {"changed": 2}
 
 
+class Rebuilds(Changes):
+    def choose_sequences(self, row: Any, nodes: Any, answer: Any) -> Any:
+        chosen = super().choose_sequences(row, nodes, answer)
+        return [node.model_copy(update={"metadata": None}) for node in chosen]
+
+
 @pytest.mark.parametrize("is_remote", [False, True])
-async def test_the_tokens_of_agents_are_counted_by_what_became_of_them(is_remote: bool) -> None:
-    behind = make(Changes)
+@pytest.mark.parametrize("env_cls", [Changes, Rebuilds])
+async def test_the_tokens_of_agents_are_counted_by_what_became_of_them(
+    env_cls: type[AgentEnv], is_remote: bool
+) -> None:
+    behind = make(env_cls)
     async with serve_locally(create_app(behind.server, ByteTokenizer(), "m")) as url:
-        env = make(Changes)
+        env = make(env_cls)
         env.server.proxy_url = url if is_remote else None
         outbox = Outbox(env)
         await env.setup()

@@ -213,6 +213,7 @@ class StreamedChoices:
             )
             found.finish_reason = piece.finish_reason or found.finish_reason
             found.weight_versions = piece.weight_versions or found.weight_versions
+            found.prompt_token_ids = piece.prompt_token_ids or found.prompt_token_ids
             logprobs = piece.logprobs or _Logprobs()
             values = logprobs.token_logprobs or [t.logprob for t in logprobs.content or ()]
             if values and not piece.token_ids:

@@ -403,7 +403,7 @@ class Session:
         def listen(number: int, prompt: str, text: str) -> None:
             tags = self._tags_after(prompt)
             is_opened = tags is not None and tags.is_opened_in(prompt)
-            style = self._tracked and self._tracked.style
+            style = None if self._tracked is None else self._tracked.style
             spoken = certain(text, tags=tags, is_opened=is_opened, style=style, tools=tools)
             say(number, spoken)
 

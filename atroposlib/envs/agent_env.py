@@ -42,7 +42,7 @@ from atroposlib.errors import EngineError, EnvError
 from atroposlib.inference.servers.choices import run_together
 from atroposlib.inference.servers.sampling_notes import note_sampling, noted
 from atroposlib.inference.sessions.proxy_client import create_proxy_session
-from atroposlib.inference.sessions.sequences import SequenceNode, ledger_of, train_once
+from atroposlib.inference.sessions.sequences import SequenceNode, ledger_of, num_sampled, train_once
 from atroposlib.proxy.command import create_app
 from atroposlib.proxy.sessions import SessionLimits, SessionOptions, Sessions
 from atroposlib.utils.local_server import serve_locally
@@ -271,11 +271,11 @@ class AgentEnv(DatasetEnv):
 
     def _keep_ledger(self, nodes: list[SequenceNode], chosen: list[SequenceNode]) -> None:
         """Check that each token sampled in a run is trained once, or counted as left out."""
+        if self.server.use_proxy and (notes := noted()) is not None:
+            notes.num_sampled += num_sampled(nodes)
         ledger = ledger_of(nodes, chosen)
         if ledger is None:
             return
-        if self.server.use_proxy and (notes := noted()) is not None:
-            notes.num_sampled += ledger.sampled
         self.counts["agent_sampled_tokens"] += ledger.sampled
         self.counts["agent_left_out_tokens"] += ledger.left_out
         if not ledger.closes:

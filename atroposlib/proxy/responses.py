@@ -99,7 +99,7 @@ def read(body: ResponsesBody, history: History) -> ReadResponses:
 
 
 def messages_of(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return one message per item, without reasoning."""
+    """Return one message per item; reasoning that has no text is left out."""
     messages: list[dict[str, Any]] = []
     for i, item in enumerate(items):
         where = f"input[{i}]"

@@ -26,7 +26,6 @@ from contextlib import (
     AsyncExitStack,
     asynccontextmanager,
     contextmanager,
-    nullcontext,
 )
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
@@ -47,9 +46,8 @@ from atroposlib.inference.servers.sampling_notes import (
 )
 from atroposlib.inference.sessions.managed_server import ManagedServer, ManagedTurn, Prompt
 from atroposlib.inference.sessions.messages import has_images, is_opened
-from atroposlib.inference.sessions.sampled_text import before_any
 from atroposlib.inference.sessions.sequences import SequenceNode
-from atroposlib.inference.tools.parsers import Style, style_named
+from atroposlib.inference.tools.parsers import style_named
 from atroposlib.inference.tools.thoughts import THINK, Spoken, ThinkTags
 from atroposlib.proxy.chat import DISTRIBUTION_KEPT, EngineSampling
 from atroposlib.proxy.errors import ProxyError, error_for
@@ -168,6 +166,7 @@ class Session:
         self._fixed = (options.sampling or FixedSampling()).model_dump(exclude_none=True)
         self.model_name = model_name
         self.managed = managed
+        self._tracked = managed if isinstance(managed, ManagedServer) else None
         self.opened_at = self.used_at = clock()
         self.created_at = time.time()
         self.closed_by: ProxyError | None = None
@@ -184,12 +183,14 @@ class Session:
         self._calls: set[asyncio.Task[Any]] = set()
         self._num_asked = 0
         """Sequences of the requests that are being sampled."""
-        self._notes, self._position = noted(), position.get()
-        """Of the item that opened the session; the agent's requests come from outside it."""
+        self._group, self._position = noted(), position.get()
+        """Of the item or `group` that opened the session; the agent's requests come from outside it."""
+        # Nobody reads what the sessions of a group sampled.
+        self._notes = None if options.group is not None else self._group
         self.base_url = getattr(managed.server.config, "base_url", None)
         self._chat_turn = _without_keeping(managed.chat_completion)
         self._text_turn = _without_keeping(managed.completion)
-        if isinstance(managed, ManagedServer):
+        if self._tracked is not None:
             self._chat_turn, self._text_turn = managed.chat_turn, managed.text_turn
             managed.max_context_tokens = options.max_context_tokens
             managed.refuses_long_prompts = options.max_context_tokens is not None
@@ -201,22 +202,18 @@ class Session:
 
     def nodes(self) -> list[SequenceNode]:
         """Return the token sequences so far."""
-        if isinstance(self.managed, ManagedServer):
-            return self.managed.nodes
+        if self._tracked is not None:
+            return self._tracked.nodes
         return list(self.managed.get_state()["nodes"])
 
     @property
     def broken_prefixes(self) -> Counter[str]:
         """Turns that could not reuse the tokens of earlier turns, by reason."""
-        return (
-            self.managed.broken_prefixes if isinstance(self.managed, ManagedServer) else Counter()
-        )
+        return Counter() if self._tracked is None else self._tracked.broken_prefixes
 
     @property
     def num_nodes(self) -> int:
-        if isinstance(self.managed, ManagedServer):
-            return self.managed.num_nodes
-        return len(self.nodes())
+        return len(self.nodes()) if self._tracked is None else self._tracked.num_nodes
 
     async def ask(
         self,
@@ -238,7 +235,7 @@ class Session:
         if ask.tools:
             kwargs |= {"tools": ask.tools, "tool_choice": ask.tool_choice}
         with self._room_for(ask.n):
-            if say is not None and isinstance(self.managed, ManagedServer):
+            if say is not None and self._tracked is not None:
                 kwargs["on_text"] = self._listener(ask, say)
             answer, written = await self._sample(self._chat_turn, ask, kwargs, write, head)
         message = answer.choices[0].message()
@@ -257,7 +254,7 @@ class Session:
         """Sample the continuation of a prompt, as `ask` does the next message."""
         kwargs: dict[str, Any] = {"prompt": prompt}
         with self._room_for(ask.n):
-            if say is not None and isinstance(self.managed, ManagedServer):
+            if say is not None and self._tracked is not None:
                 kwargs["on_text"] = lambda number, _, text: say(number, Spoken("", text))
             _, written = await self._sample(self._text_turn, ask, kwargs, write, head)
         return written
@@ -284,13 +281,13 @@ class Session:
 
     def render(self, ask: AgentRequest) -> Prompt:
         """Return the prompt that `ask` would send, without sending it."""
-        if not isinstance(self.managed, ManagedServer):
+        if self._tracked is None:
             raise NotImplementedError("an API without token ids does not show its prompts")
         if has_images(ask.messages):
             raise ProxyError(
                 "only the engine knows the tokens of a prompt with images", param="messages"
             )
-        return self.managed.preview(messages=ask.messages, tools=ask.tools, **ask.template)
+        return self._tracked.preview(messages=ask.messages, tools=ask.tools, **ask.template)
 
     async def run(
         self, call: Coroutine[Any, Any, T], *, gone: Coroutine[Any, Any, None] | None = None
@@ -303,7 +300,7 @@ class Session:
             raise self.closed_by
         earlier = list(self.engine_errors)
         position.set(self._position)
-        with nullcontext() if self._notes is None else noting_sampling(self._notes):
+        with noting_sampling(self._notes):  # never in those of the item that started the proxy
             task = asyncio.ensure_future(call)
         watch = None if gone is None else asyncio.ensure_future(gone)
         self._calls.add(task)
@@ -375,7 +372,7 @@ class Session:
         options = self.options
         kwargs |= {"max_tokens": options.max_tokens, "temperature": 1.0, "n": ask.n}
         kwargs |= {**asked, **self._fixed, "split": options.split or ask.split}
-        if ask.max_context_tokens is not None and isinstance(self.managed, ManagedServer):
+        if ask.max_context_tokens is not None and self._tracked is not None:
             kwargs["max_context_tokens"] = ask.max_context_tokens
         async with send(**kwargs) as turn:
             answer = self._read(turn, head or self.head())
@@ -402,38 +399,24 @@ class Session:
         self, ask: AgentRequest, say: Callable[[int, Spoken], None]
     ) -> Callable[[int, str, str], None]:
         tools = (ask.tools if ask.tool_choice != "none" else None) or []
-        style = self._style
-        markers = style.starts if tools and style else ()
 
         def listen(number: int, prompt: str, text: str) -> None:
-            if style and style.certain is not None:
-                text = style.certain(before_any(text, style.markers, cuts_whole=False))
-                read = style.read(text, tools)
-                say(number, Spoken(read.thoughts, read.parsed.content.rstrip()))
-                return
-            is_opened = (self._tags or THINK).is_opened_in(prompt)
-            tags = self._tags or (THINK if is_opened else None)
-            spoken = certain(text, tags=tags, is_opened=is_opened, markers=markers)
+            tags = self._tags_after(prompt)
+            is_opened = tags is not None and tags.is_opened_in(prompt)
+            style = None if self._tracked is None else self._tracked.style
+            spoken = certain(text, tags=tags, is_opened=is_opened, style=style, tools=tools)
             say(number, spoken)
 
         return listen
 
-    @functools.cached_property
-    def _style(self) -> Style | None:
-        name = self.options.tool_parser
-        if not name or not isinstance(self.managed, ManagedServer):
+    def _tags_after(self, prompt: str) -> ThinkTags | None:
+        """Return the tags around the thoughts of an answer to a prompt; None: no tags mark thoughts in it."""
+        if self._tracked is None or self._tracked.has_channels:
             return None
-        return style_named(name, tokenizer=self.managed.tokenizer)
-
-    @functools.cached_property
-    def _tags(self) -> ThinkTags | None:
-        return self.managed.think_tags if isinstance(self.managed, ManagedServer) else None
+        return self._tracked.think_tags or (THINK if THINK.is_opened_in(prompt) else None)
 
     def _read(self, turn: ManagedTurn, head: AgentAnswer) -> AgentAnswer:
-        tags = self._tags or THINK
-        is_opened = tags.is_opened_in(turn.prompt)
-        has_channels = self._style is not None and self._style.certain is not None
-        has_tags = not has_channels and (is_opened or self._tags is not None)
+        tags = self._tags_after(turn.prompt)
         choices = []
         for choice in turn.completion.choices:
             message = getattr(choice, "message", None)
@@ -441,8 +424,8 @@ class Session:
             stop = getattr(choice, "stop_reason", None)
             content = choice.text if message is None else message.content
             thought = "" if message is None else getattr(message, "reasoning_content", None) or ""
-            if message is not None and content and has_tags:
-                thought, content = tags.divide(content, is_opened=is_opened)
+            if message is not None and content and tags is not None:
+                thought, content = tags.divide(content, is_opened=tags.is_opened_in(turn.prompt))
             choices.append(
                 Choice(
                     content=content,

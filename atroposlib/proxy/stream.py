@@ -86,7 +86,6 @@ class AnswerStream:
 
     def __init__(self, writer: Writer, head: AgentAnswer) -> None:
         self._writer = writer
-        self._head = head
         self._parts: dict[int, Part] = {}
         """The open part of each choice that has one."""
         self._num_parts: Counter[int] = Counter()

@@ -59,7 +59,7 @@ class Choice:
     content: str | None
     """Without the thought."""
     thought: str = ""
-    """What the model wrote between think tags."""
+    """Without its tags or marks."""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
     """`{"id", "type", "function": {"name", "arguments"}}`, arguments as a string."""
     finish_reason: str

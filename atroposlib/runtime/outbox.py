@@ -159,8 +159,10 @@ class Outbox:
     @property
     def num_tokens_not_sampled(self) -> int:
         """Trained positions beyond the tokens that were sampled."""
-        in_flight = sum(notes.num_sampled for notes in self._open_items)
-        return max(0, -self.tokens[REST] - in_flight)
+        # An item may train what another one sampled, also one that goes on or failed.
+        others = sum(notes.num_sampled for notes in self._open_items)
+        others += self.tokens["failed"] + self.tokens["unfinished"]
+        return max(0, -self.tokens[REST] - others)
 
     def _check_tokens(self) -> None:
         if self.num_tokens_not_sampled and not self._has_warned_of_tokens:

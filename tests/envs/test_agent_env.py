@@ -23,7 +23,7 @@ from atroposlib.frontend.view_groups import view_of_row
 from atroposlib.inference.harness import ByteTokenizer, HarnessRequest, create_chat_completion
 from atroposlib.inference.servers.http_peer import EngineHttpRejected
 from atroposlib.inference.servers.openai import OpenAIServer
-from atroposlib.inference.servers.sampling_notes import SamplingNotes, noting_sampling
+from atroposlib.inference.servers.sampling_notes import ItemRecord, SamplingNotes, noting_sampling
 from atroposlib.inference.sessions.sequences import train_once
 from atroposlib.proxy.command import create_app
 from atroposlib.runtime.outbox import Outbox
@@ -416,6 +416,21 @@ async def test_evaluation_asks_with_its_own_temperature_and_budget() -> None:
     assert len(env.server.servers[0].eval_request_timings) == 2
 
 
+async def test_evaluation_is_not_recorded_as_part_of_the_item_that_started_the_proxy() -> None:
+    env = make()
+    await env.setup()
+    try:
+        with noting_sampling(ItemRecord()) as record:
+            await env.collect_trajectories(4)
+        assert isinstance(record, ItemRecord)
+        num_calls = len(record.calls)
+        assert num_calls == 2
+        await env.evaluate()
+        assert len(record.calls) == num_calls
+    finally:
+        await env.close()
+
+
 async def test_api_without_token_ids_can_be_evaluated_but_not_trained(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -490,11 +505,20 @@ async def test_turns_that_were_not_continued_are_counted_behind_a_remote_proxy_a
         assert with_servers(RunStatus(num_made=0), env.server).broken_prefixes == {"changed": 2}
 
 
+class Rebuilds(Changes):
+    def choose_sequences(self, row: Any, nodes: Any, answer: Any) -> Any:
+        chosen = super().choose_sequences(row, nodes, answer)
+        return [node.model_copy(update={"metadata": None}) for node in chosen]
+
+
 @pytest.mark.parametrize("is_remote", [False, True])
-async def test_the_tokens_of_agents_are_counted_by_what_became_of_them(is_remote: bool) -> None:
-    behind = make(Changes)
+@pytest.mark.parametrize("env_cls", [Changes, Rebuilds])
+async def test_the_tokens_of_agents_are_counted_by_what_became_of_them(
+    env_cls: type[AgentEnv], is_remote: bool
+) -> None:
+    behind = make(env_cls)
     async with serve_locally(create_app(behind.server, ByteTokenizer(), "m")) as url:
-        env = make(Changes)
+        env = make(env_cls)
         env.server.proxy_url = url if is_remote else None
         outbox = Outbox(env)
         await env.setup()

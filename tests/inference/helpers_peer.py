@@ -92,9 +92,8 @@ class Peer:
             )
             reply = self.replies[min(len(self.asked), len(self.replies)) - 1]
         raw = reply.body if isinstance(reply.body, bytes) else json.dumps(reply.body).encode()
-        return web.Response(
-            body=raw, status=reply.status, headers=reply.headers, content_type="application/json"
-        )
+        headers = {"Content-Type": "application/json", **reply.headers}
+        return web.Response(body=raw, status=reply.status, headers=headers)
 
     def config(self, **changes: Any) -> APIServerConfig:
         values = {"base_url": self.url, "model_name": "m", "health_check": False, **changes}

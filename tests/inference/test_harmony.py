@@ -125,10 +125,10 @@ PIECES += [" json", '{"a": 1}', '{"a": "', "x", " ", "\n", START, THOUGHT, FINAL
 
 @given(text=st.lists(st.sampled_from(PIECES), max_size=14).map("".join), cut=st.integers(0, 300))
 def test_what_is_certain_of_an_answer_is_the_beginning_of_the_whole(text: str, cut: int) -> None:
-    assert HARMONY.certain is not None
+    assert HARMONY.begun is not None
     tools = [{"function": {"name": "f"}}]
     whole = HARMONY.read(text, tools)
-    begun = HARMONY.certain(before_any(text[:cut], HARMONY.markers, cuts_whole=False))
+    begun = HARMONY.begun(before_any(text[:cut], HARMONY.markers, cuts_whole=False))
     certain = HARMONY.read(begun, tools)
     assert whole.thoughts.startswith(certain.thoughts)
     told = certain.parsed.content.rstrip()

@@ -203,7 +203,10 @@ async def test_sessions_of_an_item_share_an_engine_of_the_proxy() -> None:
     ]
     async with Proxy() as proxy, serve_locally(proxy.app) as url:
         proxy.sessions.manager = manager = ServerManager(configs)
-        manager.servers = [ServerHarness(config) for config in configs]
+        manager.servers = [
+            ServerHarness(config, respond=lambda request: "hello", weight_version="7")
+            for config in configs
+        ]
         opened = []
         for num in (3, 3, 1):
             with noting_sampling():
@@ -213,6 +216,8 @@ async def test_sessions_of_an_item_share_an_engine_of_the_proxy() -> None:
         assert list(map(len, groups)) == [1, 1, 1]
         assert len(set().union(*groups)) == 3
         assert len({managed.base_url for managed in alone}) == 2
+        await opened[0][0].chat_completion(messages=[{"role": "user", "content": "hi"}])
+        assert not any(group.turns for group in proxy.sessions._groups.values())
         for managed in [*sum(opened, []), *alone]:
             await managed.cleanup()
         gc.collect()

@@ -20,6 +20,7 @@ from atroposlib.errors import (
 from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.servers import token_ids
 from atroposlib.inference.servers.sglang import SGLangServer, StreamedResults, read_sampled
+from atroposlib.inference.servers.streaming import StreamBroken, listening
 
 NEUTRAL = {
     "temperature": 1.0,
@@ -169,6 +170,35 @@ async def test_large_answers_are_requested_in_parts_with_different_seeds(
     assert sorted(seeds, reverse=True) == [(2, 7), (2, 5), (1, 8), (1, 6)]
 
 
+async def test_each_completion_is_the_one_that_was_told_where_n_is_ignored() -> None:
+    replies = [result((-0.1, 97 + i)) for i in range(4)]
+    events = [b"data: %s\n\n" % json.dumps(reply).encode() for reply in replies]
+    headers = {"Content-Type": "text/event-stream"}
+    told: list[list[int]] = [[] for _ in replies]
+    async with Peer(*(Reply(event, headers=headers) for event in events)) as peer:
+        with listening([heard.extend for heard in told]):
+            answer = await sample(peer, n=4, max_tokens=32768)
+    assert answer.output_tokens == told
+    assert sorted(told) == [[97], [98], [99], [100]]
+
+
+@pytest.mark.parametrize(
+    ("last", "words"),
+    [
+        ({"error": {"message": "the stream was aborted"}}, "broke off.*aborted"),
+        ({**result((-0.1, 97)), "index": 1}, "broke off.*completion 1 of 1"),
+    ],
+)
+async def test_an_answer_that_was_told_in_part_is_not_sampled_again(last: Any, words: str) -> None:
+    events = [result((-0.1, 97), reason=None), last]
+    body = b"".join(b"data: %s\n\n" % json.dumps(event).encode() for event in events)
+    told: list[int] = []
+    async with Peer(Reply(body, headers={"Content-Type": "text/event-stream"})) as peer:
+        with listening([told.extend]), pytest.raises(StreamBroken, match=words):
+            await sample(peer)
+        assert (told, len(peer.asked)) == ([97], 1)
+
+
 @pytest.mark.parametrize(
     ("reply", "message"),
     [
@@ -228,7 +258,7 @@ def collect(*events: Any) -> tuple[list[list[int]], list[Any]]:
     results = StreamedResults(lambda number, tokens: told.append([number, *tokens]), where="here")
     for event in events:
         results.add(json.dumps(event).encode())
-    return told, read_sampled(results.read(b""), where="here")
+    return told, read_sampled(results.whole(), where="here")
 
 
 FIRST, SECOND, LAST = (-0.1, 97), (-0.2, 98), (-0.3, 2)

@@ -14,6 +14,7 @@ from atroposlib.inference.servers.token_ids import SampledCompletion
 from atroposlib.inference.servers.vllm_bodies import (
     NoTokenIds,
     PromptCompletions,
+    StreamedChoices,
     completions_per_request,
     fits_tokens_route,
     read_choices,
@@ -273,3 +274,13 @@ def test_prompt_logprobs_that_are_not_all_there_are_refused(
     answer = encoded({"choices": [{"prompt_logprobs": positions}]})
     with pytest.raises(EngineProtocolError, match=message):
         read_prompt_logprobs(answer, prompt_tokens=PROMPT, num_top=num_top, label="x")
+
+
+def test_a_stream_that_was_sampled_after_another_prompt_is_refused() -> None:
+    found = StreamedChoices(lambda *_: None, where="here", prompt_tokens=[1, 2])
+    first = {"index": 0, "token_ids": [5], "logprobs": {"token_logprobs": [-0.5]}}
+    last = {"index": 0, "token_ids": [], "finish_reason": "stop"}
+    for choice in ({**first, "prompt_token_ids": [1]}, last):
+        found.add(json.dumps({"choices": [choice]}).encode())
+    with pytest.raises(EngineProtocolError, match="after 1 prompt tokens that are not the 2 sent"):
+        found.whole()

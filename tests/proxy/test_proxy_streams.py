@@ -158,14 +158,19 @@ def test_what_is_certain_is_the_beginning_of_what_is_said(
     is_opened: bool,
 ) -> None:
     text = "".join(pieces).replace("OPENING", tags.opening).replace("CLOSING", tags.closing)
-    content, markers = text, ()
-    if style is not None:
-        content = STYLES[style].parse(text, [WEATHER]).content
-        markers = STYLES[style].starts
-    has_thoughts |= is_opened
-    whole = tags.divide(content, is_opened=is_opened) if has_thoughts else Spoken("", content)
-    known = tags if has_thoughts else None
-    told = certain(text[:cut], tags=known, is_opened=is_opened, markers=markers)
+    read = None if style is None else STYLES[style].read(text, [WEATHER])
+    content = text if read is None else read.parsed.content
+    has_channels = style is not None and STYLES[style].begun is not None
+    has_thoughts = (has_thoughts or is_opened) and not has_channels
+    whole = Spoken("" if read is None else read.thoughts, content)
+    whole = tags.divide(content, is_opened=is_opened) if has_thoughts else whole
+    told = certain(
+        text[:cut],
+        tags=tags if has_thoughts else None,
+        is_opened=is_opened,
+        style=style and STYLES[style],
+        tools=[WEATHER],
+    )
     assert whole.thought.startswith(told.thought)
     assert whole.content.startswith(told.content)
     if told.content:

@@ -136,6 +136,16 @@ async def test_groups_of_several_items_train_what_the_others_sampled() -> None:
     assert outbox.tokens == {"trained": 8, "in no group": 0}
 
 
+async def test_an_item_may_train_what_a_failed_attempt_sampled() -> None:
+    outbox = make_outbox(ScriptedEnv(group_size=2))
+    with pytest.raises(GroupError), outbox.item(SamplingNotes()):
+        sampled(then=GroupError("no"))
+    with outbox.item(SamplingNotes()):
+        sampled()
+        await outbox.accept([make_group(), make_group()])
+    assert outbox.num_tokens_not_sampled == 0
+
+
 @pytest.mark.parametrize(
     ("reason", "fields", "group"),
     [

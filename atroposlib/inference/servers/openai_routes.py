@@ -311,7 +311,7 @@ class OpenAIRoutesServer(HttpServer):
         is_ignored = self._n_is_ignored or self.config.n_kwarg_is_ignored
         parts = split_n(n, at_most=1 if is_ignored else at_most)
         singles = split_n(n, at_most=1)
-        answers: list[T] = []
+        found: dict[int, T] = {}  # by offset
         try:
             answers = await run_together([send(part) for part in parts])
         except EngineHttpRejected as e:
@@ -323,8 +323,8 @@ class OpenAIRoutesServer(HttpServer):
         else:
             if parts == singles or any(count(answer) != 1 for answer in answers):
                 return answers
-            offsets = [part.offset for part in parts]
-            singles = [single for single in singles if single.offset not in offsets]
+            found = {part.offset: each for part, each in zip(parts, answers, strict=True)}
+            singles = [single for single in singles if single.offset not in found]
         logger.warning(
             "%s returns one completion per request (asked for %d); sending n requests from now on."
             " Set n_kwarg_is_ignored to start that way",
@@ -332,7 +332,9 @@ class OpenAIRoutesServer(HttpServer):
             parts[0].size,
         )
         self._n_is_ignored = True
-        return answers + await run_together([send(single) for single in singles])
+        rest = await run_together([send(single) for single in singles])
+        found |= {single.offset: each for single, each in zip(singles, rest, strict=True)}
+        return [found[offset] for offset in range(n)]
 
     async def _post(self, path: str, body: dict[str, Any], request: CallKeywords) -> dict[str, Any]:
         answer: Any = await self._send(self.prefix + path, body, request)

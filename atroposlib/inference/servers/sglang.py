@@ -189,7 +189,9 @@ class SGLangServer(TokenServer, OpenAIRoutesServer):
                 return await self._send("/generate", asked, request, read_results)
             paced = {**body, "sampling_params": {"stream_interval": interval, **params}}
             collect = functools.partial(StreamedResults, where=f"POST {self._peer.root}/generate")
-            return await self._send_part("/generate", asked, request, part, collect, streamed=paced)
+            return await self._send_part(
+                "/generate", asked, request, part, read_results, collect, streamed=paced
+            )
 
         at_most = max(1, MAX_TOKENS_PER_ANSWER // max(1, limit))
         parts = await self._ask_for(n, send, count=len, at_most=at_most)
@@ -289,9 +291,7 @@ class StreamedResults:
         self._found[piece.index] = _Result(meta)
         self._hear(piece.index, [pair.token for pair in added])
 
-    def read(self, answer: bytes) -> list[_Result]:
-        if answer:
-            return read_results(answer)
+    def whole(self) -> list[_Result]:
         results = [result for _, result in sorted(self._found.items())]
         if not results or any(result.meta_info.finish_reason is None for result in results):
             raise EngineUnavailable(f"{self._where}: the stream ended before the answer did")

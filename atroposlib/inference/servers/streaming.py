@@ -1,4 +1,4 @@
-"""Tokens on their way: what an engine has sampled so far, told to one listener while its request runs.
+"""Tokens on their way: what an engine has sampled so far, told to a listener per completion while its request runs.
 
 A caller listens with `listening`; a server whose route can stream calls `hear` with the tokens as they arrive. The
 answer of the call stays the whole answer, checked as ever. A server that cannot stream tells nothing.
@@ -31,8 +31,8 @@ class StreamedAnswer(Protocol[T_co]):
     def add(self, event: bytes) -> None:
         """Take the data of one event, and tell its tokens. Raises msgspec.DecodeError for other data."""
 
-    def read(self, answer: bytes) -> T_co:
-        """Return the whole answer; `answer` is empty after events, else that of a server that did not stream."""
+    def whole(self) -> T_co:
+        """Return the answer after its last event. Raises EngineUnavailable if that did not end it."""
 
 
 class Hearing:

@@ -131,29 +131,39 @@ class TokenServer(HttpServer):
         body: dict[str, Any],
         request: CallKeywords,
         part: RequestPart,
+        read: Callable[[bytes], T],
         collect: Callable[[Hear], StreamedAnswer[T]],
         *,
         streamed: dict[str, Any] | None = None,
     ) -> T:
-        """Request some of a call's completions, as a stream for who listens; `streamed` is its body if it differs."""
+        """Request some of a call's completions, as a stream for who listens; `streamed` is its body if it differs.
+
+        `read` reads the answer of a server that does not stream, `collect` the events of others.
+        """
         listener = hearing.get()
         assert listener is not None
 
         def hear(number: int, tokens: list[int]) -> None:
+            if not 0 <= number < part.size:
+                raise EngineProtocolError(
+                    f"{self._peer.root}{path} sent completion {number} of {part.size}"
+                )
             listener.hear(part.offset + number, tokens)
 
-        answer = collect(hear)
         if self._streams:
-            asked = {**(streamed or body), "stream": True}
+            asked, answer = {**(streamed or body), "stream": True}, collect(hear)
+
+            def read_rest(rest: bytes) -> T:
+                return read(rest) if rest else answer.whole()
+
             try:
-                return await self._send(path, asked, request, answer.read, answer.add)
+                return await self._send(path, asked, request, read_rest, answer.add)
             except EngineHttpRejected as e:
-                if "stream" not in str(e):
+                if "stream" not in str(e) or listener.has_heard:
                     raise
                 logger.info("%s does not stream (%s)", self._label, e)
                 self._streams = False
-        # Nothing is the end of a stream to `answer`; here it is no JSON.
-        return await self._send(path, body, request, lambda raw: answer.read(raw or b" "))
+        return await self._send(path, body, request, read)
 
     async def _ask(self, path: str, body: dict[str, Any], read: Callable[[bytes], T]) -> T | None:
         """Ask an optional question; None if there is no usable answer."""

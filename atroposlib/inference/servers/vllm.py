@@ -159,7 +159,7 @@ class VLLMServer(TokenServer, OpenAIRoutesServer):
             collect = functools.partial(
                 StreamedChoices, where=self._peer.root + path, prompt_tokens=prompt_tokens
             )
-            return await self._send_part(path, asked, request, part, collect)
+            return await self._send_part(path, asked, request, part, read, collect)
 
         answers = await self._ask_for(
             n,

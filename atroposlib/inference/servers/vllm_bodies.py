@@ -213,6 +213,7 @@ class StreamedChoices:
             )
             found.finish_reason = piece.finish_reason or found.finish_reason
             found.weight_versions = piece.weight_versions or found.weight_versions
+            found.prompt_token_ids = piece.prompt_token_ids or found.prompt_token_ids
             logprobs = piece.logprobs or _Logprobs()
             values = logprobs.token_logprobs or [t.logprob for t in logprobs.content or ()]
             if values and not piece.token_ids:
@@ -224,9 +225,7 @@ class StreamedChoices:
             found.logprobs.token_logprobs += values
             self._hear(piece.index, piece.token_ids or [])
 
-    def read(self, answer: bytes) -> PromptCompletions:
-        if answer:
-            return read_choices(answer, where=self._where, prompt_tokens=self._prompt_tokens)
+    def whole(self) -> PromptCompletions:
         choices = [choice for _, choice in sorted(self._found.items())]
         if not choices or any(choice.finish_reason is None for choice in choices):
             raise EngineUnavailable(f"{self._where}: the stream ended before the answer did")

@@ -214,7 +214,9 @@ class ChatTemplate:
                 add_generation_prompt=prompt,
             )
             names = {i: _first_name(messages[i]) if named else "" for i in tracked if i < num}
-            return _MARKS.cut(_MARKS.restore(text, self._tags), names)
+            for tag, mark in zip(self._tags, _MARKS.tags, strict=True):
+                text = text.replace(mark, tag)
+            return _MARKS.cut(text, names)
 
         called = [i for i in sorted(tracked) if messages[i].get("tool_calls")]
         if not called or not self._mentions("tool_calls"):
@@ -250,8 +252,8 @@ class ChatTemplate:
         message = dict(self.with_calls_shown(message))
         if calls := message.get("tool_calls"):
             message["tool_calls"] = [with_parsed(call) for call in calls]
-        for i, tag in enumerate(self._tags):
-            message["content"] = message["content"].replace(tag, _MARKS.tag(i))
+        for tag, mark in zip(self._tags, _MARKS.tags, strict=True):
+            message["content"] = message["content"].replace(tag, mark)
         if not message["content"] and message.get("tool_calls"):
             # DeepSeek's templates take any text, even an empty one, for the whole answer.
             message["content"] = None
@@ -382,13 +384,11 @@ class _Marks:
 
     def __init__(self) -> None:
         self._base = f"ATROPOS{secrets.token_hex(16)}"
+        self.tags = f"{self._base}OPENINGEND", f"{self._base}CLOSINGEND"
         self._turns = re.compile(rf"{self._base}TURN(\d+)END")
 
     def turn(self, index: int) -> str:
         return f"{self._base}TURN{index}END"
-
-    def tag(self, index: int) -> str:
-        return f"{self._base}TAG{index}END"
 
     def in_place_of(self, message: Message, mark: str, *, named: bool) -> dict[str, Any]:
         """Return a message with the mark as its content, or (`named`) as the name of its first call."""
@@ -417,11 +417,6 @@ class _Marks:
             else:
                 return None
         return pieces if len(seen) == len(names) else None
-
-    def restore(self, text: str, tags: ThinkTags) -> str:
-        for i, tag in enumerate(tags):
-            text = text.replace(self.tag(i), tag)
-        return text
 
 
 _MARKS = _Marks()

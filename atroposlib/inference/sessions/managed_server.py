@@ -59,7 +59,7 @@ from atroposlib.utils.off_loop import off_loop
 from atroposlib.utils.tokenizers import load_tokenizer
 
 if TYPE_CHECKING:
-    from atroposlib.inference.tools.parsers.style import ToolCallParser
+    from atroposlib.inference.tools.parsers.style import Style, ToolCallParser
     from atroposlib.inference.tools.translator import ToolCallTranslator
 
 logger = logging.getLogger(__name__)
@@ -168,9 +168,14 @@ class ManagedServer:
         return ToolCallTranslator(self.tokenizer, parser_name=self.tool_parser)
 
     @property
-    def _has_channels(self) -> bool:
-        """Whether answers are read with their special tokens, with or without tools."""
-        return self.tool_parser is not None and self._translator.style.certain is not None
+    def style(self) -> Style | None:
+        """The format of tool calls; None without a `tool_parser`."""
+        return None if self.tool_parser is None else self._translator.style
+
+    @property
+    def has_channels(self) -> bool:
+        """Whether thoughts are told apart by the markers of `style` (`Style.begun`), not by think tags."""
+        return self.tool_parser is not None and self._translator.style.begun is not None
 
     def _write_calls(self, message: Mapping[str, Any]) -> dict[str, Any]:
         return self._translator.convert_messages_for_template([dict(message)])[0]
@@ -464,7 +469,7 @@ class ManagedServer:
         listeners = []
         if (tell := kwargs.get("on_text")) is not None:
             stops = stops_to_cut(kwargs)
-            is_raw = turn.place is not None and self._has_channels
+            is_raw = turn.place is not None and self.has_channels
             listeners = [
                 TextSoFar(
                     self._template, stops, functools.partial(tell, i, turn.full_text), raw=is_raw
@@ -515,7 +520,7 @@ class ManagedServer:
     ) -> tuple[dict[str, Any], str | None]:
         """Return the message for the caller and its finish reason."""
         reply: dict[str, Any] = {"role": "assistant", "content": sampled.visible_text}
-        may_call, has_channels = bool(tools) and tool_choice != "none", self._has_channels
+        may_call, has_channels = bool(tools) and tool_choice != "none", self.has_channels
         if not may_call and not has_channels:
             return reply, sampled.finish_reason
         raw_text = continued + sampled.full_text.removesuffix(sampled.end).removesuffix(sampled.cut)

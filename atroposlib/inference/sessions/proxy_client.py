@@ -192,15 +192,15 @@ async def create_proxy_session(
     """Open a session at a proxy; close it with `cleanup()`.
 
     `base_url` selects an engine of the proxy. `token` defaults to ATROPOS_PROXY_TOKEN. `options` are further fields of
-    `/sessions/create`: max_tokens, max_context_tokens, sampling, split, keeps_distribution, owner_key. `counts` counts
-    the session's broken prefixes by reason. Sessions of one item share an engine as those of `ServerManager` do.
+    `/sessions/create`: max_tokens, max_context_tokens, sampling, split, keeps_distribution, owner_key, group (else
+    the current item). `counts` counts the session's broken prefixes by reason.
     """
     peer = HttpPeer(proxy_url, api_key=token or os.environ.get(TOKEN_VARIABLE))
     body = {"tool_parser": tool_parser, "track_tree": track_tree, **(options or {})}
     if base_url is not None:
         body["base_url"] = base_url
     if (notes := noted()) is not None:
-        body["group"] = notes.key
+        body.setdefault("group", notes.key)
     try:
         made: Any = await peer.post("/sessions/create", body, timeout_s=CONTROL_TIMEOUT_S)
     finally:

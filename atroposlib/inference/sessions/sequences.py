@@ -541,21 +541,20 @@ def ledger_of(nodes: Sequence[SequenceNode], chosen: Sequence[SequenceNode]) -> 
     """Return the ledger of a session's nodes and the sequences chosen of them; None without ids of turns."""
     if any("turns" not in (node.metadata or {}) for node in (*nodes, *chosen)):
         return None
-    sampled, sent = _tokens_by_turn(nodes), _tokens_by_turn(chosen)
+    sampled = num_sampled(nodes)
     trained = sum(
         len(node.masked_tokens) - node.masked_tokens.count(IGNORE_INDEX) for node in chosen
     )
-    total = sum(sampled.values())
-    return Ledger(total, trained, total - sum(sent.values()))
+    return Ledger(sampled, trained, sampled - num_sampled(chosen))
 
 
-def _tokens_by_turn(nodes: Iterable[SequenceNode]) -> dict[str, int]:
-    """Return the number of tokens of each turn: the most of it that one sequence contains."""
+def num_sampled(nodes: Iterable[SequenceNode]) -> int:
+    """Return the number of tokens in the turns of sequences: of each turn, the most that one of them contains."""
     found: dict[str, int] = {}
     for node in nodes:
         for turn in _turns_of(node):
             found[turn["turn"]] = max(found.get(turn["turn"], 0), turn["num_tokens"])
-    return found
+    return sum(found.values())
 
 
 def _turns_of(node: SequenceNode) -> list[dict[str, Any]]:

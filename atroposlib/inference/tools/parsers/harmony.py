@@ -93,7 +93,7 @@ def _split(text: str, tools: Tools) -> list[Part]:
     return [*parts, text[at:].strip()] if parts else [text]
 
 
-def _certain(text: str) -> str:
+def _begun(text: str) -> str:
     """Return the thoughts; from where the final message begins, the answer up to its end.
 
     Before it more thoughts may follow a content; after it nothing is a thought.
@@ -121,5 +121,5 @@ HARMONY = Style(
     split=_split,
     render=_render,
     markers=(_START, _CHANNEL, _CONSTRAIN, _MESSAGE, *MESSAGE_ENDS),
-    certain=_certain,
+    begun=_begun,
 )

@@ -102,9 +102,9 @@ class Style:
     """Texts one of which begins every call; None if the markers do, or if any text may when there are no markers."""
     new_id: Callable[[], str] = _new_id
     """Return an id for a call that has none."""
-    certain: Callable[[str], str] | None = None
-    """Return what of the beginning of an answer can be read. Only for formats with markers around thoughts and content:
-    their answers are read with special tokens, with or without tools."""
+    begun: Callable[[str], str] | None = None
+    """Return what of an unfinished answer `split` reads as in the whole one. Only for formats with markers around
+    thoughts and content (channels): their answers are read with special tokens, with or without tools."""
 
     @property
     def starts(self) -> tuple[str, ...] | None:

@@ -194,6 +194,8 @@ class Leader(Follower):
             self._patiently("it does not know that a batch is given back", give_back)
         except LeaseExpired as error:
             logger.warning("the lease of the batch had ended: %s", error)
+        except HubRejected as error:
+            _require_unknown(error)
 
     def acknowledge(self, *, step: int) -> None:
         """Wait while the hub is unavailable; count an expired lease, and warn of it or of an unknown batch."""
@@ -213,9 +215,7 @@ class Leader(Follower):
                 error,
             )
         except HubRejected as error:
-            if error.status != 404:
-                raise
-            logger.warning("step %d: the hub no longer knows its batch (%s)", step, error)
+            _require_unknown(error)
 
     def checkpointed(self, step: int, path: Path) -> None:
         self._patiently("it does not know the checkpoint", lambda: self._hub.checkpoint(step, path))
@@ -311,3 +311,10 @@ class Leader(Follower):
             self._patiently("this run is unknown to it", lambda: self._register(step=step))
             self.announce()
             return None
+
+
+def _require_unknown(error: HubRejected) -> None:
+    """Raise the hub's answer to a call about a batch unless it is that it knows no such batch: it has lost the run."""
+    if error.status != 404:
+        raise error
+    logger.warning("the hub no longer knows its batch (%s)", error)

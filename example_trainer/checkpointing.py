@@ -266,7 +266,7 @@ def _write_parts(path: Path, parts: Mapping[str, Part]) -> None:
     more in memory.
     """
     offsets = {name: {"saved_offsets": part.offsets} for name, part in parts.items()}
-    tensors = {name: part.tensor for name, part in parts.items()}
+    tensors = {name: part.tensor.contiguous() for name, part in parts.items()}
     save_file(tensors, path, metadata={"DCP_SHARDING_INFO": json.dumps(offsets)})
 
 

@@ -35,7 +35,7 @@ from example_trainer.config import TrainerConfig
 from example_trainer.contract import checkpoint_form, write_checksums
 from example_trainer.data import MicroBatch
 from example_trainer.head import head_logprobs, logits_logprobs
-from example_trainer.parallel import ALONE, World, full_weights
+from example_trainer.parallel import ALONE, World, host_copy, whole
 
 
 class PolicyOutput(NamedTuple):
@@ -205,22 +205,20 @@ class Policy:
         With adapters, those of the adapter, or with `merged` of the whole model. Every process must call it.
         """
         only_adapter = self.is_adapted and not merged
-        state = full_weights(
-            self.model,
-            self.world,
-            dtype=None if self.is_adapted else self.dtype,
-            part=".lora_" if only_adapter else "",
-        )
-        if only_adapter or not self.world.is_main:
-            return state
-        if self.is_adapted:
-            state = merged_weights(state, self.model)
-        converted: dict[int, Tensor] = {}  # tied parameters stay tied
-        return {
-            name: converted.setdefault(value.data_ptr(), value.detach().to(self.dtype))
-            for name, value in state.items()
-            if value.is_floating_point()
-        }
+        copies: dict[int, Tensor] = {}  # tied parameters are gathered once and stay tied
+        state: dict[str, Tensor] = {}
+        for name, value in self.model.state_dict(keep_vars=True).items():
+            is_adapter = self.is_adapted and ".lora_" in name
+            if not value.is_floating_point() or (only_adapter and not is_adapter):
+                continue
+            if id(value) not in copies:
+                own = value.detach()
+                own = whole(own if is_adapter else own.to(self.dtype))  # cast first: less traffic
+                copies[id(value)] = host_copy(own) if self.world.is_main else own.new_empty(0)
+            state[name] = copies[id(value)]
+        if not self.world.is_main:
+            return {}
+        return merged_weights(state, self.model) if self.is_adapted and merged else state
 
     def write(self, directory: Path, weights: dict[str, Tensor], *, merged: bool = False) -> None:
         """Write gathered weights, config and tokenizer; any thread may call it while the model is trained.
@@ -358,8 +356,7 @@ def build_model(config: TrainerConfig, *, dtype: Any, has_weights: bool = True) 
     if config.lora:
         model = add_adapters(model, config)
     elif config.train_layer_indices is not None:
-        layers = transformer_layers(model)
-        freeze_other_layers(model, config.train_layer_indices, num_layers=len(layers))
+        freeze_other_layers(model, config.train_layer_indices, transformer_layers(model))
     if config.gradient_checkpointing:
         # Renamed in transformers 5.x: later versions warn of the old name, earlier ones lack the new one.
         newer = getattr(model, "activation_checkpointing_enable", None)

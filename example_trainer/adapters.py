@@ -45,10 +45,9 @@ def add_adapters(model: Any, config: TrainerConfig) -> Any:
         task_type="CAUSAL_LM",
     )
     try:
-        with warnings.catch_warnings():
-            # peft calls transformers 5's gradient checkpointing by a deprecated name
-            warnings.simplefilter("ignore", FutureWarning)
-            # and looks for the fused experts among the modules, where they are not
+        # peft calls transformers 5's gradient checkpointing by a deprecated name,
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):
+            # and looks for the fused experts among the modules, where they are not.
             warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern", RuntimeWarning)
             adapted = peft.get_peft_model(model, settings)
     except ValueError as error:

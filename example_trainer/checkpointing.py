@@ -237,7 +237,7 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
     """Make a fresh optimizer create its state, by a step that changes no weight."""
     rates = [settings["lr"] for settings in optimizer.param_groups]
     for settings in optimizer.param_groups:
-        settings["lr"] = settings["lr"] and 0.0
+        settings["lr"] = 0.0
         for parameter in settings["params"]:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()

@@ -71,23 +71,15 @@ class PolicyModule(nn.Module):
         ids_NK = positions.labels_N[:, None]
         if positions.teacher_ids_NK is not None:
             ids_NK = torch.cat([ids_NK, positions.teacher_ids_NK], dim=1)
+        asked = {"ids_NK": ids_NK, "temperature_N": positions.temperature_N}
         if has_plain_head(self.causal):
             hidden_BTH = base_model(self.causal).get_decoder()(**inputs).last_hidden_state
+            hidden_NH = hidden_BTH.flatten(0, 1)[micro_batch.trained_N]
             head = base_model(self.causal).get_output_embeddings()
-            out = head_logprobs(
-                hidden_BTH.flatten(0, 1)[micro_batch.trained_N],
-                head.weight,
-                head.bias,
-                ids_NK=ids_NK,
-                temperature_N=positions.temperature_N,
-            )
+            out = head_logprobs(hidden_NH, head.weight, head.bias, **asked)
         else:
             logits_BTV = self.causal(**inputs).logits
-            out = logits_logprobs(
-                logits_BTV.flatten(0, 1)[micro_batch.trained_N],
-                ids_NK=ids_NK,
-                temperature_N=positions.temperature_N,
-            )
+            out = logits_logprobs(logits_BTV.flatten(0, 1)[micro_batch.trained_N], **asked)
         # Copies: FSDP's hooks are on the outputs, and an operation in place on a view would drop them.
         teacher_NK = (
             out.logprobs_NK[:, 1:].clone() if positions.teacher_ids_NK is not None else None
@@ -374,11 +366,7 @@ def attention_kernel(config: TrainerConfig, settings: Any) -> str | None:
     kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(settings), None)
     has_flash = config.device != "cpu" and importlib.util.find_spec("flash_attn") is not None
     # Some models, such as gpt-oss, need a flash attention of their own, which would be downloaded.
-    fits = (
-        kind is not None
-        and kind._supports_flash_attn
-        and not kind._compatible_flash_implementations
-    )
+    fits = kind and kind._supports_flash_attn and not kind._compatible_flash_implementations
     return "flash_attention_2" if has_flash and fits else None
 
 

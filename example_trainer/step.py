@@ -259,12 +259,9 @@ def describe_result(result: StepResult, batch: Batch) -> dict[str, Any]:
 
 def data_options(config: TrainerConfig, policy: Policy | None = None) -> DataOptions:
     """Return the data options of the configuration, adapted to the model of `policy`."""
-    packs = config.packing == "on" or (
-        config.packing == "auto"
-        and policy is not None
-        and policy.uses_flash
-        and not policy.keeps_state
-    )
+    packs = config.packing == "on"
+    if config.packing == "auto" and policy is not None:
+        packs = policy.uses_flash and not policy.keeps_state
     on_gpu = policy is not None and policy.device.type == "cuda"
     # Without checkpointing, 32,768 positions of a 0.5B take 45 GB.
     most_tokens = 8192 if on_gpu and not config.gradient_checkpointing else 32768

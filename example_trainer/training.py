@@ -149,23 +149,24 @@ def train(config: TrainerConfig) -> None:
             with clock.phase("train_s"):
                 feed.acknowledge(step=version)
             if world.is_main:
-                ids = [group.group_id for group in groups]
-                record_step(ids, step=version, began_at=began_at)
+                record_step([g.group_id for g in groups], step=version, began_at=began_at)
             with clock.phase("publish_s"):
                 if is_publish_due(version, config):
                     publish(bridge, policy, version, feed, publications)
-            record = describe_batch(batch, step) | describe_result(result, batch)
-            record |= {"num_lost_leases": feed.num_lost_leases} | clock.read()
+            record = describe_batch(batch, step) | describe_result(result, batch) | clock.read()
             peak = None if result.peak.group is None else groups[result.peak.group]
             for fault in set(faults_of(record, config, peak)) - known_faults:
                 known_faults.add(fault)
                 if world.is_main:
                     logger.warning("step %d: %s", version, fault)
-            record |= {"step": version, "queue_size": feed.queue_size()} | gpu_memory(policy.device)
-            record |= {"tokens_per_s": batch.num_tokens / record["train_s"], "save_s": None}
-            record |= {
+            record |= gpu_memory(policy.device) | {
+                "step": version,
+                "num_lost_leases": feed.num_lost_leases,
+                "queue_size": feed.queue_size(),
+                "tokens_per_s": batch.num_tokens / record["train_s"],
                 "publication_s": publications.ended_s(),
                 "checkpoint_s": checkpoints.ended_s(),
+                "save_s": None,
             }
             with clock.phase("save_s"):
                 if config.checkpoint_interval and version % config.checkpoint_interval == 0:
@@ -310,10 +311,9 @@ def warn_of_memory(policy: Policy, config: TrainerConfig) -> None:
     """Warn before the first step if it will probably not fit on the GPU."""
     if policy.device.type != "cuda" or not policy.world.is_main:
         return
-    sizes = sizes_of(
-        policy, config, shares_gpu=shares_gpu(config, num_gpus=torch.cuda.device_count())
-    )
-    line = what_does_not_fit(sizes, torch.cuda.get_device_properties(policy.device).total_memory)
+    is_shared = shares_gpu(config, num_gpus=torch.cuda.device_count())
+    num_bytes = torch.cuda.get_device_properties(policy.device).total_memory
+    line = what_does_not_fit(sizes_of(policy, config, shares_gpu=is_shared), num_bytes)
     if line is not None:
         logger.warning("%s", line)
 

@@ -23,13 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from atroposlib.errors import (
-    ConfigError,
-    EngineError,
-    EngineRejected,
-    EngineUnavailable,
-    require,
-)
+from atroposlib.errors import ConfigError, EngineError, EngineRejected, EngineUnavailable, require
 from example_trainer.adapters import by_layer, merged_weights, plain_name
 from example_trainer.background import in_background
 from example_trainer.bridges.control import Control

@@ -64,9 +64,7 @@ def source_shapes(model: Any, name: str) -> Shapes:
     found = {} if is_quantized else shapes_in(path)
     unread = sorted(found.keys() - own.keys())
     if unread:
-        logger.info(
-            "neither published nor checked, because the model does not read it: %s", _some(unread)
-        )
+        logger.info("not published or checked, as the model does not read it: %s", _some(unread))
     return {key: shape for key, shape in found.items() if key in own} or own
 
 

@@ -228,10 +228,7 @@ def require_trainable(group: ScoredGroup, *, vocab_size: int) -> None:
 
 
 def make_batch(groups: Sequence[ScoredGroup], options: DataOptions) -> Batch:
-    """Turn the groups of one step into micro-batches.
-
-    The groups have passed `require_trainable`.
-    """
+    """Turn the groups of one step, which have passed `require_trainable`, into micro-batches."""
     all_rows = [row for i, group in enumerate(groups) for row in _rows(group, i, options)]
     if options.baseline in ("batch", "group_batch"):
         all_rows = _normalise_over_batch(all_rows, centre=options.baseline == "batch")

@@ -81,9 +81,7 @@ class PolicyModule(nn.Module):
             logits_BTV = self.causal(**inputs).logits
             out = logits_logprobs(logits_BTV.flatten(0, 1)[micro_batch.trained_N], **asked)
         # Copies: FSDP's hooks are on the outputs, and an operation in place on a view would drop them.
-        teacher_NK = (
-            out.logprobs_NK[:, 1:].clone() if positions.teacher_ids_NK is not None else None
-        )
+        teacher_NK = None if positions.teacher_ids_NK is None else out.logprobs_NK[:, 1:].clone()
         return PolicyOutput(out.logprobs_NK[:, 0].clone(), out.entropy_N, teacher_NK)
 
 
@@ -288,13 +286,11 @@ def load_policy(
                 base_model(model)._weight_conversions = base_model(read)._weight_conversions
     model.train()
     module = PolicyModule(model)
-    # A process alone that computes in its weights' dtype has nothing to shard and nothing to cast.
-    is_split = (
-        world.size > 1 or config.cpu_offload or any(p.dtype != dtype for p in model.parameters())
-    )
     if not config.cpu_offload and world.size == 1:
         model.to(device)
-    if is_split:
+    # A process alone that computes in its weights' dtype has nothing to shard and nothing to cast.
+    casts = any(p.dtype != dtype for p in model.parameters())
+    if world.size > 1 or config.cpu_offload or casts:
         world.shard(module, transformer_layers(model), dtype, offloads=config.cpu_offload)
     if world.size > 1:
         module.to_empty(device="cpu" if config.cpu_offload else device)
@@ -393,9 +389,7 @@ def choose_device(config: TrainerConfig) -> torch.device:
     if config.device == "auto":
         return torch.device("cuda" if has_cuda else "cpu")
     if config.device != "cpu" and not has_cuda:
-        raise ConfigError(
-            f"--device {config.device}: torch sees no CUDA device here; use --device cpu"
-        )
+        raise ConfigError(f"--device {config.device}: torch sees no CUDA device; use --device cpu")
     return torch.device(config.device)
 
 

@@ -3,9 +3,7 @@
 vLLM's own trainer side sends them (vLLM 0.32, installed beside the trainer): one NCCL broadcast to engines on other
 GPUs, or CUDA IPC on the trainer's GPU. Guarantee: when `publish` returns, every engine samples from the new weights and
 reports their version; requests in flight pause meanwhile. After an error the engines stay paused, because they may hold
-parts of two versions.
-
-Tested on the CPU with both sides of a real vLLM and a replaced broadcast; NCCL and CUDA IPC have not been run.
+parts of two versions. NCCL and CUDA IPC have not been run (see the README).
 """
 
 from __future__ import annotations
@@ -283,9 +281,7 @@ class TransferBridge(RunningEngines):
             require_same_nccl(engine, torch.cuda.nccl.version())
         with suppress(EngineError):  # raised when no update is active, the normal case
             control.post("/finish_weight_update")
-            logger.warning(
-                "engine %s: ended an update that another trainer did not finish", control.url
-            )
+            logger.warning("engine %s: ended an update that another trainer left open", control.url)
         return engine
 
 

@@ -276,7 +276,7 @@ def _reason_to_skip(row: Row, options: DataOptions) -> SkipReason | None:
 
 def _rows(group: ScoredGroup, number: int, options: DataOptions) -> Iterator[Row]:
     """Yield the sequences of `group`, which is number `number` of its step."""
-    overrides = group.overrides or [None] * group.num_sequences
+    overrides = group.overrides or [{}] * group.num_sequences
     scores = group.scores
     if options.overlong_max:
         scores = scores - overlong_penalty(

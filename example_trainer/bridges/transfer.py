@@ -212,10 +212,8 @@ class TransferBridge(RunningEngines):
         if self._num_checked == EngineCheck.NUM_CHECKED:
             return
         self._num_checked += 1
-        sent = {}
-        for name, value in PolicyWeights(policy):
-            if policy.world.is_main:
-                sent[name] = value.cpu()
+        is_main = policy.world.is_main
+        sent = {name: value.cpu() for name, value in PolicyWeights(policy) if is_main}
         for engine in self._client.engines:
             engine.check_weights(lambda: sent)
 

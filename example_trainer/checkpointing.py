@@ -256,7 +256,7 @@ def _parts(tensors: Mapping[str, Tensor], world: World) -> dict[str, Part]:
 
 
 def _write_parts(path: Path, parts: Mapping[str, Part]) -> None:
-    """Write a file for torch's `HuggingFaceStorageReader`, whose writer holds the interpreter lock throughout."""
+    """Write a file for torch's `HuggingFaceStorageReader`; torch's own writer would hold the interpreter lock."""
     offsets = {name: {"saved_offsets": part.offsets} for name, part in parts.items()}
     tensors = {name: part.tensor.contiguous() for name, part in parts.items()}
     save_file(tensors, path, metadata={"DCP_SHARDING_INFO": json.dumps(offsets)})

@@ -224,7 +224,7 @@ class VllmEngine(RunningEngine):
         except NoSuchRoute:
             self._keeps_versions = False
             logger.info(
-                "engine %s keeps no weight version; its samples have none", self.control.url
+                "engine %s keeps no weight version; its samples carry none", self.control.url
             )
 
     def _reported_version(self) -> str | None:

@@ -7,6 +7,7 @@ Importing this package does not import torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from atroposlib.config import parse_flags
 from example_trainer.config import TrainerConfig
@@ -35,28 +36,15 @@ def config_from_args(args: TrainerConfig) -> TrainerConfig:
     return args
 
 
-def train_legacy(config: TrainerConfig) -> None:
-    """Train with an engine that the trainer starts and restarts on new weights."""
-    _train(config, mode="none")
-
-
-def train_shared_vllm(config: TrainerConfig) -> None:
-    """Train with running engines that reload new weights in place."""
-    _train(config, mode="shared_vllm")
-
-
-def train_lora(config: TrainerConfig) -> None:
-    """Train adapters; running engines swap them."""
-    _train(config, mode="lora_only")
-
-
-def train_lora_restart(config: TrainerConfig) -> None:
-    """Train adapters; the engine is restarted on the merged weights."""
-    _train(config, mode="lora_restart")
-
-
 def _train(config: TrainerConfig, *, mode: str) -> None:
+    """Train with the original's `--weight-bridge-mode`, which the configuration describes."""
     from example_trainer.training import train
 
     given = config.model_dump(include=config.model_fields_set - {"bridge"})
     train(TrainerConfig(**given | {"weight_bridge_mode": mode}))
+
+
+train_legacy = partial(_train, mode="none")
+train_shared_vllm = partial(_train, mode="shared_vllm")
+train_lora = partial(_train, mode="lora_only")
+train_lora_restart = partial(_train, mode="lora_restart")

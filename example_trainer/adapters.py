@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,30 +35,26 @@ def add_adapters(model: Any, config: TrainerConfig) -> Any:
             "--lora_dropout %g: the trainer's log-probabilities will differ from the engine's, which has no dropout",
             config.lora_dropout,
         )
-    targets = config.lora_target_modules
+    targets: Any = config.lora_target_modules
     settings = peft.LoraConfig(
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
         lora_dropout=config.lora_dropout,
-        target_modules="all-linear"
-        if targets == ["all-linear"]
-        else targets,  # alone, peft reads it as a string
+        target_modules=targets[0] if targets == ["all-linear"] else targets,  # peft's shorthand
         layers_to_transform=layer_indices(config.lora_layer_indices, "lora_layer_indices"),
         task_type="CAUSAL_LM",
     )
     try:
-        with warnings.catch_warnings():
-            # peft calls transformers 5's gradient checkpointing by a deprecated name
-            warnings.simplefilter("ignore", FutureWarning)
-            # and looks for the fused experts among the modules, where they are not
+        # peft calls transformers 5's gradient checkpointing by a deprecated name,
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):
+            # and looks for the fused experts among the modules, where they are not.
             warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern", RuntimeWarning)
             adapted = peft.get_peft_model(model, settings)
     except ValueError as error:
         raise ConfigError(f"--lora_target_modules {targets}: {error}") from error
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    if model.config.get_text_config().tie_word_embeddings and any(
-        hasattr(e, "lora_A") for e in ends
-    ):
+    is_tied = model.config.get_text_config().tie_word_embeddings
+    if is_tied and any(hasattr(end, "lora_A") for end in ends):
         raise ConfigError(
             f"--lora_target_modules {targets}: embedding and head of this model are one matrix, and "
             "with an adapter on one of them no checkpoint could hold both"
@@ -68,15 +64,14 @@ def add_adapters(model: Any, config: TrainerConfig) -> Any:
     return adapted
 
 
-def freeze_other_layers(model: Any, indices: str, *, num_layers: int) -> None:
+def freeze_other_layers(model: Any, indices: str, layers: Sequence[nn.Module]) -> None:
     """Freeze all but the given decoder layers; raise ConfigError for a layer that does not exist."""
     chosen = layer_indices(indices, "train_layer_indices") or []
-    if bad := [i for i in chosen if i >= num_layers]:
+    if bad := [i for i in chosen if i >= len(layers)]:
         raise ConfigError(
-            f"--train_layer_indices {indices}: layer {bad[0]}, but the model has layers 0 to {num_layers - 1}"
+            f"--train_layer_indices {indices}: layer {bad[0]}, but the model has layers 0 to {len(layers) - 1}"
         )
     model.requires_grad_(False)
-    layers = model.get_decoder().layers
     for index in chosen:
         layers[index].requires_grad_(True)
 

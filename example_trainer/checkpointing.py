@@ -204,7 +204,7 @@ class Checkpoints:
         if state["optimizer_has_state"]:
             _make_state(optimizer)
         try:
-            _load_tensors(training, policy, optimizer, world=self.world)
+            _load_tensors(training, policy, optimizer)
         except (RuntimeError, ValueError, KeyError, checkpoint.CheckpointException) as error:
             raise ConfigError(
                 f"{directory} is of another model or optimizer than configured: {str(error)[:400]}"
@@ -216,9 +216,8 @@ class Checkpoints:
 def _tensors(policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return the checkpoint's tensors by name: trained parameters and their optimizer state.
 
-    They share their memory with policy and optimizer, and none with another.
-
-    Frozen parameters come from the initial model, settings such as the learning rate from the configuration.
+    They share their memory with policy and optimizer, and none with another. Frozen parameters come from the initial
+    model, settings such as the learning rate from the configuration.
     """
     tensors: dict[str, Tensor] = {}
     for name, parameter in _trained(policy):
@@ -234,16 +233,13 @@ def _trained(policy: Policy) -> list[tuple[str, nn.Parameter]]:
 
 
 def _make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make a fresh optimizer create its state, by a step that changes no weight."""
-    rates = [settings["lr"] for settings in optimizer.param_groups]
+    """Make a fresh optimizer create its state, by a step that changes no weight; each later one sets its own rate."""
     for settings in optimizer.param_groups:
-        settings["lr"] = settings["lr"] and 0.0
+        settings["lr"] = 0.0
         for parameter in settings["params"]:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    for settings, rate in zip(optimizer.param_groups, rates, strict=True):
-        settings["lr"] = rate
 
 
 def _parts(tensors: Mapping[str, Tensor], world: World) -> dict[str, Part]:
@@ -260,19 +256,13 @@ def _parts(tensors: Mapping[str, Tensor], world: World) -> dict[str, Part]:
 
 
 def _write_parts(path: Path, parts: Mapping[str, Part]) -> None:
-    """Write a file for torch's `HuggingFaceStorageReader`.
-
-    torch's own writer serialises all tensors in one call that holds the interpreter lock, and needs their size once
-    more in memory.
-    """
+    """Write a file for torch's `HuggingFaceStorageReader`; torch's own writer would hold the interpreter lock."""
     offsets = {name: {"saved_offsets": part.offsets} for name, part in parts.items()}
-    tensors = {name: part.tensor for name, part in parts.items()}
+    tensors = {name: part.tensor.contiguous() for name, part in parts.items()}
     save_file(tensors, path, metadata={"DCP_SHARDING_INFO": json.dumps(offsets)})
 
 
-def _load_tensors(
-    directory: Path, policy: Policy, optimizer: torch.optim.Optimizer, *, world: World
-) -> None:
+def _load_tensors(directory: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
     reader = checkpoint.HuggingFaceStorageReader(str(directory))
     stored = reader.read_metadata().state_dict_metadata
     for name, parameter in _trained(policy):
@@ -281,7 +271,7 @@ def _load_tensors(
             optimizer.state.pop(parameter, None)
     tensors = _tensors(policy, optimizer)
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # of a single process
-        checkpoint.load(tensors, storage_reader=reader, no_dist=world.size == 1)
+        checkpoint.load(tensors, storage_reader=reader, no_dist=policy.world.size == 1)
 
 
 def _random_states() -> dict[str, Any]:

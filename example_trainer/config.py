@@ -367,11 +367,8 @@ class TrainerConfig(BaseModel):
     @model_validator(mode="after")
     def _warn_of_clips(self) -> Self:
         smallest = min(self.clip_eps, self.clip_eps_high or self.clip_eps)
-        if (
-            self.surrogate != "reinforce"
-            and self.ratio_level == "sequence"
-            and smallest < NOISE_OF_A_SEQUENCE
-        ):
+        is_clipped = self.surrogate != "reinforce" and self.ratio_level == "sequence"
+        if is_clipped and smallest < NOISE_OF_A_SEQUENCE:
             logger.warning(
                 "--clip_eps %g with --ratio_level sequence: the ratio is to the engine's logprobs, whose rounding "
                 "alone is more than that in bfloat16; most sequences would have no gradient",

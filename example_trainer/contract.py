@@ -64,9 +64,7 @@ def source_shapes(model: Any, name: str) -> Shapes:
     found = {} if is_quantized else shapes_in(path)
     unread = sorted(found.keys() - own.keys())
     if unread:
-        logger.info(
-            "neither published nor checked, because the model does not read it: %s", _some(unread)
-        )
+        logger.info("not published or checked, as the model does not read it: %s", _some(unread))
     return {key: shape for key, shape in found.items() if key in own} or own
 
 
@@ -91,14 +89,10 @@ def check_files(directory: Path) -> None:
 
     Call it before an engine is touched: vLLM exits when a reload fails, and a restart stops the old engine first.
     """
-    if not (directory / "config.json").is_file():
-        raise EngineError(f"checkpoint {directory} holds no config.json; no engine was touched")
-    missing = [path.name for path in _files(directory) if not path.is_file()]
-    if missing:
-        raise EngineError(
-            f"checkpoint {directory} lacks {', '.join(missing[:3])}; no engine was touched"
-        )
     try:
+        read = (directory / "config.json", *_files(directory))
+        if lacking := [path.name for path in read if not path.is_file()]:
+            raise FileNotFoundError(f"it lacks {', '.join(lacking[:_SHOWN])}")
         written = json.loads((directory / CHECKSUMS).read_text(encoding="utf-8"))
         found = {name: tensor_checksum(value) for name, value in tensors_in(directory)}
     except (OSError, ValueError, SafetensorError) as error:
@@ -159,10 +153,7 @@ class EngineCheck:
             )
 
 
-_FUSED = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-}
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Layers whose matrices vLLM stacks."""
 
 

@@ -228,10 +228,7 @@ def require_trainable(group: ScoredGroup, *, vocab_size: int) -> None:
 
 
 def make_batch(groups: Sequence[ScoredGroup], options: DataOptions) -> Batch:
-    """Turn the groups of one step into micro-batches.
-
-    The groups have passed `require_trainable`.
-    """
+    """Turn the groups of one step, which have passed `require_trainable`, into micro-batches."""
     all_rows = [row for i, group in enumerate(groups) for row in _rows(group, i, options)]
     if options.baseline in ("batch", "group_batch"):
         all_rows = _normalise_over_batch(all_rows, centre=options.baseline == "batch")
@@ -279,9 +276,7 @@ def _reason_to_skip(row: Row, options: DataOptions) -> SkipReason | None:
 
 def _rows(group: ScoredGroup, number: int, options: DataOptions) -> Iterator[Row]:
     """Yield the sequences of `group`, which is number `number` of its step."""
-    no_overrides: list[dict[str, Any] | None] = [None] * group.num_sequences
-    overrides = group.overrides or no_overrides
-    starts = group.offsets
+    overrides = group.overrides or [{}] * group.num_sequences
     scores = group.scores
     if options.overlong_max:
         scores = scores - overlong_penalty(
@@ -297,9 +292,8 @@ def _rows(group: ScoredGroup, number: int, options: DataOptions) -> Iterator[Row
         std=options.advantage_std,
     )
     version = UNKNOWN_VERSION if group.policy_version is None else group.policy_version
-    for i, (start, sequence, override) in enumerate(
-        zip(starts[:-1], sequences, overrides, strict=True)
-    ):
+    starts = group.offsets[:-1]
+    for i, (start, sequence, override) in enumerate(zip(starts, sequences, overrides, strict=True)):
         at = np.flatnonzero(sequence.completion_mask[1:])
         flat = start + 1 + at
         sampled = sequence.sampled_logprobs[1:][at]
@@ -503,15 +497,11 @@ def _join_teachers(rows: Sequence[Row]) -> Teacher | None:
     width = max((row.teacher.ids.shape[1] for row in rows if row.teacher is not None), default=0)
     if not width:
         return None
-    num_trained = sum(len(row.trained) for row in rows)
-    ids = np.zeros((num_trained, width), dtype=np.int64)
-    logprobs = np.full((num_trained, width), -np.inf, dtype=np.float32)
-    start = 0
-    for row in rows:
-        stop = start + len(row.trained)
+    ends = np.cumsum([len(row.trained) for row in rows])
+    ids = np.zeros((ends[-1], width), dtype=np.int64)
+    logprobs = np.full((ends[-1], width), -np.inf, dtype=np.float32)
+    for row, end in zip(rows, ends, strict=True):
         if row.teacher is not None:
-            columns = row.teacher.ids.shape[1]
-            ids[start:stop, :columns] = row.teacher.ids
-            logprobs[start:stop, :columns] = row.teacher.logprobs
-        start = stop
+            at = np.s_[end - len(row.trained) : end, : row.teacher.ids.shape[1]]
+            ids[at], logprobs[at] = row.teacher
     return Teacher(ids, logprobs)

@@ -139,9 +139,7 @@ class Leader(Follower):
         self._leased: LeasedBatch | None = None
 
     def begin(self, *, step: int) -> None:
-        self._patiently(
-            "this run is unknown to it", lambda: self._register(step=step), for_s=FIRST_WAIT_S
-        )
+        self._patiently("it lacks this run", lambda: self._register(step=step), for_s=FIRST_WAIT_S)
         self.announce(step)
 
     def announce(self, version: int | None = None) -> None:
@@ -194,6 +192,8 @@ class Leader(Follower):
             self._patiently("it does not know that a batch is given back", give_back)
         except LeaseExpired as error:
             logger.warning("the lease of the batch had ended: %s", error)
+        except HubRejected as error:
+            _require_unknown(error)
 
     def acknowledge(self, *, step: int) -> None:
         """Wait while the hub is unavailable; count an expired lease, and warn of it or of an unknown batch."""
@@ -213,9 +213,7 @@ class Leader(Follower):
                 error,
             )
         except HubRejected as error:
-            if error.status != 404:
-                raise
-            logger.warning("step %d: the hub no longer knows its batch (%s)", step, error)
+            _require_unknown(error)
 
     def checkpointed(self, step: int, path: Path) -> None:
         self._patiently("it does not know the checkpoint", lambda: self._hub.checkpoint(step, path))
@@ -240,9 +238,7 @@ class Leader(Follower):
                 result = call()
             except HubUnavailable as error:
                 if self._is_stopping():
-                    logger.warning(
-                        "stopping while the hub is unavailable: %s (%s)", otherwise, error
-                    )
+                    logger.warning("stopping while the hub is away: %s (%s)", otherwise, error)
                     return None
                 if time.monotonic() - began > for_s:
                     raise
@@ -260,7 +256,7 @@ class Leader(Follower):
         # With a step to resume from, the hub ends the leases of an earlier trainer.
         resume_step = step if self._is_resumed else None
         config = self._config
-        registration = TrainerRegistration(
+        run = TrainerRegistration(
             wandb_group=self._log.wandb_group,
             wandb_project=self._log.wandb_project,
             batch_size=config.sequences_per_step,
@@ -270,9 +266,7 @@ class Leader(Follower):
             starting_step=step,
             num_steps=config.num_steps,
         )
-        reply = self._hub.register(
-            registration, experiment=self.experiment, resume_step=resume_step
-        )
+        reply = self._hub.register(run, experiment=self.experiment, resume_step=resume_step)
         self.experiment = reply.experiment or self.experiment
         self.is_on_policy = reply.max_staleness == 0
         self._is_resumed = True  # registering again at a hub that lost the run is a resume
@@ -308,6 +302,13 @@ class Leader(Follower):
             )
         except TrainerNotRegistered:
             logger.warning("this run is unknown to the hub; registering again at step %d", step)
-            self._patiently("this run is unknown to it", lambda: self._register(step=step))
+            self._patiently("it lacks this run", lambda: self._register(step=step))
             self.announce()
             return None
+
+
+def _require_unknown(error: HubRejected) -> None:
+    """Raise the hub's answer to a call about a batch unless it is that it knows no such batch: it has lost the run."""
+    if error.status != 404:
+        raise error
+    logger.warning("the hub no longer knows its batch (%s)", error)

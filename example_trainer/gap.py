@@ -109,11 +109,7 @@ class LogprobGap:
             logger.warning(
                 "sampled logprobs of %s differ from the trainer's own by %.3g nats in the mean (KL %.3g, "
                 "at most %.3g); %g and %g are normal",
-                what,
-                report.mean,
-                report.kl,
-                report.maximum,
-                *limits,
+                *(what, report.mean, report.kl, report.maximum, *limits),
             )
 
 

@@ -99,10 +99,7 @@ def policy_loss(
     ref_logprobs_N: Tensor | None = None,
     teacher_logprobs_own_NK: Tensor | None = None,
 ) -> PolicyLoss:
-    """Return the loss of a micro-batch.
-
-    `teacher_logprobs_own_NK` are the trained model's log-probabilities of `positions.teacher_ids_NK`.
-    """
+    """Return the loss of a micro-batch; `teacher_logprobs_own_NK`: the policy's of `positions.teacher_ids_NK`."""
     is_policy_N = ~positions.is_supervised_N
     # Supervised positions are zeroed before the exponential: inf times 0 would be NaN.
     gap_N = torch.where(is_policy_N, logprobs_N - positions.sampled_logprobs_N, 0.0)
@@ -144,11 +141,11 @@ def policy_loss(
     if config.entropy_coef:
         loss_N = loss_N - config.entropy_coef * entropy_N
     distill_N = torch.zeros_like(gap_N)
-    if config.distill_coef and config.distill_loss == "forward_kl":
-        assert positions.teacher_logprobs_NK is None or teacher_logprobs_own_NK is not None
-        if teacher_logprobs_own_NK is not None and positions.teacher_logprobs_NK is not None:
-            distill_N = forward_kl(positions.teacher_logprobs_NK, teacher_logprobs_own_NK)
-            loss_N = loss_N + config.distill_coef * distill_N
+    teacher_NK = positions.teacher_logprobs_NK
+    if config.distill_coef and config.distill_loss == "forward_kl" and teacher_NK is not None:
+        assert teacher_logprobs_own_NK is not None
+        distill_N = forward_kl(teacher_NK, teacher_logprobs_own_NK)
+        loss_N = loss_N + config.distill_coef * distill_N
     clipped_N = outside_N & is_policy_N
     share = LossShare(
         loss=(loss_N * positions.weights_N).sum(),

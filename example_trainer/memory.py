@@ -169,9 +169,8 @@ def cure(sizes: Sizes, gpu_bytes: int) -> str:
     """Return the fewest flags that make a step fit, and of equally many those that cost the least time."""
     useful = [each for each in CURES if dataclasses.replace(sizes, **each[1]) != sizes]
     for chosen in (some for n in range(len(useful) + 1) for some in combinations(useful, n)):
-        changed = dataclasses.replace(
-            sizes, **dict(kv for _, each in chosen for kv in each.items())
-        )
+        changes = {name: value for _, each in chosen for name, value in each.items()}
+        changed = dataclasses.replace(sizes, **changes)
         tokens = changed.microbatch_tokens
         spare = gpu_bytes - sum(needs(changed, gpu_bytes).values())
         if spare < 0:
@@ -213,10 +212,9 @@ def plan(config: TrainerConfig) -> str:
     check_model_path(config.model_name)
     device = torch.device("cuda")
     dtype = choose_dtype(config, device)
+    kept = dtype if config.lora else torch.float32
     with naming_the_model(config), torch.device("meta"):
-        model = build_model(
-            config, dtype=dtype if config.lora else torch.float32, has_weights=False
-        )
+        model = build_model(config, dtype=kept, has_weights=False)
     world = World(rank=0, size=config.plan_gpus, device=device)
     policy = Policy(
         model=model, tokenizer=None, device=device, dtype=dtype, module=model, world=world

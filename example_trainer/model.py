@@ -35,7 +35,7 @@ from example_trainer.config import TrainerConfig
 from example_trainer.contract import checkpoint_form, write_checksums
 from example_trainer.data import MicroBatch
 from example_trainer.head import head_logprobs, logits_logprobs
-from example_trainer.parallel import ALONE, World, full_weights
+from example_trainer.parallel import ALONE, World, host_copy, whole
 
 
 class PolicyOutput(NamedTuple):
@@ -71,27 +71,17 @@ class PolicyModule(nn.Module):
         ids_NK = positions.labels_N[:, None]
         if positions.teacher_ids_NK is not None:
             ids_NK = torch.cat([ids_NK, positions.teacher_ids_NK], dim=1)
+        asked = {"ids_NK": ids_NK, "temperature_N": positions.temperature_N}
         if has_plain_head(self.causal):
             hidden_BTH = base_model(self.causal).get_decoder()(**inputs).last_hidden_state
+            hidden_NH = hidden_BTH.flatten(0, 1)[micro_batch.trained_N]
             head = base_model(self.causal).get_output_embeddings()
-            out = head_logprobs(
-                hidden_BTH.flatten(0, 1)[micro_batch.trained_N],
-                head.weight,
-                head.bias,
-                ids_NK=ids_NK,
-                temperature_N=positions.temperature_N,
-            )
+            out = head_logprobs(hidden_NH, head.weight, head.bias, **asked)
         else:
             logits_BTV = self.causal(**inputs).logits
-            out = logits_logprobs(
-                logits_BTV.flatten(0, 1)[micro_batch.trained_N],
-                ids_NK=ids_NK,
-                temperature_N=positions.temperature_N,
-            )
+            out = logits_logprobs(logits_BTV.flatten(0, 1)[micro_batch.trained_N], **asked)
         # Copies: FSDP's hooks are on the outputs, and an operation in place on a view would drop them.
-        teacher_NK = (
-            out.logprobs_NK[:, 1:].clone() if positions.teacher_ids_NK is not None else None
-        )
+        teacher_NK = None if positions.teacher_ids_NK is None else out.logprobs_NK[:, 1:].clone()
         return PolicyOutput(out.logprobs_NK[:, 0].clone(), out.entropy_N, teacher_NK)
 
 
@@ -205,22 +195,20 @@ class Policy:
         With adapters, those of the adapter, or with `merged` of the whole model. Every process must call it.
         """
         only_adapter = self.is_adapted and not merged
-        state = full_weights(
-            self.model,
-            self.world,
-            dtype=None if self.is_adapted else self.dtype,
-            part=".lora_" if only_adapter else "",
-        )
-        if only_adapter or not self.world.is_main:
-            return state
-        if self.is_adapted:
-            state = merged_weights(state, self.model)
-        converted: dict[int, Tensor] = {}  # tied parameters stay tied
-        return {
-            name: converted.setdefault(value.data_ptr(), value.detach().to(self.dtype))
-            for name, value in state.items()
-            if value.is_floating_point()
-        }
+        copies: dict[int, Tensor] = {}  # tied parameters are gathered once and stay tied
+        state: dict[str, Tensor] = {}
+        for name, value in self.model.state_dict(keep_vars=True).items():
+            is_adapter = self.is_adapted and ".lora_" in name
+            if not value.is_floating_point() or (only_adapter and not is_adapter):
+                continue
+            if id(value) not in copies:
+                own = value.detach()
+                own = whole(own if is_adapter else own.to(self.dtype))  # cast first: less traffic
+                copies[id(value)] = host_copy(own) if self.world.is_main else own.new_empty(0)
+            state[name] = copies[id(value)]
+        if not self.world.is_main:
+            return {}
+        return merged_weights(state, self.model) if self.is_adapted and merged else state
 
     def write(self, directory: Path, weights: dict[str, Tensor], *, merged: bool = False) -> None:
         """Write gathered weights, config and tokenizer; any thread may call it while the model is trained.
@@ -298,13 +286,11 @@ def load_policy(
                 base_model(model)._weight_conversions = base_model(read)._weight_conversions
     model.train()
     module = PolicyModule(model)
-    # A process alone that computes in its weights' dtype has nothing to shard and nothing to cast.
-    is_split = (
-        world.size > 1 or config.cpu_offload or any(p.dtype != dtype for p in model.parameters())
-    )
     if not config.cpu_offload and world.size == 1:
         model.to(device)
-    if is_split:
+    # A process alone that computes in its weights' dtype has nothing to shard and nothing to cast.
+    casts = any(p.dtype != dtype for p in model.parameters())
+    if world.size > 1 or config.cpu_offload or casts:
         world.shard(module, transformer_layers(model), dtype, offloads=config.cpu_offload)
     if world.size > 1:
         module.to_empty(device="cpu" if config.cpu_offload else device)
@@ -358,8 +344,7 @@ def build_model(config: TrainerConfig, *, dtype: Any, has_weights: bool = True) 
     if config.lora:
         model = add_adapters(model, config)
     elif config.train_layer_indices is not None:
-        layers = transformer_layers(model)
-        freeze_other_layers(model, config.train_layer_indices, num_layers=len(layers))
+        freeze_other_layers(model, config.train_layer_indices, transformer_layers(model))
     if config.gradient_checkpointing:
         # Renamed in transformers 5.x: later versions warn of the old name, earlier ones lack the new one.
         newer = getattr(model, "activation_checkpointing_enable", None)
@@ -377,11 +362,7 @@ def attention_kernel(config: TrainerConfig, settings: Any) -> str | None:
     kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(settings), None)
     has_flash = config.device != "cpu" and importlib.util.find_spec("flash_attn") is not None
     # Some models, such as gpt-oss, need a flash attention of their own, which would be downloaded.
-    fits = (
-        kind is not None
-        and kind._supports_flash_attn
-        and not kind._compatible_flash_implementations
-    )
+    fits = kind and kind._supports_flash_attn and not kind._compatible_flash_implementations
     return "flash_attention_2" if has_flash and fits else None
 
 
@@ -408,9 +389,7 @@ def choose_device(config: TrainerConfig) -> torch.device:
     if config.device == "auto":
         return torch.device("cuda" if has_cuda else "cpu")
     if config.device != "cpu" and not has_cuda:
-        raise ConfigError(
-            f"--device {config.device}: torch sees no CUDA device here; use --device cpu"
-        )
+        raise ConfigError(f"--device {config.device}: torch sees no CUDA device; use --device cpu")
     return torch.device(config.device)
 
 

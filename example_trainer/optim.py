@@ -78,13 +78,9 @@ def stored_parts(value: Tensor) -> dict[str, Tensor]:
 
 def _sharded_like(value: DTensor, local: Tensor) -> Tensor:
     """Return a tensor of which every process holds as many rows as of `value`; `local` is this process's part."""
+    where = (value.device_mesh, value.placements)
     shape = torch.Size([len(value), *local.shape[1:]])
-    return DTensor.from_local(
-        *(local, value.device_mesh, value.placements),
-        run_check=False,
-        shape=shape,
-        stride=local.stride(),
-    )
+    return DTensor.from_local(local, *where, run_check=False, shape=shape, stride=local.stride())
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, config: TrainerConfig, step: int) -> float:

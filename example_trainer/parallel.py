@@ -183,23 +183,3 @@ def whole(value: Tensor) -> Tensor:
 def host_copy(value: Tensor) -> Tensor:
     """Return a copy in the host's memory; that of a GPU's tensor is pinned, since copying to other memory is slower."""
     return torch.empty_like(value, device="cpu", pin_memory=value.is_cuda).copy_(value)
-
-
-def full_weights(
-    model: nn.Module, world: World, *, dtype: torch.dtype | None = None, part: str = ""
-) -> dict[str, Tensor]:
-    """Return a copy of the state whose names contain `part`, on the CPU of the first process; {} in the others.
-
-    Every process must call it. Floats are cast to `dtype` (None: unchanged) before they are gathered, which halves the
-    traffic in bfloat16. Tied parameters are gathered once and stay tied.
-    """
-    gathered: dict[int, Tensor] = {}
-    state: dict[str, Tensor] = {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        if part in name:
-            if id(value) not in gathered:
-                own = value.detach()
-                own = whole(own.to(dtype) if own.is_floating_point() else own)
-                gathered[id(value)] = host_copy(own) if world.is_main else own.new_empty(0)
-            state[name] = gathered[id(value)]
-    return state if world.is_main else {}

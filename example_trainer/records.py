@@ -102,10 +102,8 @@ class MetricsLog:
             return
         clean = self._append(record)
         if self._run is not None:
-            named = {
-                _WANDB_NAMES.get(k, f"train/{k}"): v for k, v in clean.items() if v is not None
-            }
-            self._run.log(named, step=clean["step"])
+            data = {_WANDB_NAMES.get(k, f"train/{k}"): v for k, v in clean.items() if v is not None}
+            self._run.log(data, step=clean["step"])
 
     def _append(self, record: Mapping[str, Any]) -> dict[str, Any]:
         assert self._file is not None
@@ -136,8 +134,7 @@ class Clock:
     def phase(self, name: str) -> Iterator[None]:
         started = time.perf_counter()
         yield
-        seconds = time.perf_counter() - started
-        self._phases[name] = self._phases.get(name, 0.0) + seconds
+        self._phases[name] = self._phases.get(name, 0.0) + time.perf_counter() - started
 
     def read(self) -> dict[str, float]:
         """Return each phase, the whole step (`wall_s`) and this process's CPU time in it (`cpu_s`)."""

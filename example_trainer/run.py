@@ -138,9 +138,7 @@ def _check(config: RunConfig, environment_flags: Sequence[str]) -> None:
     if config.environment is not None and not config.environment.is_file():
         raise ConfigError(f"--environment {config.environment}: there is no such file")
     if config.run_hub and urlsplit(config.hub_url).hostname not in ("localhost", "127.0.0.1"):
-        raise ConfigError(
-            f"--run_hub: --hub_url {config.hub_url} is not an address of this machine"
-        )
+        raise ConfigError(f"--run_hub: --hub_url {config.hub_url} is no address of this machine")
 
 
 def _hub(config: RunConfig) -> OwnedProcess:

@@ -1,7 +1,4 @@
-"""One optimizer step: a batch in, new weights and the step's metrics out.
-
-Called by the loop (`training.py`).
-"""
+"""One optimizer step: a batch in, new weights and the step's metrics out. Called by the loop (`training.py`)."""
 
 from __future__ import annotations
 
@@ -134,12 +131,10 @@ def take_step(
             trace.observe(micro_batch, own.logprobs_N, own.entropy_N, clipped_N)
         totals += torch.stack([value.detach() for value in (*share, *sums_of_logprobs)])
     report = gap.settle(step)
-    grad_norm = update_weights(policy, optimizer, config) if batch.micro_batches else None
+    norm = update_weights(policy, optimizer, config) if batch.micro_batches else None
     sums = dict(zip(names, policy.world.sum(totals).tolist(), strict=True))
     loss = sums["loss"] if batch.micro_batches else None
-    return StepResult(
-        lr=lr, loss=loss, grad_norm=grad_norm, sums=sums, gap=report, peak=peaks.settle()
-    )
+    return StepResult(lr=lr, loss=loss, grad_norm=norm, sums=sums, gap=report, peak=peaks.settle())
 
 
 def losses(
@@ -259,12 +254,9 @@ def describe_result(result: StepResult, batch: Batch) -> dict[str, Any]:
 
 def data_options(config: TrainerConfig, policy: Policy | None = None) -> DataOptions:
     """Return the data options of the configuration, adapted to the model of `policy`."""
-    packs = config.packing == "on" or (
-        config.packing == "auto"
-        and policy is not None
-        and policy.uses_flash
-        and not policy.keeps_state
-    )
+    packs = config.packing == "on"
+    if config.packing == "auto" and policy is not None:
+        packs = policy.uses_flash and not policy.keeps_state
     on_gpu = policy is not None and policy.device.type == "cuda"
     # Without checkpointing, 32,768 positions of a 0.5B take 45 GB.
     most_tokens = 8192 if on_gpu and not config.gradient_checkpointing else 32768

@@ -75,7 +75,8 @@ def train(config: TrainerConfig) -> None:
     """
     set_up_torch(config)
     with ExitStack() as stack:
-        world = stack.enter_context(processes(choose_device(config)))
+        enter = stack.enter_context
+        world = enter(processes(choose_device(config)))
         policy = load_policy(config, world)
         warn_of_memory(policy, config)
         reference = reference_of(policy, config) if config.kl_coef else None
@@ -84,25 +85,21 @@ def train(config: TrainerConfig) -> None:
         saved = Checkpoints(save_path=config.save_path, world=apart, keep_last=config.keep_last)
         start, metrics, experiment = resume(config, saved, policy, optimizer)
         saved.begin(start, is_resumed=config.resume)
-        log = stack.enter_context(
-            MetricsLog(config, start=start, last=metrics, is_main=world.is_main)
-        )
-        trained_groups = stack.enter_context(TrainedGroups(config, world, start=start))
-        weights = stack.enter_context(WeightsDirectory(config, policy))
+        log = enter(MetricsLog(config, start=start, last=metrics, is_main=world.is_main))
+        trained_groups = enter(TrainedGroups(config, world, start=start))
+        weights = enter(WeightsDirectory(config, policy))
         stopping = threading.Event()
-        bridge = stack.enter_context(
-            closing(make_bridge(config, weights, is_stopping=stopping.is_set))
-        )
+        bridge = enter(closing(make_bridge(config, weights, is_stopping=stopping.is_set)))
         empty_cache(policy.device)
         bridge.start(policy, start)
-        stack.enter_context(stop_on_signals(stopping))
+        enter(stop_on_signals(stopping))
         feed = Follower(world, is_stopping=stopping.is_set)
         publications, checkpoints = Background(), Background()
         if world.is_main:
             watch = EngineWatch(bridge, patience_s=config.engine_retry_s)
             hub = TrainerClient(config.hub_url, token=config.hub_token, retry_for_s=RETRY_S)
             feed = Leader(
-                stack.enter_context(hub),
+                enter(hub),
                 config,
                 log,
                 world,
@@ -111,8 +108,8 @@ def train(config: TrainerConfig) -> None:
                 is_stopping=stopping.is_set,
                 on_no_batch=lambda: look_after(watch, publications, checkpoints),
             )
-        stack.enter_context(publications)
-        stack.enter_context(checkpoints)
+        enter(publications)
+        enter(checkpoints)
         feed.begin(step=start)
         options = data_options(config, policy)
         gap = LogprobGap(policy, limit=config.max_logprob_gap)
@@ -149,23 +146,24 @@ def train(config: TrainerConfig) -> None:
             with clock.phase("train_s"):
                 feed.acknowledge(step=version)
             if world.is_main:
-                ids = [group.group_id for group in groups]
-                record_step(ids, step=version, began_at=began_at)
+                record_step([g.group_id for g in groups], step=version, began_at=began_at)
             with clock.phase("publish_s"):
                 if is_publish_due(version, config):
                     publish(bridge, policy, version, feed, publications)
-            record = describe_batch(batch, step) | describe_result(result, batch)
-            record |= {"num_lost_leases": feed.num_lost_leases} | clock.read()
+            record = describe_batch(batch, step) | describe_result(result, batch) | clock.read()
             peak = None if result.peak.group is None else groups[result.peak.group]
             for fault in set(faults_of(record, config, peak)) - known_faults:
                 known_faults.add(fault)
                 if world.is_main:
                     logger.warning("step %d: %s", version, fault)
-            record |= {"step": version, "queue_size": feed.queue_size()} | gpu_memory(policy.device)
-            record |= {"tokens_per_s": batch.num_tokens / record["train_s"], "save_s": None}
-            record |= {
+            record |= gpu_memory(policy.device) | {
+                "step": version,
+                "num_lost_leases": feed.num_lost_leases,
+                "queue_size": feed.queue_size(),
+                "tokens_per_s": batch.num_tokens / record["train_s"],
                 "publication_s": publications.ended_s(),
                 "checkpoint_s": checkpoints.ended_s(),
+                "save_s": None,
             }
             with clock.phase("save_s"):
                 if config.checkpoint_interval and version % config.checkpoint_interval == 0:
@@ -293,9 +291,7 @@ def stop_on_signals(stopping: threading.Event) -> Iterator[None]:
             raise SystemExit(128 + number)
         stopping.set()
         limit = "; torchrun kills this process after its --shutdown-timeout, 30 s unless given"
-        logger.info(
-            "asked to stop: finishing the step under way%s", limit if is_under_torchrun else ""
-        )
+        logger.info("asked to stop: finishing the step%s", limit if is_under_torchrun else "")
 
     numbers = (signal.SIGTERM, signal.SIGINT)
     before = [signal.signal(number, note) for number in numbers]
@@ -310,10 +306,9 @@ def warn_of_memory(policy: Policy, config: TrainerConfig) -> None:
     """Warn before the first step if it will probably not fit on the GPU."""
     if policy.device.type != "cuda" or not policy.world.is_main:
         return
-    sizes = sizes_of(
-        policy, config, shares_gpu=shares_gpu(config, num_gpus=torch.cuda.device_count())
-    )
-    line = what_does_not_fit(sizes, torch.cuda.get_device_properties(policy.device).total_memory)
+    is_shared = shares_gpu(config, num_gpus=torch.cuda.device_count())
+    num_bytes = torch.cuda.get_device_properties(policy.device).total_memory
+    line = what_does_not_fit(sizes_of(policy, config, shares_gpu=is_shared), num_bytes)
     if line is not None:
         logger.warning("%s", line)
 

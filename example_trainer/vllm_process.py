@@ -175,11 +175,9 @@ def shares_gpu(config: TrainerConfig, *, num_gpus: int) -> bool:
 def _own_gpus(config: TrainerConfig) -> set[int]:
     """Return the CUDA devices of the trainer's processes on this machine."""
     num_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return (
-        set(range(num_processes))
-        if num_processes > 1
-        else {int(config.device.partition(":")[2] or 0)}
-    )
+    if num_processes > 1:
+        return set(range(num_processes))
+    return {int(config.device.partition(":")[2] or 0)}
 
 
 def transfer_backend(config: TrainerConfig, *, num_gpus: int) -> str:

@@ -62,31 +62,21 @@ class WeightsDirectory:
         """Of the checkpoint that training started from; None before the first save."""
         self._saved: list[Path] = []
         """Versions on disk, oldest first."""
-        self._stale = (
-            [path for path in self.path.glob("*") if _LEFT_BEHIND.match(path.name)]
-            if policy.world.is_main
-            else []
-        )
+        found = self.path.glob("*") if policy.world.is_main else ()
+        self._stale = [path for path in found if _LEFT_BEHIND.match(path.name)]
         """Left by a killed trainer; removed after the next save."""
 
-    def take(self, version: int) -> Callable[[], Path]:
-        """Copy the policy's weights as `version`; every process must call it.
+    def take(self, version: int, *, merged: bool = True) -> Callable[[], Path]:
+        """Copy the policy's weights as `version`, or the adapter alone; every process must call it.
 
         The returned function is for the first process. It writes the copy, removes versions beyond the last `KEEP` and
         returns the directory; any thread may call it while the policy is trained. It raises EngineError if names or
         shapes are not those of the initial checkpoint.
         """
-        return self._take(self.path / f"version_{version}", merged=True, keep=KEEP)
+        target = self.path / f"{'version' if merged else 'adapter'}_{version}"
+        return partial(self._write, target, self._policy.gather(merged=merged), merged=merged)
 
-    def take_adapter(self, version: int) -> Callable[[], Path]:
-        """As `take`, for the adapter alone."""
-        return self._take(self.path / f"adapter_{version}", merged=False, keep=KEEP_ADAPTERS)
-
-    def _take(self, target: Path, *, merged: bool, keep: int) -> Callable[[], Path]:
-        weights = self._policy.gather(merged=merged)
-        return partial(self._write, target, weights, merged=merged, keep=keep)
-
-    def _write(self, target: Path, weights: dict[str, Tensor], *, merged: bool, keep: int) -> Path:
+    def _write(self, target: Path, weights: dict[str, Tensor], *, merged: bool) -> Path:
         # Engines read it at once, and a trainer that starts again publishes anew: waiting for the disk gains nothing.
         self._policy.put(target, weights, merged=merged, is_durable=False)
         for path in self._stale:
@@ -94,7 +84,7 @@ class WeightsDirectory:
                 shutil.rmtree(path, ignore_errors=True)
         self._stale = []
         self._saved.append(target)
-        while len(self._saved) > keep:
+        while len(self._saved) > (KEEP if merged else KEEP_ADAPTERS):
             shutil.rmtree(self._saved.pop(0), ignore_errors=True)
         if merged:
             model = base_model(self._policy.model)

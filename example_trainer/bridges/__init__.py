@@ -151,7 +151,8 @@ def make_bridge(
         return CheckpointBridge(weights.take, ReloadBridge(**running), overlaps=overlaps)
     if config.bridge == "lora":
         adapters = LoraBridge(lora_name=config.lora_name, **running)
-        return CheckpointBridge(weights.take_adapter, adapters, overlaps=overlaps)
+        take = partial(weights.take, merged=False)
+        return CheckpointBridge(take, adapters, overlaps=overlaps)
     return TransferBridge(
         backend=transfer_backend(config, num_gpus=num_gpus),
         bucket_bytes=config.transfer_bucket_mb * 2**20,

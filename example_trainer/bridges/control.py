@@ -113,6 +113,4 @@ def for_each(
         attempt(controls[0])
         return
     with ThreadPoolExecutor(max_workers=len(controls)) as pool:
-        pending = [pool.submit(attempt, control) for control in controls]
-    for future in pending:
-        future.result()
+        list(pool.map(attempt, controls))

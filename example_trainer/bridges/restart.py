@@ -81,9 +81,7 @@ class RestartBridge:
                     raise
                 logger.error(
                     "no healthy engine on version %d, version %d is served again: %s",
-                    version,
-                    before.version,
-                    error,
+                    *(version, before.version, error),
                 )
                 self._replace_engine(before)
                 self._rolled_back = True
@@ -134,8 +132,7 @@ class RestartBridge:
                 assert self.engine is not None
                 logger.error(
                     "the engine died and is started again on version %d\n%s",
-                    self._served.version,
-                    self.engine.log_tail(),
+                    *(self._served.version, self.engine.log_tail()),
                 )
                 try:
                     self._replace_engine(self._served)

@@ -3,9 +3,7 @@
 vLLM's own trainer side sends them (vLLM 0.32, installed beside the trainer): one NCCL broadcast to engines on other
 GPUs, or CUDA IPC on the trainer's GPU. Guarantee: when `publish` returns, every engine samples from the new weights and
 reports their version; requests in flight pause meanwhile. After an error the engines stay paused, because they may hold
-parts of two versions.
-
-Tested on the CPU with both sides of a real vLLM and a replaced broadcast; NCCL and CUDA IPC have not been run.
+parts of two versions. NCCL and CUDA IPC have not been run (see the README).
 """
 
 from __future__ import annotations
@@ -23,13 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from atroposlib.errors import (
-    ConfigError,
-    EngineError,
-    EngineRejected,
-    EngineUnavailable,
-    require,
-)
+from atroposlib.errors import ConfigError, EngineError, EngineRejected, EngineUnavailable, require
 from example_trainer.adapters import by_layer, merged_weights, plain_name
 from example_trainer.background import in_background
 from example_trainer.bridges.control import Control
@@ -220,10 +212,8 @@ class TransferBridge(RunningEngines):
         if self._num_checked == EngineCheck.NUM_CHECKED:
             return
         self._num_checked += 1
-        sent = {}
-        for name, value in PolicyWeights(policy):
-            if policy.world.is_main:
-                sent[name] = value.cpu()
+        is_main = policy.world.is_main
+        sent = {name: value.cpu() for name, value in PolicyWeights(policy) if is_main}
         for engine in self._client.engines:
             engine.check_weights(lambda: sent)
 
@@ -289,9 +279,7 @@ class TransferBridge(RunningEngines):
             require_same_nccl(engine, torch.cuda.nccl.version())
         with suppress(EngineError):  # raised when no update is active, the normal case
             control.post("/finish_weight_update")
-            logger.warning(
-                "engine %s: ended an update that another trainer did not finish", control.url
-            )
+            logger.warning("engine %s: ended an update that another trainer left open", control.url)
         return engine
 
 

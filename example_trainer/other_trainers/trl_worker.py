@@ -147,10 +147,9 @@ def to_rollout(sample: Sample, *, number: int, version: int) -> RolloutSample:
     Raises GroupError for what TRL does not support: advantages that differ between tokens, supervised sequences.
     """
     advantages = sample.advantages[sample.completion_mask]
+    sampled = np.where(sample.completion_mask, sample.sampled_logprobs, 0)
     if sample.is_supervised:
-        raise GroupError(
-            "overrides: TRL has no likelihood loss for a sequence with the override `sft`"
-        )
+        raise GroupError("overrides: TRL has no likelihood loss, which `sft` asks for")
     if len(advantages) and advantages.min() != advantages.max():
         raise GroupError("advantages: TRL has one per sequence, and those of the tokens differ")
     return RolloutSample(
@@ -158,9 +157,7 @@ def to_rollout(sample: Sample, *, number: int, version: int) -> RolloutSample:
         completion=[],
         input_ids=sample.input_ids.astype(np.int64),
         completion_mask=sample.completion_mask.astype(np.int64),
-        old_log_probs=np.where(sample.completion_mask, sample.sampled_logprobs, 0).astype(
-            np.float32
-        ),
+        old_log_probs=sampled.astype(np.float32),
         advantage=float(advantages[0]) if len(advantages) else 0.0,
         model_version=version if sample.policy_version is None else sample.policy_version,
         group_id=number,

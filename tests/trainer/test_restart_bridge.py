@@ -121,7 +121,7 @@ def test_checkpoint_without_a_model_leaves_the_old_engine_running(
 ) -> None:
     bridge.start(base, 0)
     pid = engines.made[0].pid
-    with pytest.raises(EngineError, match=r"holds no config\.json"):
+    with pytest.raises(EngineError, match=r"lacks config\.json"):
         bridge.publish(tmp_path / "nothing", 1)
     assert engines.served() == (str(base), "0")
     assert [engine.pid for engine in engines.made] == [pid]

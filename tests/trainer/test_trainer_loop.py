@@ -275,6 +275,27 @@ def test_a_model_that_is_not_finite_ends_the_run_and_keeps_the_groups(
     assert ledger_of(hub_url) == {"queued": 4}
 
 
+def test_a_hub_that_forgets_a_batch_whose_gradient_is_not_finite_is_given_the_run_again(
+    configure: Configure,
+    hub_url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def forget() -> None:
+        with TrainerClient(hub_url) as hub:
+            hub.reset()
+        send(hub_url, pairs(2))
+
+    poison = make_group([1.0, 0.0], seed=9)
+    huge = np.full(len(poison.tokens), 3e38)
+    send(hub_url, [poison.replace(advantages=huge), *pairs(1)])
+    during_first_step(monkeypatch, forget)
+    config = configure(num_steps=1)
+    train(config)
+    assert "the hub no longer knows its batch" in caplog.text
+    assert ledger_of(hub_url) == {"trained": 2}
+
+
 def test_a_lost_lease_is_counted_and_the_run_goes_on(
     configure: Configure,
     hub_url: str,

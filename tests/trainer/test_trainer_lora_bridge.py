@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,17 @@ def bridge_to(
     urls = [engine.url for engine in engines]
     with WeightsDirectory(config, policy) as weights:
         engines_of = LoraBridge(urls=urls, lora_name="policy", timeout_s=5.0, api_key="secret")
-        bridge = CheckpointBridge(weights.take_adapter, engines_of)
+        bridge = CheckpointBridge(partial(weights.take, merged=False), engines_of)
         yield bridge
         bridge.close()
+
+
+def test_adapters_are_on_every_linear_layer_unless_told_otherwise(policy: Policy) -> None:
+    names = [name for name, _ in policy.model.named_parameters() if ".lora_A." in name]
+    assert {name.split(".")[-4] for name in names} == {
+        *("q_proj", "k_proj", "v_proj", "o_proj"),
+        *("gate_proj", "up_proj", "down_proj"),
+    }
 
 
 def test_each_version_is_served_from_a_directory_of_its_own(policy: Policy, tmp_path: Path) -> None:

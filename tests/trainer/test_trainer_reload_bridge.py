@@ -114,7 +114,7 @@ def test_a_checkpoint_that_is_not_complete_reaches_no_engine(tmp_path: Path) -> 
     (partial / "config.json").write_text("{}")
     with recorded_engine() as engine:
         bridge = bridge_to(engine)
-        with pytest.raises(EngineError, match=r"nothing holds no config\.json"):
+        with pytest.raises(EngineError, match=r"nothing cannot be read: it lacks config\.json"):
             bridge.publish(tmp_path / "nothing", 1)
         with pytest.raises(EngineError, match=r"lacks model\.safetensors"):
             bridge.publish(partial, 1)

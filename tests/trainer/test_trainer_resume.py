@@ -157,6 +157,16 @@ def test_only_the_last_checkpoints_are_kept(model_dir: Path, tmp_path: Path) -> 
     assert saved.steps() == [2, 10]
 
 
+def test_a_matrix_that_lies_in_memory_by_columns_is_saved(model_dir: Path, tmp_path: Path) -> None:
+    policy, optimizer = loaded(config_for(model_dir, tmp_path))
+    head = policy.model.get_output_embeddings().weight
+    head.data = head.data.T.contiguous().T
+    path = checkpoints(tmp_path / "saved").take(policy, optimizer, 1)()
+    stored = load_file(path / "training/rank_0.safetensors")
+    assert torch.equal(stored["model.lm_head.weight"], head)
+    assert torch.equal(load_file(path / "model.safetensors")["lm_head.weight"], head)
+
+
 @pytest.mark.parametrize(
     ("num_layers", "optimizer"),
     [(3, "adamw"), pytest.param(2, "adamw_8bit", marks=pytest.mark.other_trainers)],

@@ -232,7 +232,7 @@ def test_adapters_are_swapped_under_one_name_and_requests_in_flight_keep_theirs(
             disturb(policy, version)
             merged, before = (tmp_path / f"merged_{v}" for v in (version, version - 1))
             policy.save(merged, merged=True)
-            adapter = weights.take_adapter(version)()
+            adapter = weights.take(version, merged=False)()
             if version == 0:
                 running.load_adapter(ADAPTER, adapter)
             else:
@@ -265,13 +265,13 @@ def test_a_vllm_that_mixes_adapters_outlives_swaps_under_load(tmp_path: Path) ->
         control = Control(engine.url, timeout_s=120)
         running = identify(control)
         with WeightsDirectory(config, policy) as weights:
-            running.load_adapter(ADAPTER, weights.take_adapter(0)())
+            running.load_adapter(ADAPTER, weights.take(0, merged=False)())
             pending = []
             for version in range(1, 5):
                 pending += [pool.submit(long_samples, engine, ADAPTER) for _ in range(2)]
                 time.sleep(1.0)
                 disturb(policy, version)
-                running.load_adapter(ADAPTER, weights.take_adapter(version)())
+                running.load_adapter(ADAPTER, weights.take(version, merged=False)())
             for samples in pending:
                 assert [len(found.tokens) for found in samples.result()] == [NUM_TOKENS] * 8
         control.close()

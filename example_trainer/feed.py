@@ -134,8 +134,9 @@ class Leader(Follower):
         # A checkpoint of an earlier version has no id: it resumes the hub's current experiment.
         self.experiment = experiment or (None if self._is_resumed else secrets.token_hex(16))
         self._published = 0
-        self._announcing = threading.Lock()
-        """Held while a version is sent: the one that a registration repeats must not arrive after a later one."""
+        self._reporting = threading.Lock()
+        """Held by calls of other threads and by a registration: none may be sent under the epoch that it replaces, and
+        the version that it repeats must not arrive after a later one."""
         self._leased: LeasedBatch | None = None
 
     def begin(self, *, step: int) -> None:
@@ -143,7 +144,7 @@ class Leader(Follower):
         self.announce(step)
 
     def announce(self, version: int | None = None) -> None:
-        with self._announcing:
+        with self._reporting:
             self._published = served = self._published if version is None else version
             self._patiently("it does not know the policy", lambda: self._hub.publish_policy(served))
 
@@ -216,7 +217,10 @@ class Leader(Follower):
             _require_unknown(error)
 
     def checkpointed(self, step: int, path: Path) -> None:
-        self._patiently("it does not know the checkpoint", lambda: self._hub.checkpoint(step, path))
+        with self._reporting:
+            self._patiently(
+                "it does not know the checkpoint", lambda: self._hub.checkpoint(step, path)
+            )
 
     def queue_size(self) -> int | None:
         try:
@@ -302,7 +306,8 @@ class Leader(Follower):
             )
         except TrainerNotRegistered:
             logger.warning("this run is unknown to the hub; registering again at step %d", step)
-            self._patiently("it lacks this run", lambda: self._register(step=step))
+            with self._reporting:
+                self._patiently("it lacks this run", lambda: self._register(step=step))
             self.announce()
             return None
 

@@ -23,6 +23,7 @@ from atroposlib.client import (
 from atroposlib.errors import AtroposError, EngineError, GroupError, HubUnavailable
 from example_trainer.config import TrainerConfig
 from example_trainer.data import make_batch
+from example_trainer.feed import Leader
 from example_trainer.model import Policy, load_policy
 from example_trainer.optim import make_optimizer
 from example_trainer.step import data_options, take_step
@@ -363,6 +364,46 @@ def test_a_hub_that_forgets_during_a_step_is_given_the_run_again(
     assert (status.current_step, status.policy_version) == (2, 2)
     assert [s["num_lost_leases"] for s in steps_of(config)] == [0, 0]
     assert ledger_of(hub_url) == {"trained": 2}
+
+
+@pytest.mark.parametrize("report", ["announce", "checkpointed"])
+def test_no_thread_reports_under_the_epoch_that_a_registration_replaces(
+    configure: Configure, hub_url: str, monkeypatch: pytest.MonkeyPatch, report: str
+) -> None:
+    send(hub_url, pairs(2))
+    calls, reported = TrainerClient._control, threading.Event()
+    threads: list[threading.Thread] = []
+
+    def call(self: TrainerClient, method: str, path: str, **options: Any) -> Any:
+        reply = calls(self, method, path, **options)
+        if path == "/register" and threads:  # the hub has another epoch, this client not yet
+            threads[0].start()
+            assert not reported.wait(0.3)
+        return reply
+
+    def forget() -> None:
+        with TrainerClient(hub_url) as hub:
+            hub.reset()
+        send(hub_url, pairs(2))
+        [leader] = leaders
+        arguments = (1,) if report == "announce" else (1, Path("step_1"))
+
+        def run() -> None:
+            getattr(leader, report)(*arguments)
+            reported.set()
+
+        threads.append(threading.Thread(target=run))
+
+    leaders: list[Leader] = []
+    begins = Leader.begin
+    monkeypatch.setattr(
+        Leader, "begin", lambda self, **options: (leaders.append(self), begins(self, **options))
+    )
+    monkeypatch.setattr(TrainerClient, "_control", call)
+    during_first_step(monkeypatch, forget)
+    train(configure(num_steps=2))
+    threads[0].join(20)
+    assert reported.is_set()
 
 
 def test_a_step_longer_than_the_lease_keeps_it(

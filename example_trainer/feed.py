@@ -242,7 +242,9 @@ class Leader(Follower):
                 result = call()
             except HubUnavailable as error:
                 if self._is_stopping():
-                    logger.warning("stopping while the hub is away: %s (%s)", otherwise, error)
+                    logger.warning(
+                        "stopping while the hub is unavailable: %s (%s)", otherwise, error
+                    )
                     return None
                 if time.monotonic() - began > for_s:
                     raise

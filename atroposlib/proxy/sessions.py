@@ -185,7 +185,7 @@ class Session:
         """Sequences of the requests that are being sampled."""
         self._group, self._position = noted(), position.get()
         """Of the item or `group` that opened the session; the agent's requests come from outside it."""
-        # Nobody reads what the sessions of a group sampled.
+        # The notes of a proxy's group are not read.
         self._notes = None if options.group is not None else self._group
         self.base_url = getattr(managed.server.config, "base_url", None)
         self._chat_turn = _without_keeping(managed.chat_completion)

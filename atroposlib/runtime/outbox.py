@@ -159,7 +159,7 @@ class Outbox:
     @property
     def num_tokens_not_sampled(self) -> int:
         """Trained positions beyond the tokens that were sampled."""
-        # An item may train what another one sampled, also one that goes on or failed.
+        # An item may train what another one sampled, also one that failed or is in flight.
         others = sum(notes.num_sampled for notes in self._open_items)
         others += self.tokens["failed"] + self.tokens["unfinished"]
         return max(0, -self.tokens[REST] - others)

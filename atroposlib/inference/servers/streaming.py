@@ -55,7 +55,7 @@ hearing: ContextVar[Hearing | None] = ContextVar("hearing", default=None)
 
 @contextmanager
 def listening(listeners: Sequence[Listener]) -> Iterator[None]:
-    """Let each of `listeners` hear the tokens of one completion of the call in the block; empty: nobody does."""
+    """Let each of `listeners` hear the tokens of one completion of the call in the block; empty: no listeners."""
     token = hearing.set(Hearing(listeners) if listeners else None)
     try:
         yield

@@ -288,7 +288,7 @@ class ManagedServer:
 
     @property
     def num_nodes(self) -> int:
-        """How many `nodes` there are; turns take less time while nobody asked for these."""
+        """How many `nodes` there are; turns take less time until they are read."""
         return len(self._store)
 
     def get_state(self) -> dict[str, Any]:

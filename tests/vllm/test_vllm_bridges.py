@@ -30,6 +30,7 @@ from example_trainer.bridges.engines import identify
 from example_trainer.bridges.restart import RestartBridge
 from example_trainer.bridges.running import ReloadBridge
 from example_trainer.config import TrainerConfig
+from example_trainer.contract import tensors_in, write_checksums
 from example_trainer.model import Policy, load_policy
 from example_trainer.vllm_process import EngineProcess
 from example_trainer.weights import WeightsDirectory
@@ -66,9 +67,15 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield served
 
 
+def published(directory: Path) -> Path:
+    """Add the checksums that a trainer writes with a checkpoint."""
+    write_checksums(directory, dict(tensors_in(directory)))
+    return directory
+
+
 @contextmanager
 def adapting_vllm(directory: Path, *flags: str) -> Iterator[Served]:
-    model = make_tiny_model(directory / "model")
+    model = published(make_tiny_model(directory / "model"))
     engine = vllm_engine(
         model,
         port=free_port(),
@@ -157,7 +164,7 @@ def gaps_per_token(found: Sample, model_dir: Path) -> torch.Tensor:
 def test_requests_in_flight_go_on_under_the_new_weights(served: Served, tmp_path: Path) -> None:
     """None is lost or cut; each token was sampled by exactly the old or exactly the new weights."""
     engine, old = served
-    new = make_tiny_model(tmp_path / "new", seed=1)
+    new = published(make_tiny_model(tmp_path / "new", seed=1))
     bridge = ReloadBridge(urls=[engine.url])
     try:
         bridge.start(old, 0)
@@ -189,7 +196,7 @@ def test_tied_embeddings_are_refused_before_the_engine_is_touched(
 ) -> None:
     """vLLM would answer 200 and keep its old output layer; asked first, it says that it runs on the CPU."""
     engine, model = served
-    tied = make_tiny_model(tmp_path / "tied", seed=2, tie_word_embeddings=True)
+    tied = published(make_tiny_model(tmp_path / "tied", seed=2, tie_word_embeddings=True))
     bridge = ReloadBridge(urls=[engine.url])
     with pytest.raises(EngineRejected, match="tied embeddings"):
         bridge.publish(tied, 1)

@@ -113,7 +113,8 @@ def test_storms_of_refusals_end(seed: int) -> None:
         before = sum(one.num_refused for one in clients)
         rate = rate_until(simulation, 180)
         assert rate >= 0.9 * 8 / TOKEN_TIME_S
-        assert (sum(one.num_refused for one in clients) - before) / 60 <= 4.0
+        # Retries pause at random: 0.7 to 2.5 a second in most runs, seldom 4.1; 203 if the limit does not adapt.
+        assert (sum(one.num_refused for one in clients) - before) / 60 <= 5.0
         assert sum(map(limit_of, clients)) <= 12
 
 

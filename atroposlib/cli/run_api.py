@@ -234,6 +234,10 @@ def _reload(config: RunApiConfig, tokens: TokenSet | None, settings: uvicorn.Con
             logger.error("SIGHUP: the tokens stay as they were: %s", e)
     if config.ssl_certfile is not None and settings.ssl is not None:
         try:
+            # A context that is given a certificate without its key has neither afterwards.
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
+                config.ssl_certfile, config.ssl_keyfile
+            )
             settings.ssl.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
             logger.info("SIGHUP: new connections get the certificate %s", config.ssl_certfile)
         except (OSError, ssl.SSLError) as e:

@@ -225,7 +225,7 @@ class Session:
     ) -> T:
         """Sample the next message(s) and return `write(answer)`; if `write` raises, the turn is not stored.
 
-        The answer has the id and the time of `head`. `say` is told what is certain of each choice.
+        The answer has the id and the time of `head`. `say` is called with what is certain of each choice.
         """
         kwargs: dict[str, Any] = {"messages": ask.messages, **ask.template}
         if has_images(ask.messages) and is_opened(ask.messages):

@@ -666,6 +666,9 @@ def test_tokens_and_certificate_are_read_again_on_sighup(tmp_path: Path) -> None
         shutil.copy(other.key, certified.key)
         read_again("new connections get the certificate")
         assert statuses(other) == [401, 200]
+        shutil.copy(certificate(tmp_path, "third").cert, certified.cert)
+        read_again("the certificate stays as it was")
+        assert statuses(other) == [401, 200]
         tokens.write_text("[")
         read_again("the tokens stay as they were")
         assert statuses(other) == [401, 200]

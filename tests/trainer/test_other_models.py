@@ -48,16 +48,6 @@ SIZES: dict[str, Any] = {
     "head_dim": 16,
     "initializer_range": 0.15,
 }
-GATED_DELTA: dict[str, Any] = {
-    "num_hidden_layers": 4,  # three gated delta layers, one of attention
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "shared_expert_intermediate_size": 32,
-}
-
-
 EXPERTS = Qwen3MoeConfig(**SIZES, num_hidden_layers=2)
 DENSE = Qwen3Config(**SIZES, num_hidden_layers=2)
 EVERYTHING = ["embed_tokens", "q_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]

@@ -68,7 +68,7 @@ class TextSoFar:
 
     What is told is the beginning of the finished turn's `visible_text`: the text stops before what may be a stop
     string, half a character or a special token; if `raw`, of its `full_text`. To decode long answers not too often,
-    it is told again when the answer has grown by 1/32.
+    `tell` is called again when the answer has grown by 1/32.
     """
 
     def __init__(

@@ -122,13 +122,15 @@ def _parser() -> argparse.ArgumentParser:
         "rescore",
         _rescore,
         "score stored rollouts or answers again, with today's code",
-        usage="PATH --env ENV [--out PAGE] [flag of `process` or `evaluate` ...]",
+        usage="PATH --env ENV [--write FILE] [--out PAGE] [flag of `process` or `evaluate` ...]",
     )
     path_help = "JSONL file of `process`, or directory of an evaluation"
     rescoring.add_argument("path", type=Path, help=path_help)
     rescoring.add_argument("--env", required=True, help=_OF_ENV)
     out_help = "write a page with both scores of every sequence"
     rescoring.add_argument("--out", type=Path, metavar="PAGE", help=out_help)
+    write_help = "write the groups with today's scores, for atropos-sft-gen and atropos-dpo-gen"
+    rescoring.add_argument("--write", type=Path, metavar="FILE", help=write_help)
     pinning = command(
         "pin",
         _pin,
@@ -192,13 +194,17 @@ def _new(given: argparse.Namespace, flags: Sequence[str]) -> None:
 
 def _rescore(given: argparse.Namespace, flags: Sequence[str]) -> int:
     if given.path.is_dir():
-        if given.out is not None:
-            raise ConfigError("--out: an evaluation that is scored again is a new directory")
+        if given.out is not None or given.write is not None:
+            raise ConfigError(
+                "--out, --write: an evaluation that is scored again is a new directory"
+            )
         start(given.env, ["evaluate", "--rescore", str(given.path), *flags])
     if not given.path.is_file():
         raise ConfigError(f"{given.path}: there is no such file or directory")
+    if given.write is not None and given.write.exists():
+        raise ConfigError(f"--write: {given.write} exists; give another name")
     env = build(given.env, flags, prog=f"atropos-env rescore --env {given.env}")
-    rescored = asyncio.run(rescore.rescore(env, given.path))
+    rescored = asyncio.run(rescore.rescore(env, given.path, write=given.write))
     print(rescored.to_text())
     if given.out is not None:
         rescore.write_rescored_page(given.out, given.path, rescored, tokenizer=env.tokenizer)

@@ -51,6 +51,8 @@ class Replay:
     row: Row
     scores: list[float | None]
     """[num_sequences] today's score of each stored sequence; None: today's code leaves the sequence out."""
+    advantages: list[Any] | None = None
+    """[num_sequences] those that today's code gives in place of the trainer's; None: none, or not to every sequence."""
     num_added: int = 0
     """Sequences that today's group has and the stored one does not."""
     fault: str | None = None
@@ -160,9 +162,12 @@ class Replayer:
         if not pairs:
             return Replay(row=row, scores=unscored)
         group, found = max(pairs, key=lambda pair: sum(i is not None for i in pair[1]))
-        scores = [None if i is None else group["scores"][i] for i in found]
+        scores, advantages = (
+            given and [None if i is None else given[i] for i in found]
+            for given in (group["scores"], group.get("advantages"))
+        )
         num_added = len(group["scores"]) - sum(i is not None for i in found)
-        return Replay(row=row, scores=scores, num_added=num_added)
+        return Replay(row=row, scores=scores, advantages=advantages, num_added=num_added)
 
     async def _replay_twice(self, row: Row) -> Replay:
         first = await self.replay(row)

@@ -11,10 +11,8 @@ import argparse
 import ast
 import asyncio
 import builtins
-import contextlib
 import importlib
 import importlib.util
-import io
 import keyword
 import re
 import sys
@@ -33,6 +31,7 @@ from atroposlib.cli import compare_evals, pin, rescore
 from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.hooks import EnvHooks
 from atroposlib.errors import ConfigError, MissingDependency, cli_boundary
+from atroposlib.runtime.replay import environment_for
 from atroposlib.utils.wording import nearest
 
 ENTRY_POINTS = "atropos.environments"
@@ -178,7 +177,8 @@ def _start(given: argparse.Namespace, flags: Sequence[str]) -> None:
 def _openenv(given: argparse.Namespace, flags: Sequence[str]) -> None:
     from atroposlib.runtime.openenv_server import serve_openenv
 
-    env = build(given.name, flags, prog=f"atropos-env openenv {given.name}")
+    prog = f"atropos-env openenv {given.name}"
+    env = environment_for(load(given.name), flags=flags, prog=prog)
     limit = given.max_sessions
     asyncio.run(serve_openenv(env, host=given.host, port=given.port, max_sessions=limit))
 
@@ -203,7 +203,11 @@ def _rescore(given: argparse.Namespace, flags: Sequence[str]) -> int:
         raise ConfigError(f"{given.path}: there is no such file or directory")
     if given.write is not None and given.write.exists():
         raise ConfigError(f"--write: {given.write} exists; give another name")
-    env = build(given.env, flags, prog=f"atropos-env rescore --env {given.env}")
+    first = next(rescore.rows_of(given.path), None)
+    if first is None:
+        raise ConfigError(f"{given.path}: the file has no groups")
+    prog = f"atropos-env rescore --env {given.env}"
+    env = environment_for(load(given.env), flags=flags, prog=prog, row=first)
     rescored = asyncio.run(rescore.rescore(env, given.path, write=given.write))
     print(rescored.to_text())
     if given.out is not None:
@@ -247,15 +251,6 @@ def start(name: str, argv: Sequence[str]) -> None:
     env_cls = load(name)
     sys.argv = [f"atropos-env run {name}", *argv]
     env_cls.cli()
-
-
-def build(name: str, argv: Sequence[str], *, prog: str) -> EnvHooks:
-    """Construct the environment `name` with flags of `process`, writing no files."""
-    from atroposlib.runtime.env_command import build_environment
-
-    flags = ["--env.data_path_to_save_groups=None", *argv]
-    with contextlib.redirect_stdout(io.StringIO()):  # it names an engine, which is not used
-        return build_environment(load(name), "process", flags, prog=prog)
 
 
 def load(name: str) -> type[BaseEnv]:

@@ -161,8 +161,6 @@ async def rescore(env: EnvHooks, path: Path, *, write: Path | None = None) -> Re
             rescored.add(replay)
             if file is not None:
                 rescored.written[_write(replay, file, source_of(type(env)))] += 1
-        if not rescored.num_groups:
-            raise ConfigError(f"{path}: the file has no groups")
     return rescored
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import random
 import tempfile
 import time
@@ -26,11 +27,20 @@ from atroposlib.checker.calls import child_processes, end_processes, run_in_own_
 from atroposlib.checker.checkpoints import attach_checkpoints, restore_faults, save
 from atroposlib.checker.earnings import EARNING_RULES, Earnings
 from atroposlib.checker.engine import Answer, PairTokenizer, question_of, shown
-from atroposlib.checker.execution import Execution, seed_all
-from atroposlib.checker.guesses import EMPTY, gold_result, guesses, knows_answers, rounds
+from atroposlib.checker.execution import BudgetEnded, Execution, seed_all
+from atroposlib.checker.guesses import (
+    EMPTY,
+    fields_with,
+    gold_result,
+    guesses,
+    knows_answers,
+    rounds,
+)
 from atroposlib.checker.leftovers import judge_leaks, judge_stalls
 from atroposlib.checker.report import NAMES, Report
+from atroposlib.checker.rows import judge_held_out, walk_rows
 from atroposlib.checker.runs import Run, difference
+from atroposlib.checker.tools import ToolCalls
 from atroposlib.envs.hooks import EnvHooks, ExtraServers
 from atroposlib.errors import ConfigError
 from atroposlib.inference.config import APIServerConfig
@@ -40,6 +50,8 @@ MAX_ROUNDS = 6
 """Maximum groups of guesses per item, tried until rewards differ."""
 MAX_PROBED_ITEMS = 2
 """Items whose right answer is varied."""
+MAX_EVALUATED = 8
+"""Evaluation rows of a `DatasetEnv` that are evaluated."""
 USELESS = (
     probes.Probe("empty_unrewarded", EMPTY),
     probes.Probe("echo_unrewarded", question_of),
@@ -86,13 +98,19 @@ def check_env(
     make: Callable[[type[EnvHooks]], EnvHooks] | None = None,
     tokenizer: Any = None,
     timeout_s: float = 30.0,
+    budget_s: float = math.inf,
+    walks_all_rows: bool = False,
+    samples: bool = True,
+    on_phase: Callable[[str], None] = lambda done: None,
 ) -> Report:
     """Check an environment class in its own event loop and return a report.
 
     `skip` names rules not to judge. `make(cls)` constructs an environment (default: from `config_init`); it is called
     several times, with `env_cls` or a subclass that has an offline tokenizer, which `tokenizer` replaces. `timeout_s`
-    bounds each call of the author's code. Raises ConfigError for an unknown rule or an invalid configuration, EnvError
-    if the environment exits the process in a task, or `example_answers` or `gold_answer` fails.
+    bounds each call of the author's code; after `budget_s` no item runs any more, and the rules that saw nothing are
+    not checked. `walks_all_rows`: every row is looked at, however long it takes. `samples` False: the rows alone are
+    judged. `on_phase` is called with what was done. Raises ConfigError for an unknown rule or an invalid configuration,
+    EnvError if the environment exits the process in a task, or `example_answers` or `gold_answer` fails.
 
     While it runs, the check controls the random state and the group size (at least 8).
     """
@@ -113,6 +131,10 @@ def check_env(
         timeout_s=timeout_s,
         seed=seed,
         num_items=num_items,
+        deadline=time.monotonic() + budget_s,
+        walks_all_rows=walks_all_rows,
+        samples=samples,
+        on_phase=on_phase,
     )
     python_state, numpy_state = random.getstate(), np.random.get_state()
     seed_all(seed)
@@ -156,14 +178,20 @@ class _Check(Execution):
     """What is tried with an environment, in order."""
 
     num_items: int
+    walks_all_rows: bool
+    samples: bool
+    on_phase: Callable[[str], None]
     good_answers: dict[int, Answer] = field(default_factory=dict)
     """A right answer by item, for items that have one with a higher reward than others."""
+    prompts: dict[int, str] = field(default_factory=dict)
+    """The first prompt of each item."""
     canaries: dict[Path, str] = field(default_factory=dict)
     """Code by the file that it makes."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.earnings = Earnings(report=self.report)
+        self._phase_began = time.monotonic()
 
     async def judge(self) -> None:
         """Fill the report."""
@@ -174,6 +202,7 @@ class _Check(Execution):
                 tempfile.TemporaryDirectory() as folder,
                 tempfile.TemporaryDirectory() as public_folder,
                 self.watch,
+                self.counting_unclosed(),
             ):
                 self.canaries = probes.canaries(Path(public_folder))
                 await self._start_and_judge(Path(folder))
@@ -194,19 +223,48 @@ class _Check(Execution):
             if not self.items:
                 self.report.skip("there are no items", *NAMES[1:])
                 return
-            self.earnings.knows_answers = await self.ask(
-                lambda: any(knows_answers(env, item) for item in self.items), "example_answers()"
-            )
-            for index in range(len(self.items)):
-                await self._try_item(index)
-            self.earnings.judge_answers()
-            self.earnings.judge_rewards(has_fatal=bool(self.fatal))
-            await judge_leaks(self)
-            judge_stalls(self)
-            await self._evaluate(folder)
-            await self._checkpoints(folder)
+            self._done("started")
+            await walk_rows(self, is_whole=self.walks_all_rows)
+            judge_held_out(self)
+            self._done("rows walked")
+            if not self.samples:
+                self.report.skip("no item was sampled, as asked for", *NAMES)
+                return
+            await self._sample(folder)
         finally:
             await self.stop(env)
+
+    async def _sample(self, folder: Path) -> None:
+        """Judge what only items with scripted answers show."""
+        env, tools = self.env, ToolCalls(self)
+        await tools.try_all()
+        self.earnings.knows_answers = await self.ask(
+            lambda: any(knows_answers(env, item) for item in self.items), "example_answers()"
+        )
+        has_time = True
+        try:
+            for index in range(len(self.items)):
+                await self._try_item(index)
+                self._done(f"item {index} tried")
+        except BudgetEnded:
+            has_time = False
+        self._note_stated_golds()
+        tools.judge()
+        self.earnings.judge_answers()
+        self.earnings.judge_rewards(has_fatal=bool(self.fatal))
+        await judge_leaks(self)
+        judge_stalls(self)
+        await self._evaluate(folder)
+        self._done("evaluated")
+        await self._checkpoints(folder)
+        self._done("restored a checkpoint")
+        if not has_time:
+            self.report.end_budget()
+
+    def _done(self, what: str) -> None:
+        now = time.monotonic()
+        self.on_phase(f"{what} ({now - self._phase_began:.1f} s)")
+        self._phase_began = now
 
     async def _get_items(self) -> None:
         for index in range(self.num_items):
@@ -236,6 +294,7 @@ class _Check(Execution):
                 break
         if telling is None:
             return
+        self.prompts[index] = telling.samples[0].prompt_text
         await self._score_again(telling)
         good = min(telling.best_answers(), key=probes.rank)
         form = probes.result_of(good, is_short=False) if isinstance(good, str) else None
@@ -300,11 +359,12 @@ class _Check(Execution):
 
     async def _probes_of(self, telling: Run, result: probes.Result | None) -> list[probes.Probe]:
         """Return the wrong, restated and rewritten answers that are made from a right one."""
-        asked = [*probes.copied(result, telling.samples[0].prompt_text)]
         golds = await self.ask(
             lambda: [gold_result(self.env, item) for item in self.items], "gold_answer()"
         )
         gold = golds[telling.item]
+        names = fields_with(gold, self.items[telling.item])
+        asked = [*probes.copied(result, self.prompts[telling.item], names, gold)]
         if result is not None:
             asked += probes.variants(result)
         if result is not None and gold is not None and probes.is_same(result.stated, gold):
@@ -314,6 +374,15 @@ class _Check(Execution):
                 self.report.skip("allows_restating is set", "restatement_unrewarded")
             asked += probes.restated(result)
         return asked
+
+    def _note_stated_golds(self) -> None:
+        """Note gold answers that stand in their own prompts and not in those of other items."""
+        golds = {i: gold_result(self.env, self.items[i]) for i in self.prompts}
+        own = [i for i, gold in golds.items() if gold and gold in self.prompts[i]]
+        others = [i for i in own for j, text in self.prompts.items() if i != j and golds[i] in text]
+        if len(golds) > 1 and len(own) > len(golds) / 2 and not others:
+            what = f"{len(own)} of {len(golds)} gold answers stand in their own prompts and in no other"
+            self.report.note("copy_unrewarded", f"{what}: is the task to find them there?")
 
     async def _judge(self, telling: Run, asked: Sequence[probes.Probe]) -> None:
         index, bad = telling.item, telling.worst_answer()
@@ -347,6 +416,9 @@ class _Check(Execution):
     async def _evaluate(self, folder: Path) -> None:
         report = self.report
         self.engine.script([*self.good_answers.values(), "qx"][:1])
+        env: Any = self.env
+        if hasattr(env, "eval_rows"):
+            env.eval_rows = env.eval_rows[:MAX_EVALUATED]
         with self.judging("evaluates"):
             with contextlib.redirect_stdout(io.StringIO()):  # a table of figures
                 await self.within(self.env.evaluate(), "evaluate()")
@@ -374,7 +446,7 @@ class _Check(Execution):
             saved = await self.call(lambda: save(self.env, folder), "save_checkpoint()")
         if saved is None:
             reason = "save_checkpoint() saves nothing"
-            report.skip(reason, "checkpoint_is_json", "checkpoint_restores")
+            report.skip(reason, "checkpoint_is_json", "checkpoint_restores", is_exempt=True)
             return
         report.look("checkpoint_is_json", len(saved))
         fresh = await self.start(folder, "checkpoint_restores")

@@ -1,7 +1,7 @@
 """`python my_env.py check`: the checker as a command.
 
-Takes its own options and every flag of `serve`. Prints a line per rule, or JSON; exit code 1 if a rule fails, 2 for an
-invalid flag. Called by `runtime.env_command`.
+Takes its own options and every flag of `serve`. Prints a line per rule, or JSON; exit code 1 if a rule fails, with
+`--strict` also if one was not checked, 2 for an invalid flag. Called by `runtime.env_command`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,10 @@ from collections.abc import Callable, Sequence
 from atroposlib.checker import RULES, check_env
 from atroposlib.envs.hooks import EnvHooks
 from atroposlib.utils.tokenizers import load_tokenizer
+
+DEFAULT_ITEMS = 3
+ALL = -1
+"""Value of `--items all`."""
 
 
 def check_environment(
@@ -36,15 +40,23 @@ def check_environment(
     with contextlib.redirect_stdout(sys.stderr):  # keeps the author's prints out of the report
         report = check_env(
             env_cls,
-            num_items=options.items,
+            num_items=DEFAULT_ITEMS if options.items == ALL else options.items,
             seed=options.seed,
             skip=options.skip,
             make=make,
             tokenizer=None if options.tokenizer is None else load_tokenizer(options.tokenizer),
             timeout_s=options.timeout,
+            budget_s=options.budget,
+            walks_all_rows=options.items == ALL,
+            samples=not options.fast,
+            on_phase=lambda done: print(f"check: {done}", file=sys.stderr, flush=True),
         )
     print(json.dumps(report.to_dict(), indent=2) if options.json else report.to_text())
-    return 0 if report.is_ok else 1
+    return 0 if report.is_ok and not (options.strict and report.not_checked) else 1
+
+
+def _items(text: str) -> int:
+    return ALL if text == "all" else int(text)
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
@@ -55,12 +67,18 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         f" Rules: {', '.join(rule.name for rule in RULES)}.",
         allow_abbrev=False,
     )
-    parser.add_argument("--items", type=int, default=3, help="items to run (3)")
+    items_help = "items to run (3); all: run 3, and walk every row of the data"
+    parser.add_argument("--items", type=_items, default=DEFAULT_ITEMS, help=items_help)
+    parser.add_argument("--fast", action="store_true", help="walk the rows, and run no item")
+    budget_help = "seconds after which no more items run (60)"
+    parser.add_argument("--budget", type=float, default=60.0, help=budget_help)
     parser.add_argument("--seed", type=int, default=0, help="random state of the check (0)")
     parser.add_argument("--timeout", type=float, default=30.0, help="seconds per call (30)")
     parser.add_argument(
         "--skip", action="append", default=[], metavar="RULE", help="do not judge this rule; repeat"
     )
+    strict_help = "exit with 1 also if a rule that applies could not be checked"
+    parser.add_argument("--strict", action="store_true", help=strict_help)
     parser.add_argument("--tokenizer", help="name or path, instead of the built-in one")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     return parser

@@ -7,8 +7,11 @@ in `earnings.py`.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
-from collections import defaultdict
+import time
+import warnings
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,10 +21,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from atroposlib.checker.calls import (
+    ENOUGH_RUNS,
     GRACE_S,
-    LoopWatch,
     Unfinished,
-    author_files,
     child_processes,
     copy_of,
     describe,
@@ -44,6 +46,7 @@ from atroposlib.errors import (
 from atroposlib.inference.manager import ServerManager
 from atroposlib.inference.servers.http_peer import HttpPeer
 from atroposlib.scored_data import Strictness, check_group
+from atroposlib.utils.loop_watch import LoopWatch, author_files
 
 T = TypeVar("T")
 
@@ -56,6 +59,10 @@ STOCKS: dict[str, Callable[[], set[Any]]] = {
     "no_leaked_handles": open_handles,
 }
 """What lists the things that a run may leave behind, by rule."""
+
+
+class BudgetEnded(Exception):
+    """The check has used the time that it may take."""
 
 
 class ScoreNotFinite(ValueError):
@@ -79,11 +86,29 @@ class Execution:
     fatal: set[Answer] = field(default_factory=set)
     """Answers that make the whole item fail; they are not given again."""
     num_runs: int = 0
+    deadline: float = math.inf
+    """Value of `time.monotonic` after which no run begins, except the first ones."""
+    unclosed: Counter[str] = field(default_factory=Counter)
+    """Sessions, sockets and transports that were dropped unclosed, by kind."""
     stocks: dict[str, list[set[Any]]] = field(default_factory=lambda: defaultdict(list))
     """What existed after each run, by the rule that no run adds to it."""
 
     def __post_init__(self) -> None:
         self.watch = LoopWatch(author_files(self.env_cls), patience_s=self.timeout_s)
+
+    @contextmanager
+    def counting_unclosed(self) -> Iterator[None]:
+        """Fill `unclosed` from the warnings of the block; a dropped file is closed at once, and not counted."""
+
+        def note(message: Warning | str, category: type[Warning], *rest: Any) -> None:
+            kind = str(message).partition("<")[0].strip()
+            if issubclass(category, ResourceWarning) and kind != "unclosed file":
+                self.unclosed[kind] += 1
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("always", ResourceWarning)
+            warnings.showwarning = note
+            yield
 
     async def within(self, call: Awaitable[T], what: str) -> T:
         """Await the author's code for at most `timeout_s`.
@@ -221,7 +246,12 @@ class Execution:
                 run.earned[text] = sorted([*run.earned.get(text, ()), view.score])
 
     async def collect(self, index: int, answers: Sequence[Answer], *, seed: int = 0) -> Run | None:
-        """Run one item with scripted answers, without those that make it fail; None, with a finding, if all do."""
+        """Run one item with scripted answers, without those that make it fail; None, with a finding, if all do.
+
+        Raises `BudgetEnded` after the deadline.
+        """
+        if self.num_runs > ENOUGH_RUNS and time.monotonic() > self.deadline:
+            raise BudgetEnded
         answers = [answer for answer in answers if answer not in self.fatal]
         if not answers:
             return None

@@ -80,6 +80,15 @@ def gold_result(env: Any, item: Any) -> str | None:
     return results[0].stated if results else None
 
 
+def fields_with(gold: str | None, item: Any) -> list[str]:
+    """Return the names of an item's fields that hold the gold answer.
+
+    >>> fields_with("2", {"q": "1 + 1?", "a": 2})
+    ['a']
+    """
+    return [name for name, text in _leaves(item, "") if name and text == gold]
+
+
 def _examples(env: object, item: Any) -> list[Answer]:
     example_answers = getattr(env, "example_answers", None)
     examples = example_answers(item) if example_answers is not None else None

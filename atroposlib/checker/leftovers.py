@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from typing import Any
 
 from atroposlib.checker.calls import ENOUGH_RUNS, GRACE_S, PROC, leaked
@@ -23,6 +24,10 @@ async def judge_leaks(execution: Execution) -> None:
             left = left if len(left) >= ENOUGH_RUNS else set()
         if left:
             execution.report.fail(rule, f"every run left one behind, like {_shown(left.pop())}")
+    gc.collect()
+    for what, count in execution.unclosed.items():
+        if count >= ENOUGH_RUNS:
+            execution.report.fail("no_leaked_handles", f"{what}, {count} times")
     execution.report.dismiss("no_leaked_processes", "no_leaked_handles")  # their pipes
 
 

@@ -249,8 +249,17 @@ def variants(result: Result) -> Iterator[Probe]:
         yield Probe(rule, result.replaced(latex), "read LaTeX fractions")
 
 
-def copied(result: Result | None, prompt: str) -> Iterator[Probe]:
-    """Yield the results that a prompt states, as they stand there and in the form of a right answer."""
+def copied(
+    result: Result | None, prompt: str, names: Sequence[str] = (), gold: str | None = None
+) -> Iterator[Probe]:
+    """Yield the results that a prompt states, as they stand there and in the form of a right answer.
+
+    `names`: fields of the item that hold the gold answer; a prompt that has such a field states it.
+    """
+    for name in names:
+        field = rf"""\b{re.escape(name)}['"]?\s*[:=]\s*['"]?{re.escape(str(gold))}\b"""
+        if result is not None and re.search(field, prompt):
+            yield Probe("copy_unrewarded", result.replaced(str(gold)), may_be_right=True)
     for shape in (*_SHAPES, _STATED):
         for found in shape.finditer(prompt):
             yield Probe("copy_unrewarded", found[0].strip(), may_be_right=True)

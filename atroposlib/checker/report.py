@@ -24,8 +24,10 @@ class Rule(NamedTuple):
     """What holds when the rule passes."""
     advice: str
     """What to change when it fails; evidence of a known cause has a hint instead."""
-    unseen: str = "nothing was seen that could break it"
+    unseen: str
     """Why it was not checked if nothing was seen that could break it."""
+    is_optional: bool
+    """Whether the rule does not apply to an environment in which nothing was seen."""
 
 
 _TABLE = """
@@ -33,8 +35,17 @@ starts: config_init, the constructor and setup() work without a network
     load what the environment needs in setup(); give `check` small local data by flags
 gives_items: get_next_item() returns an item, and soon
     return an item; None means 'nothing now' and ends `process`
+rows_work: every row has a prompt, and its gold answer earns the reward
+    name the row's fault, or return None from parse_row to leave the row out
+    does not apply if it has no list of rows (DatasetEnv)
+evaluation_held_out: no evaluation row is a training row
+    take the rows of load_rows('eval') out of those of load_rows('train')
+    does not apply if it has no list of evaluation rows
 collects: collect_trajectories() works and turns items into groups
     let it return (group, backlog); None only where an item is worth nothing
+tools_work: every tool gives a result for arguments of its schema, and for those of right answers
+    correct what the tool raises, and keep its time limit; the model gets errors as results, and training goes on
+    does not apply if it has no tools
 group_size: a group has config.group_size sequences, or says otherwise in group_overrides
     sample config.group_size completions, or state group_overrides={'group_size': n}
 aligned: tokens, masks and logprobs agree, and only sampled tokens are trained
@@ -61,7 +72,7 @@ echo_unrewarded: repeating the question earns less than half of what can be earn
     not checked if no group had such an answer
 copy_unrewarded: a result that the prompt states earns less than half of what can be earned
     show worked examples of other questions, and score the completion without the prompt
-    not checked if the prompts state no result
+    does not apply if the prompts state no result
 wrong_unrewarded: a wrong result in the form of a right one earns less than half
     compare with the whole result of this item, not with a part of it
     not checked if no gold answer is known (gold_answer(row), or a field `answer`) that earns the reward
@@ -73,10 +84,10 @@ retraction_unrewarded: a right result that is taken back for a wrong one earns l
     not checked if no gold answer is known (gold_answer(row), or a field `answer`) that earns the reward
 restatement_unrewarded: a term that equals the right number, such as 24*16-9, earns less than half
     require a number where the right result is a number: refuse operators
-    not checked if no gold answer that earns the reward is a whole number
+    does not apply if no gold answer that earns the reward is a whole number
 variants_rewarded: a right result written in another usual way earns what it earned
     normalize results before comparing them
-    not checked if the result is not marked by a box, a tag or words
+    does not apply if the result is not marked by a box, a tag or words
 no_leaked_tasks: no asyncio task outlives its item
     create tasks in an asyncio.TaskGroup, or await them in a finally block
 no_leaked_handles: no file, socket or pipe stays open after its item
@@ -94,8 +105,11 @@ checkpoint_restores: a fresh environment that loads a checkpoint has the attribu
 """
 """Each rule's name and claim, below them its advice, and for some rules what leaves nothing to judge."""
 
-_ROW = re.compile(r"(\w+): (.*)\n    (.*)\n(?:    not checked if (.*)\n)?")
-RULES = tuple(Rule(*filter(None, row)) for row in _ROW.findall(_TABLE))
+_ROW = re.compile(r"(\w+): (.*)\n    (.*)\n(?:    (?:not checked|(does not apply)) if (.*)\n)?")
+RULES = tuple(
+    Rule(name, claim, advice, unseen or "nothing was seen that could break it", bool(optional))
+    for name, claim, advice, optional, unseen in _ROW.findall(_TABLE)
+)
 NAMES = tuple(rule.name for rule in RULES)
 
 
@@ -126,13 +140,24 @@ class Finding:
     """Number of answers, sequences, runs or calls that could have broken it and did not."""
     reason: str = ""
     """Why it was not checked; "" if it was."""
+    is_exempt: bool = False
+    """Whether `reason` says that the environment has nothing that the rule is about."""
     evidence: list[Evidence] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What the author should know although it is no fault."""
 
     @property
     def status(self) -> Status:
         if self.evidence:
             return Status.FAIL
         return Status.PASS if self.num_looks and not self.reason else Status.NOT_CHECKED
+
+    @property
+    def applies(self) -> bool:
+        """Whether the environment has what the rule is about."""
+        return not self.is_exempt and bool(
+            self.num_looks or self.reason or self.evidence or not self.rule.is_optional
+        )
 
     @property
     def why_not_checked(self) -> str:
@@ -159,6 +184,10 @@ class Report:
         """Note that `count` things were seen that could have broken a rule."""
         self.finding(name).num_looks += count
 
+    def note(self, name: str, what: str) -> None:
+        """Say more about a rule than its verdict."""
+        self.finding(name).notes.append(what)
+
     def fail(
         self,
         name: str,
@@ -173,11 +202,16 @@ class Report:
         if not finding.reason:
             finding.evidence.append(Evidence(what=what, item=item, sequence=sequence, hint=hint))
 
-    def skip(self, reason: str, *names: str) -> None:
+    def skip(self, reason: str, *names: str, is_exempt: bool = False) -> None:
         """Do not judge these rules, except those that failed or were skipped before."""
         for finding in map(self.finding, names):
-            if not finding.evidence:
-                finding.reason = finding.reason or reason
+            if not finding.evidence and not finding.reason:
+                finding.reason, finding.is_exempt = reason, is_exempt
+
+    def end_budget(self) -> None:
+        """Do not judge the rules that saw nothing before the check's time was used up."""
+        unseen = [each.rule.name for each in self.findings if not each.num_looks]
+        self.skip("the check's time was used up before (--budget SECONDS)", *unseen)
 
     def dismiss(self, cause: str, *names: str) -> None:
         """If the rule `cause` failed, drop what was found about these: it follows from that fault."""
@@ -200,8 +234,8 @@ class Report:
 
     @property
     def not_checked(self) -> list[str]:
-        """Names of the rules that could not be judged, or were skipped."""
-        return self._named(Status.NOT_CHECKED)
+        """Names of the rules that apply and could not be judged, or were skipped."""
+        return [name for name in self._named(Status.NOT_CHECKED) if self.finding(name).applies]
 
     def _named(self, status: Status) -> list[str]:
         return [finding.rule.name for finding in self.findings if finding.status is status]
@@ -219,8 +253,10 @@ class Report:
                     "name": finding.rule.name,
                     "claim": finding.rule.claim,
                     "status": finding.status.value,
+                    "applies": finding.applies,
                     "looks": finding.num_looks,
                     "reason": finding.why_not_checked,
+                    "notes": finding.notes,
                     "evidence": [asdict(evidence) for evidence in finding.evidence],
                     "advice": finding.rule.advice if finding.status is Status.FAIL else "",
                 }
@@ -234,15 +270,17 @@ class Report:
         lines = []
         for finding in self.findings:
             rule = finding.rule
-            about = f"not checked: {reason}" if (reason := finding.why_not_checked) else rule.claim
+            verdict = "not checked" if finding.applies else "does not apply"
+            about = f"{verdict}: {reason}" if (reason := finding.why_not_checked) else rule.claim
             mark = {Status.NOT_CHECKED: "-"}.get(finding.status, finding.status.name)
             lines.append(f"{mark:4} {rule.name:{width}}  {about}")
+            lines += [f"{'':5}  {note}" for note in finding.notes]
             lines += [f"{'':5}- {evidence}" for evidence in finding.evidence[:MAX_EVIDENCE]]
             if len(finding.evidence) > MAX_EVIDENCE:
                 lines.append(f"{'':5}- and {len(finding.evidence) - MAX_EVIDENCE} more")
             hints = dict.fromkeys(evidence.hint or rule.advice for evidence in finding.evidence)
             lines += [f"{'':5}> {hint}" for hint in hints]
-        num_passed = len(self.findings) - len(self.failed) - len(self.not_checked)
+        num_passed = len(self._named(Status.PASS))
         lines.append(
             f"{self.environment}: {num_passed} passed, {len(self.failed)} failed,"
             f" {len(self.not_checked)} not checked"

@@ -83,6 +83,7 @@ class BenchmarkEnv(DatasetEnv):
     """The benchmark's rows without `--env.dataset_path`."""
     part_key: ClassVar[str] = "subset"
     """Field in which a raw row has the name of its part, if there are several."""
+    trains_on_evaluation: ClassVar[bool] = True
     accuracy_name: ClassVar[str] = "accuracy"
     """Name of the share of right answers."""
 

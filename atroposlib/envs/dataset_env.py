@@ -49,6 +49,7 @@ from atroposlib.envs.rows import (
     hold_out,
     read_jsonl,
     sample_path,
+    without_evaluated,
 )
 from atroposlib.errors import AtroposError, ConfigError, EnvError
 from atroposlib.inference.servers.choices import run_together
@@ -159,6 +160,8 @@ class DatasetEnv(BaseEnv):
     """System message of a prompt that is a string."""
     success_score: float = 1.0
     """Smallest score that counts as solved in pass@k."""
+    trains_on_evaluation: ClassVar[bool] = False
+    """Whether training rows may be evaluation rows; otherwise those that are equal are left out of training."""
     truncated_score: ClassVar[float | None] = None
     """Score of an answer that was cut at the token limit; None: `score` judges it like any other."""
     silences_truncated: bool = False
@@ -288,8 +291,10 @@ class DatasetEnv(BaseEnv):
         else:
             wanted = self.config.num_eval_rows
             self.train_rows, self.eval_rows = hold_out(train, wanted, seed=self.config.seed)
+        if not self.trains_on_evaluation:
+            self.train_rows = without_evaluated(self.train_rows, self.eval_rows)
         rows = self.train_rows[:NUM_GOLD_ANSWERS_CHECKED]
-        pairs = [(row, gold) for row in rows if (gold := self.gold_answer(row)) is not None]
+        pairs = [(row, gold) for row in rows if (gold := self._gold_of(row)) is not None]
         outcomes = await run_together([self._probe(row, gold) for row, gold in pairs])
         if pairs and self.reward_workers.num_calls and self.canary is None:
             await self._choose_canary(*pairs[0])
@@ -300,6 +305,15 @@ class DatasetEnv(BaseEnv):
                 raise EnvError(
                     f"the gold answer of {row} does not pass its reward: {outcome}"
                 ) from raised
+
+    def _gold_of(self, row: Row) -> str | None:
+        try:
+            return self.gold_answer(row)
+        except Exception as error:
+            what = (
+                f"gold_answer raised {type(error).__name__}: {error} for the row {str(row)[:500]}"
+            )
+            raise EnvError(what) from error
 
     async def _choose_canary(self, row: Row, gold: str) -> None:
         """Have workers repeat a call that finds an answer wrong after every other call, if there is one."""

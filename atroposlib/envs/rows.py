@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from atroposlib.envs.eval_run import hash_of
 from atroposlib.errors import ConfigError, require
 
 logger = logging.getLogger(__name__)
@@ -146,6 +147,25 @@ def hold_out(rows: Sequence[Any], wanted: int, *, seed: int) -> Splits:
     for i, row in enumerate(rows):
         (splits.eval if i in held_out else splits.train).append(row)
     return splits
+
+
+def without_evaluated(rows: Sequence[Any], evaluated: Sequence[Any]) -> list[Any]:
+    """Return the training rows that are no evaluation rows; log how many are left out.
+
+    If all are evaluation rows, return them all, with a warning: there would be nothing to train on.
+    """
+    held_out = set(map(hash_of, evaluated))
+    kept = [row for row in rows if hash_of(row) not in held_out]
+    if not kept:
+        logger.warning(
+            "all %d training rows are evaluation rows, so evaluation measures what was trained on;"
+            " return None for the split 'eval' to hold out some",
+            len(rows),
+        )
+        return list(rows)
+    if num_left_out := len(rows) - len(kept):
+        logger.warning("%d training rows are left out: they are evaluation rows", num_left_out)
+    return kept
 
 
 @functools.lru_cache(maxsize=1)

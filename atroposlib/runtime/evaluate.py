@@ -77,7 +77,7 @@ async def _evaluate(env: EnvHooks, run: EvalRun, timings: Timings | None) -> Non
         if env.config.use_wandb:
             start_wandb(env, project=None, group=None)
         logger.info("evaluating; results go to %s", run.folder)
-        async with sign_of_life(env.server, lambda: _status(run), timings=timings):
+        async with sign_of_life(env, lambda: _status(run), timings=timings):
             result = await (env.evaluate() if run.rescored is None else env.rescore(run.rescored))
         if not (run.folder / METRICS_FILE).exists():
             await _log_other_metrics(env, result)

@@ -56,8 +56,8 @@ async def process(
     """Write `total_steps` groups to `data_path_to_save_groups`; fewer if the items run out. Returns the closed file.
 
     Raises ConfigError without a path or a positive number of groups, for `epochs` without rows and for a file that
-    cannot be appended to; EnvError when items fail or give no group too often in a row, or run out after failures. Groups
-    written before an error stay in the file.
+    cannot be appended to; EnvError when items fail or give no group too often in a row, or run out after
+    failures. Groups written before an error stay in the file.
     """
     config = env.config
     options = options or ProcessOptions()
@@ -85,7 +85,7 @@ async def process(
         try:
             if config.use_wandb:
                 start_wandb(env, project=None, group=None)
-            async with sign_of_life(env.server, run.status, timings=timings):
+            async with sign_of_life(env, run.status, timings=timings):
                 await run.fill()
         finally:
             log.close()

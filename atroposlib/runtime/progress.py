@@ -10,16 +10,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import sys
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from atroposlib.envs.hooks import EnvHooks
 from atroposlib.inference.manager import ServerManager
 from atroposlib.runtime.losses import LossReminder, explain, listed
 from atroposlib.runtime.terminal import bottom_of, is_live
 from atroposlib.runtime.timings import Timings
+from atroposlib.utils.loop_watch import ENOUGH_RUNS, LoopWatch, author_files
 
 logger = logging.getLogger(__name__)
 
@@ -133,15 +136,16 @@ class RunStatus:
 
 @contextlib.asynccontextmanager
 async def sign_of_life(
-    servers: ServerManager, make_status: Callable[[], RunStatus], *, timings: Timings | None = None
+    env: EnvHooks, make_status: Callable[[], RunStatus], *, timings: Timings | None = None
 ) -> AsyncIterator[None]:
-    """Show the status during the block and log it as a table at its end, also after an error.
+    """Show the status during the block and log it as a table at its end, also after an error; warn of blocking code.
 
     `make_status` is called about twice a second. If it raises, the error is logged and the run continues without.
     """
-    progress = Progress(time.monotonic())
+    progress, servers = Progress(time.monotonic()), env.server
+    watch = LoopWatch(author_files(type(env)), patience_s=math.inf)
     reporter = asyncio.create_task(
-        _report(progress, lambda: with_servers(make_status(), servers), timings or Timings())
+        _report(progress, lambda: with_servers(make_status(), servers), timings or Timings(), watch)
     )
     try:
         yield
@@ -160,18 +164,22 @@ async def sign_of_life(
 
 
 async def _report(
-    progress: Progress, make_status: Callable[[], RunStatus], timings: Timings
+    progress: Progress,
+    make_status: Callable[[], RunStatus],
+    timings: Timings,
+    watch: LoopWatch,
 ) -> None:
     """Show the status on a terminal, else log it, until cancelled; warn while nothing comes."""
     reminder = LossReminder(time.monotonic(), every_s=timings.no_group_reminder_s)
     is_shown = is_live(sys.stderr) and logger.isEnabledFor(logging.INFO)
-    with bottom_of(sys.stderr) if is_shown else contextlib.nullcontext() as bottom:
+    with bottom_of(sys.stderr) if is_shown else contextlib.nullcontext() as bottom, watch:
         logged_at = time.monotonic()
         while True:
             now = time.monotonic()
             status = make_status()
             if reminder.is_due(now, num_made=status.num_made, num_wasted=status.num_wasted):
                 _warn_of_losses("items end and no group comes", status)
+            _warn_of_blocking(watch)
             parts = [f"{name} {text}" for name, text in progress.rows(now, status)]
             if bottom is not None:
                 bottom.show(parts)
@@ -179,6 +187,19 @@ async def _report(
                 logged_at = now
                 logger.info("%s", "; ".join(parts))
             await asyncio.sleep(min(REDRAW_S, timings.progress_s))
+
+
+def _warn_of_blocking(watch: LoopWatch) -> None:
+    """Name each function once that blocked the event loop in several intervals; begin the next interval."""
+    for where, blocked_s in watch.stalls.items():
+        if len(blocked_s) == ENOUGH_RUNS and watch.run in blocked_s:
+            logger.warning(
+                "%s blocked the event loop for up to %.0f ms, and all items wait meanwhile: use asyncio.to_thread or"
+                " envs.rewards.RewardWorkers; await, never time.sleep",
+                where,
+                1000 * max(blocked_s.values()),
+            )
+    watch.run += 1
 
 
 def _warn_of_losses(what: str, status: RunStatus) -> None:

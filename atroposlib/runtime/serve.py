@@ -107,7 +107,7 @@ class _HubRun:
         try:
             async with closed_at_end(self._env):
                 with on_signals(self._signalled, signal.SIGTERM, signal.SIGINT), contained():
-                    async with sign_of_life(self._env.server, self._status, timings=self._timings):
+                    async with sign_of_life(self._env, self._status, timings=self._timings):
                         await self._run()
         finally:
             self._spool.close()

@@ -110,6 +110,11 @@ def keep(group: Any, sequences: Iterable[int]) -> dict[str, Any]:
     return {field: [values[i] for i in places] for field, values in group.items()}
 
 
+def training(split: str, rows: list[Any]) -> list[Any] | None:
+    """Return training rows; some of them are held out for evaluation."""
+    return rows if split == "train" else None
+
+
 class Offline:
     """Uses the defaults of its environment, and a server that is never asked."""
 
@@ -280,7 +285,7 @@ class Rows(Offline, DatasetEnv):
     """Sound: rows, a prompt and a score."""
 
     def load_rows(self, split: Any) -> Any:
-        return [f"{n} + {n}" for n in range(9)]
+        return training(split, [f"{n} + {n}" for n in range(9)])
 
     def prompt(self, row: Any) -> str:
         return f"{row} = ?"
@@ -296,7 +301,7 @@ class Judged(Offline, JudgeEnv):
     """Sound: the policy's own engine marks the answers."""
 
     def load_rows(self, split: Any) -> Any:
-        return ["a poem about soup", "a joke about pigeons"]
+        return training(split, ["a poem about soup", "a joke about pigeons"])
 
     def prompt(self, row: Any) -> str:
         return f"Write {row}."

@@ -9,9 +9,12 @@ import ast
 import difflib
 import math
 import re
+import time
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
+import aiohttp
 import yaml
 
 from atroposlib.envs.agent_env import AgentEnv
@@ -26,7 +29,7 @@ from atroposlib.envs.teacher_distillation_env import (
 from atroposlib.envs.tool_env import ToolEnv
 from atroposlib.inference.servers.http_peer import HttpPeer
 from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
-from tests.checker.broken_environments import BROKEN, Offline, breaks, faults
+from tests.checker.broken_environments import BROKEN, Offline, breaks, faults, training
 
 
 def found(pattern: str, answer: str) -> list[str]:
@@ -38,7 +41,9 @@ class Products(Offline, DatasetEnv):
     """Sound: the number after the last "The answer is", or in the last box."""
 
     def load_rows(self, split: Any) -> Any:
-        return [{"question": f"{n} * 37", "answer": str(n * 37)} for n in range(21, 33)]
+        return training(
+            split, [{"question": f"{n} * 37", "answer": str(n * 37)} for n in range(15, 27)]
+        )
 
     def prompt(self, row: Any) -> Any:
         return f"{row['question']} = ? End with: The answer is <number>"
@@ -71,7 +76,9 @@ class Fractions(Products):
 
     def load_rows(self, split: Any) -> Any:
         results = ("1/2", "50%", "3/7", "9/4", "2/3", "40%")
-        return [{"question": f"No. {i}", "answer": result} for i, result in enumerate(results)]
+        return training(
+            split, [{"question": f"No. {i}", "answer": result} for i, result in enumerate(results)]
+        )
 
     def score(self, row: Any, answer: str) -> Any:
         found = re.findall(r"answer is\s*(\S+)", answer)
@@ -86,9 +93,10 @@ class Choices(Products):
     """Sound: one letter of four, and nothing else after the thinking."""
 
     def load_rows(self, split: Any) -> Any:
-        return [
-            {"question": f"Which? A, B, C or D ({n})", "answer": "ABCD"[n % 4]} for n in range(8)
-        ]
+        return training(
+            split,
+            [{"question": f"Which? A, B, C or D ({n})", "answer": "ABCD"[n % 4]} for n in range(8)],
+        )
 
     def prompt(self, row: Any) -> str:
         return str(row["question"])
@@ -108,7 +116,9 @@ class Capitals(Products):
     """Sound: words, compared without case and space."""
 
     def load_rows(self, split: Any) -> Any:
-        return [{"country": land, "answer": city} for land, city in CAPITALS.items()]
+        return training(
+            split, [{"country": land, "answer": city} for land, city in CAPITALS.items()]
+        )
 
     def prompt(self, row: Any) -> str:
         return f"What is the capital of {row['country']}?"
@@ -188,7 +198,7 @@ class Guess(Offline, MultiTurnEnv):
     """Sound: a game in which the secret number is found by halves; its policy is an example answer."""
 
     def load_rows(self, split: Any) -> Any:
-        return [11, 12, 13, 14, 9, 8]
+        return training(split, [11, 12, 13, 14, 9, 8])
 
     def prompt(self, row: Any) -> str:
         return "I think of a number from 1 to 15. Guess!"
@@ -234,11 +244,88 @@ class Calculator(ToolEnv, Products):
     tools = (multiply,)
 
 
+@breaks("evaluation_held_out", "take the rows of load_rows('eval') out")
+class SplitIgnored(Products):
+    def load_rows(self, split: Any) -> Any:
+        return super().load_rows("train")
+
+
+@breaks("rows_work", "correct what raises this")
+class OneRowWithoutAnswer(Products):
+    def load_rows(self, split: Any) -> Any:
+        rows = [{"question": f"{n} * 37", "answer": str(n * 37)} for n in range(21, 221)]
+        return training(split, [*rows, {"question": "?"}])
+
+
+@breaks("copy_unrewarded", "show worked examples of other questions")
+class RowInThePrompt(Products):
+    def load_rows(self, split: Any) -> Any:
+        return training(split, [{"q": f"{n} * 37", "a": n * 37} for n in range(21, 33)])
+
+    def prompt(self, row: Any) -> Any:
+        return f"Row: {row}. End with: The answer is <number>"
+
+    def gold_answer(self, row: Any) -> str | None:
+        return f"The answer is {row['a']}"
+
+    def score(self, row: Any, answer: str) -> Any:
+        return super().score({"answer": str(row["a"])}, answer)
+
+
+@breaks("no_leaked_handles", "open in `with`")
+class SessionDropped(Products):
+    async def score(self, row: Any, answer: str) -> Any:
+        aiohttp.ClientSession()
+        return super().score(row, answer)
+
+
+def lookup(place: str) -> str:
+    """Return the number at a place."""
+    return {"shelf": "7"}[place]
+
+
+class Places(Calculator):
+    """Sound: a tool that knows few arguments."""
+
+    tools = (lookup,)
+
+
+def misspelt(a: int, b: int = 2) -> int:
+    """Multiply."""
+    return multiplied(a, b)  # type: ignore[name-defined, no-any-return]  # noqa: F821
+
+
+async def sleeping(a: int, b: int) -> int:
+    """Multiply slowly."""
+    time.sleep(0.3)  # noqa: ASYNC251
+    return a * b
+
+
+def setting(a: int) -> object:
+    """Return what has no text."""
+
+    class Odd:
+        def __repr__(self) -> str:
+            raise ValueError("no text")
+
+    return {1: Odd()}
+
+
+def _with_tool(function: Callable[..., Any], rule: str, hint: str) -> None:
+    name = f"Calls{function.__name__.capitalize()}"
+    breaks(rule, hint)(type(name, (Calculator,), {"__module__": __name__, "tools": (function,)}))
+
+
+_with_tool(misspelt, "tools_work", "misspelt(a=1): NameError: name 'multiplied' is not")
+_with_tool(setting, "tools_work", "the result of setting cannot be written as text")
+_with_tool(sleeping, "loop_stays_free", "await, never time.sleep")
+
+
 class Parrot(Offline, AgentEnv):
     """Sound: an agent that asks the policy over HTTP."""
 
     def load_rows(self, split: Any) -> Any:
-        return [{"question": f"{n} + 40", "answer": str(n + 40)} for n in range(8)]
+        return training(split, [{"question": f"{n} + 40", "answer": str(n + 40)} for n in range(8)])
 
     async def run_agent(self, row: Any, base_url: str, api_key: str) -> str:
         peer = HttpPeer(base_url, api_key=api_key)
@@ -259,7 +346,7 @@ class Preferred(Offline, JudgeEnv):
     judging = "reward_model"
 
     def load_rows(self, split: Any) -> Any:
-        return ["a poem about soup", "a joke about pigeons", "a toast"]
+        return training(split, ["a poem about soup", "a joke about pigeons", "a toast"])
 
     def prompt(self, row: Any) -> str:
         return f"Write {row}."
@@ -557,7 +644,9 @@ faults(Capitals, "variants_rewarded", "case")(
 @breaks("variants_rewarded", "comma")
 class CommasRefused(Products):
     def load_rows(self, split: Any) -> Any:
-        return [{"question": f"{n} * 1000", "answer": str(n * 1000)} for n in range(21, 33)]
+        return training(
+            split, [{"question": f"{n} * 1000", "answer": str(n * 1000)} for n in range(21, 33)]
+        )
 
     def score(self, row: Any, answer: str) -> Any:
         return float(re.findall(r"answer is\s*(-?\d+)(?![\d,])", answer)[-1:] == [row["answer"]])

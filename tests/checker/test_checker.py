@@ -19,11 +19,12 @@ from typing import Any
 import pytest
 
 from atroposlib.checker import RULES, Report, Status, calls, check_env, leftovers
-from atroposlib.checker.calls import LoopWatch, child_processes, end_processes
+from atroposlib.checker.calls import child_processes, end_processes
 from atroposlib.checker.engine import PairTokenizer, tokens_apart
 from atroposlib.envs.base import BaseEnv
 from atroposlib.errors import ConfigError, EnvError
 from atroposlib.runtime.env_command import run_environment
+from atroposlib.utils.loop_watch import LoopWatch
 from tests.checker import rates
 from tests.checker.broken_environments import (
     SLEEP,
@@ -98,15 +99,19 @@ def test_a_rule_passes_only_with_something_that_could_break_it() -> None:
 
 def test_what_cannot_be_judged_is_not_passed() -> None:
     unseen = ["copy_unrewarded", "restatement_unrewarded", "variants_rewarded"]
-    assert report_of(Sums).not_checked == unseen
+    does_not_apply = ["rows_work", "evaluation_held_out", "tools_work", *unseen]
+    assert [
+        each.rule.name for each in report_of(Sums).findings if not each.applies
+    ] == does_not_apply
+    assert report_of(Sums).not_checked == []
     assert report_of(TextOnly).not_checked[0] == "token_exact"
     assert report_of(SetupFails).not_checked == NAMES[1:]
     assert report_of(NoItems).not_checked == NAMES[2:]
-    rest = [*NAMES[3:6], *OF_REWARDS]
+    rest = [*NAMES[6:9], *OF_REWARDS]
     assert report_of(NeverAGroup).not_checked == rest
     fixed = report_of(FixedData)
     assert fixed.failed == []
-    assert fixed.not_checked == [*NAMES[4:6], *OF_REWARDS]
+    assert fixed.not_checked == [*NAMES[7:9], *OF_REWARDS]
     assert "not checked: the environment asks nothing of the engine" in fixed.to_text()
 
 
@@ -151,8 +156,9 @@ def test_an_answer_that_occupies_this_process_is_a_fault(monkeypatch: pytest.Mon
 
 
 def test_the_last_line_counts_the_verdicts() -> None:
+    statuses = [finding.status for finding in report_of(Maze).findings]
     num_open = len(report_of(Maze).not_checked)
-    counts = f"Maze: {len(RULES) - num_open} passed, 0 failed, {num_open} not checked ("
+    counts = f"Maze: {statuses.count(Status.PASS)} passed, 0 failed, {num_open} not checked ("
     assert report_of(Maze).to_text().splitlines()[-1].startswith(counts)
 
 
@@ -246,7 +252,7 @@ def test_answers_for_the_check_that_fail_are_named(name: str) -> None:
 
 STOPPED = """
 import asyncio, time
-from atroposlib.checker.calls import LoopWatch
+from atroposlib.utils.loop_watch import LoopWatch
 
 def compute():
     print("computing", flush=True)
@@ -298,6 +304,39 @@ def test_command_prints_the_report_and_exits_1_on_a_failure(
     assert "PASS reward_varies " in capsys.readouterr().out
     assert run_environment(EmptyIsRight, ["check", "--items=1"]) == 1
     assert "FAIL empty_unrewarded " in capsys.readouterr().out
+
+
+def test_all_rows_are_walked_without_sampling(capsys: pytest.CaptureFixture[str]) -> None:
+    env_cls = broken("OneRowWithoutAnswer")
+    assert run_environment(env_cls, ["check", "--items", "all", "--fast"]) == 1
+    out, err = capsys.readouterr()
+    assert "row 100 ({'question': '?'}): KeyError: 'answer'" in out
+    assert "201 of 201 rows, 200 gold answers scored" in out
+    assert "-    reward_varies           not checked: no item was sampled, as asked for" in out
+    assert "check: rows walked (" in err
+    assert "item 0 tried" not in err
+
+
+def test_strict_exits_with_1_for_what_applies_and_was_not_checked() -> None:
+    """Rules about tools, rows and stated results do not apply to sums."""
+    assert run_environment(Sums, ["check", "--items=1", "--strict"]) == 0
+    asked = ["check", "--items=1", "--skip=no_leaked_tasks"]
+    assert run_environment(Sums, asked) == 0
+    assert run_environment(Sums, [*asked, "--strict"]) == 1
+
+
+def test_no_item_runs_after_the_budget() -> None:
+    class Slow(Products):
+        async def roll_out(self, *args: Any, **options: Any) -> Any:
+            await asyncio.sleep(0.2)
+            return await super().roll_out(*args, **options)
+
+    report = check(Slow, budget_s=0.5)
+    assert report.failed == [], report.to_text()
+    assert report.duration_s < 5
+    assert report.finding("reward_varies").status is Status.PASS
+    assert report.finding("evaluates").status is Status.PASS
+    assert "the check's time was used up" in report.finding("list_unrewarded").reason
 
 
 def test_command_prints_nothing_but_json_when_asked(capsys: pytest.CaptureFixture[str]) -> None:

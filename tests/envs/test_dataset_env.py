@@ -98,6 +98,32 @@ async def test_held_out_rows_are_never_trained_on() -> None:
     assert sorted(env.train_rows + env.eval_rows) == [[i, i + 1] for i in range(10)]
 
 
+@pytest.mark.parametrize(
+    ("train", "evaluated", "trained", "said"),
+    [
+        ([[1, 2], [3, 4], [1, 2]], [[1, 2], [5, 6]], [[3, 4]], "2 training rows are left out"),
+        ([[1, 2], [3, 4]], [[5, 6]], [[1, 2], [3, 4]], ""),
+        ([[1, 2]], [[1, 2]], [[1, 2]], "all 1 training rows are evaluation rows"),
+    ],
+)
+async def test_training_rows_are_no_evaluation_rows(
+    train: Any, evaluated: Any, trained: Any, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    env = make()
+    env.load_rows = lambda split: train if split == "train" else evaluated
+    await env.setup()
+    assert (env.train_rows, env.eval_rows) == (trained, evaluated)
+    assert said in caplog.text
+    assert bool(said) is bool(caplog.records)
+
+
+async def test_a_row_whose_gold_answer_raises_is_named() -> None:
+    env = make()
+    env.gold_answer = lambda row: row["gold"]
+    with pytest.raises(EnvError, match=r"gold_answer raised TypeError: .* for the row \[\d, \d\]"):
+        await env.setup()
+
+
 async def test_at_most_half_of_the_rows_are_held_out_and_then_it_is_said(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

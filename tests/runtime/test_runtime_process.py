@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from atroposlib.errors import (
 from atroposlib.inference.harness import ByteTokenizer
 from atroposlib.runtime.group_log import GroupLog
 from atroposlib.runtime.process import ProcessOptions, process, process_and_render
+from atroposlib.runtime.timings import Timings
 from tests.builders.environments import Offline
 from tests.frontend.helpers_pages import read_page
 from tests.runtime.helpers_runtime import ScriptedEnv, make_group
@@ -160,6 +162,21 @@ async def test_groups_of_equal_scores_are_counted(
     fields = {"total_steps": 3, "ensure_scores_are_not_same": False}
     await process(env_at(tmp_path, answer=lambda i: make_group(scores=[i, 1.0]), **fields))
     assert "equal scores  1 of 3 groups, which teach nothing" in caplog.text
+
+
+async def test_code_that_blocks_the_loop_is_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def answer(item: int) -> Any:
+        time.sleep(0.15)
+        return numbered(item)
+
+    timings = Timings(progress_s=0.01)
+    env = env_at(tmp_path, answer=answer, total_steps=8, max_num_workers=1)
+    await process(env, timings=timings)
+    warnings = [r.message for r in caplog.records if "blocked the event loop" in r.message]
+    assert len(warnings) == 1
+    assert "ScriptedEnv.collect_trajectories (helpers_runtime.py:" in warnings[0]
 
 
 async def test_process_needs_a_path_and_a_number() -> None:

@@ -43,35 +43,9 @@ from datasets import Dataset  # noqa: E402
 from trl.experimental.async_grpo import async_grpo_trainer, packing  # noqa: E402
 
 from example_trainer.other_trainers.trl_worker import HubRolloutWorker, to_rollout  # noqa: E402
+from tests.other_trainers.trl_process import plain_attention  # noqa: E402
 
 NUM_STEPS = 20
-
-
-def plain_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    starts_q: torch.Tensor,
-    starts_k: torch.Tensor,
-    *_: Any,
-    softmax_scale: float,
-    causal: bool,
-    window_size: tuple[int, int],
-) -> torch.Tensor:
-    """`flash_attn_varlen_func` one segment after the other; a segment's queries are the last of its keys."""
-    assert causal
-    assert window_size == (-1, -1)
-    out = torch.empty_like(query)
-    bounds_q, bounds_k = starts_q.tolist(), starts_k.tolist()
-    for i in range(len(bounds_q) - 1):
-        q = query[bounds_q[i] : bounds_q[i + 1]].transpose(0, 1)
-        k = key[bounds_k[i] : bounds_k[i + 1]].transpose(0, 1)
-        v = value[bounds_k[i] : bounds_k[i + 1]].transpose(0, 1)
-        num_q, num_k = q.shape[1], k.shape[1]
-        seen = torch.ones(num_q, num_k, dtype=torch.bool).tril(num_k - num_q)
-        scores = (q @ k.transpose(1, 2) * softmax_scale).masked_fill(~seen, -torch.inf)
-        out[bounds_q[i] : bounds_q[i + 1]] = (scores.softmax(-1) @ v).transpose(0, 1)
-    return out
 
 
 class WeightsToEnvironment:

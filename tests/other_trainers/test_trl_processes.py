@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from atroposlib.api.server import create_app
+from atroposlib.cli.launch.parts import parts_of
+from atroposlib.cli.launch.run_file import RunFile
 from atroposlib.client import HubClient, TrainerClient
 from atroposlib.scored_data import ScoredGroup
 from tests.api.helpers_api import serving
@@ -34,17 +36,12 @@ pytest.importorskip(
     reason="TRL WAS NOT TESTED: run in the environment that .ci/other_trainers_env.sh makes",
 )
 
+from example_trainer.other_trainers import trl_worker  # noqa: E402
 from tests.other_trainers import trl_process  # noqa: E402
 
 NUM_STEPS = 3
 NUM_BATCHES = 5
 """The trainer takes one batch ahead of the last step, the worker's queue begins another."""
-LAUNCH = [
-    *(sys.executable, "-m", "accelerate.commands.launch", "--use_fsdp", "--fsdp_version=2"),
-    *("--fsdp_auto_wrap_policy=TRANSFORMER_BASED_WRAP", "--fsdp_state_dict_type=FULL_STATE_DICT"),
-    *("--num_processes=2", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"),
-    *("-m", "tests.other_trainers.trl_process"),
-]
 
 
 def batches(model_path: Path) -> list[list[ScoredGroup]]:
@@ -65,17 +62,41 @@ async def send(url: str, sent: Sequence[Sequence[ScoredGroup]]) -> None:
             await hub.send(groups)
 
 
-def flags(model_path: Path, hub_url: str, out: Path, *, num_processes: int) -> list[str]:
-    return [
-        f"--model_name={model_path}",
-        f"--hub_url={hub_url}",
-        f"--output_dir={out}",
-        f"--max_steps={NUM_STEPS}",
-        f"--per_device_train_batch_size={BATCH_SIZE // num_processes}",
-        *("--max_token_len=16", "--learning_rate=3e-3", "--token_budget=0", "--max_staleness=9"),
-        *("--use_cpu=True", "--bf16=False", "--gradient_checkpointing=False", "--report_to=none"),
-        *("--save_strategy=no", "--disable_tqdm=True"),
-    ]
+def flags(hub_url: str, out: Path, *, num_processes: int) -> dict[str, str | int | float]:
+    return {
+        "hub_url": hub_url,
+        "output_dir": str(out),
+        "max_steps": NUM_STEPS,
+        "per_device_train_batch_size": BATCH_SIZE // num_processes,
+        "max_token_len": 16,
+        "learning_rate": 3e-3,
+        "token_budget": 0,
+        "max_staleness": 9,
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
+
+
+def run_processes(model_path: Path, hub_url: str, out: Path, *, num_processes: int) -> None:
+    """Run the command of a run file, with its stand-ins; one process runs here, without FSDP."""
+    trainer = {
+        "gpus": num_processes,
+        "accelerate": {"mixed_precision": "no"},
+        "flags": flags(hub_url, out, num_processes=num_processes),
+    }
+    document = {"name": "trl", "model": str(model_path), "trainer": trainer}
+    [part] = parts_of(RunFile.model_validate(document), on_one_machine=True)
+    start = part.command.index(trl_worker.__name__)
+    if num_processes == 1:
+        trl_process.run(part.command[start + 1 :])
+    else:
+        command = [sys.executable, *part.command[1:]]
+        command[start] = trl_process.__name__
+        env = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+        subprocess.run(command, check=True, env=env)
 
 
 def test_two_processes_with_fsdp2_train_what_one_trains(tmp_path: Path) -> None:
@@ -86,12 +107,7 @@ def test_two_processes_with_fsdp2_train_what_one_trains(tmp_path: Path) -> None:
         with serving(create_app()) as hub_url, TrainerClient(hub_url) as hub:
             hub.register(registration(NUM_STEPS))
             asyncio.run(send(hub_url, sent))
-            argv = flags(model_path, hub_url, out, num_processes=num_processes)
-            if num_processes == 1:
-                trl_process.run(argv)
-            else:
-                env = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-                subprocess.run([*LAUNCH, *argv], check=True, env=env)
+            run_processes(model_path, hub_url, out, num_processes=num_processes)
             ledger = httpx.get(f"{hub_url}/ledger").json()
             released = [hub.lease_batch() for _ in range(NUM_BATCHES - NUM_STEPS)]
         assert (ledger["trained"], ledger["leased"]) == (NUM_STEPS * 9, 0), ledger

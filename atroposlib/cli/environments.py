@@ -15,10 +15,11 @@ import contextlib
 import importlib
 import importlib.util
 import io
+import json
 import keyword
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -250,6 +251,14 @@ def build(name: str, argv: Sequence[str], *, prog: str) -> EnvHooks:
     flags = ["--env.data_path_to_save_groups=None", *argv]
     with contextlib.redirect_stdout(io.StringIO()):  # it names an engine, which is not used
         return build_environment(load(name), "process", flags, prog=prog)
+
+
+def as_argv(flags: Mapping[str, Any]) -> list[str]:
+    """Write flags, named without dashes, as words of a command line: values that are no text in JSON."""
+    return [
+        f"--{name}={value if isinstance(value, str) else json.dumps(value)}"
+        for name, value in flags.items()
+    ]
 
 
 def load(name: str) -> type[BaseEnv]:

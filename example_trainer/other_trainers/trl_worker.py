@@ -171,32 +171,29 @@ def to_rollout(sample: Sample, *, number: int, version: int) -> RolloutSample:
 
 
 @dataclass(kw_only=True)
-class HubOptions:
-    """Flags of the command beside those of TRL's `AsyncGRPOConfig`."""
+class HubConfig(AsyncGRPOConfig):
+    """The command's flags: TRL's and those of the hub."""
 
     model_name: str
     hub_url: str = "http://127.0.0.1:8000"
     max_token_len: int = field(default=4096, metadata={"help": "Longest sequence of a group."})
 
 
-def train(
-    options: HubOptions, config: AsyncGRPOConfig, weights: WeightTransferProtocol | None = None
-) -> AsyncGRPOTrainer:
+def train(config: HubConfig, weights: WeightTransferProtocol | None = None) -> AsyncGRPOTrainer:
     """Train in this process, one of `accelerate launch`'s, and save the model; `weights`: instead of vLLM's NCCL."""
     if config.max_steps < 1:
         raise ConfigError("max_steps: a number is required; the hub's batches have no epochs")
-    batch_size = config.per_device_train_batch_size * config.gradient_accumulation_steps
     run = TrainerRegistration(
-        batch_size=batch_size * config.world_size,
-        max_token_len=options.max_token_len,
+        batch_size=config.train_batch_size * config.gradient_accumulation_steps * config.world_size,
+        max_token_len=config.max_token_len,
         checkpoint_dir=config.output_dir,
         save_checkpoint_interval=0,
         starting_step=0,
         num_steps=config.max_steps,
     )
-    with TrainerClient(options.hub_url) as hub:
+    with TrainerClient(config.hub_url) as hub:
         trainer = AsyncGRPOTrainer(
-            options.model_name,
+            config.model_name,
             args=config,
             train_dataset=Dataset.from_dict({"prompt": [""]}),
             rollout_worker=HubRolloutWorker(hub, run),
@@ -208,4 +205,4 @@ def train(
 
 
 if __name__ == "__main__":
-    train(*HfArgumentParser([HubOptions, AsyncGRPOConfig]).parse_args_into_dataclasses())
+    train(*HfArgumentParser(HubConfig).parse_args_into_dataclasses())

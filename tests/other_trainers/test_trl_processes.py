@@ -29,7 +29,7 @@ from tests.trainer.helpers_bandit import (
 pytestmark = [
     pytest.mark.other_trainers,
     pytest.mark.filterwarnings("ignore"),  # TRL's and accelerate's own
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(240),
 ]
 pytest.importorskip(
     "trl.experimental.async_grpo",

@@ -18,9 +18,9 @@ from accelerate import DistributedType, PartialState
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from transformers import HfArgumentParser
-from trl.experimental.async_grpo import AsyncGRPOConfig, async_grpo_trainer, packing
+from trl.experimental.async_grpo import async_grpo_trainer, packing
 
-from example_trainer.other_trainers.trl_worker import HubOptions, train
+from example_trainer.other_trainers.trl_worker import HubConfig, train
 
 
 def plain_attention(
@@ -70,14 +70,13 @@ class Sent:
 def run(argv: list[str]) -> None:
     packing._flash_attn = lambda: SimpleNamespace(flash_attn_varlen_func=plain_attention)
     async_grpo_trainer.get_peak_flops_per_device = lambda *_: None
-    parser = HfArgumentParser([HubOptions, AsyncGRPOConfig])
-    options, config = parser.parse_args_into_dataclasses(argv)
+    [config] = HfArgumentParser(HubConfig).parse_args_into_dataclasses(argv)
     is_sharded = os.environ.get("ACCELERATE_USE_FSDP") == "true"
     if is_sharded:
         # accelerate 1.15 applies FSDP to types with a device only, although FSDP2 itself runs on gloo.
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     sent = Sent()
-    trainer = train(options, config, sent)
+    trainer = train(config, sent)
     weights = dict(trainer.accelerator.unwrap_model(trainer.model).named_parameters())
     assert all(isinstance(value, DTensor) == is_sharded for value in weights.values())
     whole = {

@@ -18,6 +18,8 @@ from atroposlib.envs.stepwise import Answer, Request, SteppedEnv
 from atroposlib.errors import EnvError
 from atroposlib.scored_data import ScoredDataGroup
 
+__all__ = ["AtroposLoop"]
+
 MAX_EPISODES = 3
 """Episodes without a score in a row, after which the run fails: verl has no sample without a reward."""
 
@@ -42,7 +44,8 @@ class AtroposLoop(AgentLoopBase):  # type: ignore[misc]
         episode = (await _environments[command]).episode()
         reason = ""
         for _ in range(MAX_EPISODES):
-            started, fields, num_turns = time.perf_counter(), {}, 0
+            fields: dict[str, Any] = {}
+            started, num_turns = time.perf_counter(), 0
             try:
                 turn = await episode.reset(int(row["extra_info"]["index"]))
                 while isinstance(turn, Request):
@@ -72,13 +75,15 @@ class AtroposLoop(AgentLoopBase):  # type: ignore[misc]
         """Sample at verl's temperature, which its trainer assumes; return the answer and verl's own fields."""
         asked = request.sampling
         limit = asked.get("max_completion_tokens") or asked.get("max_tokens") or self._longest
-        stops = {name: asked[name] for name in ("stop", "stop_token_ids") if name in asked}
+        limit = min(limit, self._longest)
+        limits: dict[str, Any] = {"max_tokens": limit}
+        limits |= {name: asked[name] for name in ("stop", "stop_token_ids") if name in asked}
         output = await self.server_manager.generate(
             uuid.uuid4().hex,
             prompt_ids=request.prompt_ids,
-            sampling_params={**sampling_params, **stops, "max_tokens": min(limit, self._longest)},
+            sampling_params=sampling_params | limits,
         )
-        reason = "length" if len(output.token_ids) >= min(limit, self._longest) else "stop"
+        reason = "length" if len(output.token_ids) >= limit else "stop"
         if output.stop_reason == "aborted":
             reason = "abort"
         answer = Answer(token_ids=output.token_ids, logprobs=output.log_probs, finish_reason=reason)

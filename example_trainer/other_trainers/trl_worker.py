@@ -190,6 +190,7 @@ def train(config: HubConfig, weights: WeightTransferProtocol | None = None) -> A
         save_checkpoint_interval=0,
         starting_step=0,
         num_steps=config.max_steps,
+        max_staleness=config.max_staleness,
     )
     with TrainerClient(config.hub_url) as hub:
         trainer = AsyncGRPOTrainer(

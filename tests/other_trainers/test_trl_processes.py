@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -57,7 +58,11 @@ def batches(model_path: Path) -> list[list[ScoredGroup]]:
 
 
 async def send(url: str, sent: Sequence[Sequence[ScoredGroup]]) -> None:
-    async with HubClient(url) as hub:
+    """Send as soon as the trainer has registered."""
+    async with asyncio.timeout(180), HubClient(url) as hub:
+        while (info := await hub.info()).batch_size < 0:  # noqa: ASYNC110 - it can only be asked
+            await asyncio.sleep(0.1)
+        assert info.batch_size == BATCH_SIZE
         for groups in sent:
             await hub.send(groups)
 
@@ -105,10 +110,12 @@ def test_two_processes_with_fsdp2_train_what_one_trains(tmp_path: Path) -> None:
     for num_processes in (1, 2):
         out = tmp_path / str(num_processes)
         with serving(create_app()) as hub_url, TrainerClient(hub_url) as hub:
-            hub.register(registration(NUM_STEPS))
-            asyncio.run(send(hub_url, sent))
-            run_processes(model_path, hub_url, out, num_processes=num_processes)
+            with ThreadPoolExecutor(1) as environment:
+                sending = environment.submit(asyncio.run, send(hub_url, sent))
+                run_processes(model_path, hub_url, out, num_processes=num_processes)
+                sending.result()
             ledger = httpx.get(f"{hub_url}/ledger").json()
+            hub.register(registration(NUM_STEPS))  # joins the run, as it is
             released = [hub.lease_batch() for _ in range(NUM_BATCHES - NUM_STEPS)]
         assert (ledger["trained"], ledger["leased"]) == (NUM_STEPS * 9, 0), ledger
         assert ledger["produced"] == ledger["trained"] + ledger["queued"], ledger

@@ -104,7 +104,11 @@ def run_processes(model_path: Path, hub_url: str, out: Path, *, num_processes: i
         subprocess.run(command, check=True, env=env)
 
 
-def test_two_processes_with_fsdp2_train_what_one_trains(tmp_path: Path) -> None:
+def test_two_processes_with_fsdp2_train_what_one_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for stand_in in trl_process.STAND_INS:
+        monkeypatch.setattr(*stand_in)
     model_path = make_starting_model(tmp_path / "model")
     sent = batches(model_path)
     for num_processes in (1, 2):

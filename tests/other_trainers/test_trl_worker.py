@@ -1,13 +1,11 @@
 """TRL's AsyncGRPOTrainer makes real optimizer steps on the hub's batches.
 
-TRL's attention is a CUDA kernel; the test puts the same computation in plain torch in its place, and does not let TRL
-ask the GPU for its name. Weights go to the
-environment in this process instead of vLLM, by TRL's own `weight_transfer` argument.
+`trl_process` has the stand-ins for what needs a GPU. Weights go to the environment in this process instead of vLLM, by
+TRL's own `weight_transfer` argument.
 """
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -40,10 +38,9 @@ trl = pytest.importorskip(
 )
 
 from datasets import Dataset  # noqa: E402
-from trl.experimental.async_grpo import async_grpo_trainer, packing  # noqa: E402
 
 from example_trainer.other_trainers.trl_worker import HubRolloutWorker, to_rollout  # noqa: E402
-from tests.other_trainers.trl_process import plain_attention  # noqa: E402
+from tests.other_trainers.trl_process import STAND_INS  # noqa: E402
 
 NUM_STEPS = 20
 
@@ -84,9 +81,8 @@ class WorkerWithEnvironment(HubRolloutWorker):
 
 
 def test_steps_of_trl_learn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = SimpleNamespace(flash_attn_varlen_func=plain_attention)
-    monkeypatch.setattr(packing, "_flash_attn", lambda: kernel)
-    monkeypatch.setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda *_: None)
+    for stand_in in STAND_INS:
+        monkeypatch.setattr(*stand_in)
     model_path = make_starting_model(tmp_path / "model")
     policy = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     with serving(create_app()) as hub_url, TrainerClient(hub_url) as hub:

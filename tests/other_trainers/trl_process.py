@@ -67,9 +67,14 @@ class Sent:
     def destroy(self) -> None: ...
 
 
+STAND_INS = [
+    (packing, "_flash_attn", lambda: SimpleNamespace(flash_attn_varlen_func=plain_attention)),
+    (async_grpo_trainer, "get_peak_flops_per_device", lambda *_: None),
+]
+"""TRL's attention is a CUDA kernel, and it asks the GPU for its name."""
+
+
 def run(argv: list[str]) -> None:
-    packing._flash_attn = lambda: SimpleNamespace(flash_attn_varlen_func=plain_attention)
-    async_grpo_trainer.get_peak_flops_per_device = lambda *_: None
     [config] = HfArgumentParser(HubConfig).parse_args_into_dataclasses(argv)
     is_sharded = os.environ.get("ACCELERATE_USE_FSDP") == "true"
     if is_sharded:
@@ -93,4 +98,6 @@ def run(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    for stand_in in STAND_INS:
+        setattr(*stand_in)
     run(sys.argv[1:])

@@ -19,7 +19,7 @@ import httpx
 import verifiers.v1 as vf
 from pydantic import Field
 
-from atroposlib.cli.environments import as_argv, build
+from atroposlib.cli.environments import build
 from atroposlib.envs.stepwise import Answer, EpisodeEnd, Request, SteppedEnv
 
 __all__ = ["AtroposEnv", "AtroposHarness", "AtroposTaskset"]
@@ -86,7 +86,7 @@ class AtroposEnv(vf.Env[AtroposEnvConfig]):  # type: ignore[misc]
     async def start(self) -> None:
         """Construct the environment and load its data."""
         taskset = self.config.taskset
-        env = build(taskset.environment, as_argv(taskset.flags), prog="atropos-taskset")
+        env = build(taskset.environment, taskset.flags, prog="atropos-taskset")
         self._running = await self._open.enter_async_context(SteppedEnv(env))
 
     async def stop(self) -> None:

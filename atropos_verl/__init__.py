@@ -11,9 +11,10 @@ import time
 import uuid
 from typing import Any
 
+from omegaconf import OmegaConf
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput
 
-from atroposlib.cli.environments import as_argv, build
+from atroposlib.cli.environments import build
 from atroposlib.envs.stepwise import Answer, Request, SteppedEnv
 from atroposlib.errors import EnvError
 from atroposlib.scored_data import ScoredDataGroup
@@ -33,12 +34,12 @@ class AtroposLoop(AgentLoopBase):  # type: ignore[misc]
     def __init__(self, *args: Any, environment: str, flags: dict[str, Any], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._name = environment
-        self._argv = as_argv(flags)
+        self._flags = OmegaConf.to_container(OmegaConf.create(flags))
         self._longest = int(self.rollout_config.response_length)
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
         """Play the item of a row; raises EnvError if `MAX_EPISODES` have no score."""
-        command = repr((self._name, self._argv))
+        command = repr((self._name, self._flags))
         if command not in _environments:
             _environments[command] = asyncio.create_task(self._open(), name="environment")
         episode = (await _environments[command]).episode()
@@ -67,7 +68,7 @@ class AtroposLoop(AgentLoopBase):  # type: ignore[misc]
         raise EnvError(f"{self._name}: {MAX_EPISODES} episodes without a score: {reason}")
 
     async def _open(self) -> SteppedEnv:
-        return await SteppedEnv(build(self._name, self._argv, prog="verl")).__aenter__()
+        return await SteppedEnv(build(self._name, self._flags, prog="verl")).__aenter__()
 
     async def _sample(
         self, request: Request, sampling_params: dict[str, Any]

@@ -6,17 +6,20 @@ are in the file, so an interrupted one is delivered again. The callers decide wh
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import logging
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TextIO, TypeAlias
 
+import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
 from atroposlib.cli._rows import Source
@@ -39,7 +42,10 @@ GIVE_UP_AFTER_S = 600.0
 """Longest outage of the hub before giving up."""
 
 Row: TypeAlias = dict[str, Any]
-RowsOf: TypeAlias = Callable[[Source], list[Row]]
+LeftOut: TypeAlias = Counter[str]
+"""Numbers of sequences or rows that are not written, by reason."""
+RowsOf: TypeAlias = Callable[[Source, LeftOut], list[Row]]
+"""Returns the rows of a group, and counts what it leaves out."""
 
 
 class RowsConfig(BaseModel):
@@ -65,8 +71,65 @@ class RowsConfig(BaseModel):
     """Rows to write before stopping; from files all rows, unless given."""
     allow_negative_scores: bool = False
     """Also take scores of zero and below."""
+    min_score: float | None = None
+    """Lowest score of an answer to imitate, instead of above zero."""
+    max_per_item: int | None = Field(default=None, ge=1)
+    """Most rows per item, from a hub per prompt; None: no limit."""
+    dedup: bool = False
+    """Leave out rows that differ from an earlier one at most in their scores."""
     append_to_previous: bool = False
     """Append to an existing file."""
+
+    def takes(self, score: float) -> bool:
+        """Whether an answer with this score may be imitated."""
+        if self.min_score is not None:
+            return score >= self.min_score
+        return self.allow_negative_scores or score > 0
+
+
+class Selection:
+    """The rows of all groups that the flags ask for, and what they leave out."""
+
+    def __init__(self, config: RowsConfig, rows_of: RowsOf) -> None:
+        self._config = config
+        self._rows_of = rows_of
+        self._seen: set[bytes] = set()
+        self._num_of: Counter[bytes] = Counter()
+        """Rows by item."""
+        self.left_out: LeftOut = Counter()
+
+    def of(self, source: Source) -> Iterator[Row]:
+        """Yield the rows of a group."""
+        for row in self._rows_of(source, self.left_out):
+            content = {k: v for k, v in row.items() if not k.startswith("score")}
+            item = source.line.get("item", row.get("prompt", row.get("prefix")))
+            if item is None:  # messages alone
+                item = next(iter(content.values()))[:1]
+            if self._config.dedup and not self._is_new(content):
+                self.left_out["repeats an earlier row"] += 1
+            elif self._config.max_per_item and self._is_full(item):
+                self.left_out["beyond --max-per-item"] += 1
+            else:
+                yield row
+
+    def _is_new(self, content: Row) -> bool:
+        num_before = len(self._seen)
+        self._seen.add(_digest(content))
+        return len(self._seen) > num_before
+
+    def _is_full(self, item: Any) -> bool:
+        key = _digest(item)
+        self._num_of[key] += 1
+        return self._num_of[key] > (self._config.max_per_item or 0)
+
+    def to_text(self) -> str:
+        """Return what was left out, after a semicolon, or ""."""
+        found = [f"{count:,} ({reason})" for reason, count in self.left_out.most_common() if count]
+        return f"; left out: {', '.join(found)}" if found else ""
+
+
+def _digest(value: Any) -> bytes:
+    return hashlib.sha256(msgspec.json.encode(value, order="deterministic")).digest()[:16]
 
 
 def write_rows(config: RowsConfig, rows_of: RowsOf, *, groups_per_step: int) -> None:
@@ -79,25 +142,26 @@ def write_rows(config: RowsConfig, rows_of: RowsOf, *, groups_per_step: int) -> 
         level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(message)s"
     )
     with _output(config.filepath, append=config.append_to_previous) as file:
+        selection = Selection(config, rows_of)
         if config.from_file:
-            _from_files(config, rows_of, file)
+            _from_files(config, selection, file)
         else:
-            _from_hub(config, rows_of, file, groups_per_step)
+            _from_hub(config, selection, file, groups_per_step)
 
 
-def _from_files(config: RowsConfig, rows_of: RowsOf, file: TextIO) -> None:
+def _from_files(config: RowsConfig, selection: Selection, file: TextIO) -> None:
     wanted = config.num_seqs_to_save if "num_seqs_to_save" in config.model_fields_set else None
     sources = itertools.chain.from_iterable(map(_groups_in, config.from_file))
     num_saved = 0
-    for row in itertools.islice(itertools.chain.from_iterable(map(rows_of, sources)), wanted):
+    for row in itertools.islice(itertools.chain.from_iterable(map(selection.of, sources)), wanted):
         file.write(_line(row))
         num_saved += 1
     if num_saved:
-        _say(f"{counted(num_saved, 'row')} in {config.filepath}")
+        _say(f"{counted(num_saved, 'row')} in {config.filepath}{selection.to_text()}")
     else:
         _say(
-            "no rows: no score is high enough; --allow-negative-scores and"
-            " --minimum-score-diff-max-min change what is taken"
+            "no rows: no score is high enough; --allow-negative-scores, --min-score and"
+            f" --minimum-score-diff-max-min change what is taken{selection.to_text()}"
         )
 
 
@@ -114,7 +178,7 @@ def _groups_in(path: Path) -> Iterator[Source]:
             raise ConfigError(f"{path}, line {number}: not a group: {e}") from e
 
 
-def _from_hub(config: RowsConfig, rows_of: RowsOf, file: TextIO, groups_per_step: int) -> None:
+def _from_hub(config: RowsConfig, selection: Selection, file: TextIO, groups_per_step: int) -> None:
     registration = TrainerRegistration(
         batch_size=config.group_size * groups_per_step,
         max_token_len=config.max_token_len,
@@ -132,7 +196,9 @@ def _from_hub(config: RowsConfig, rows_of: RowsOf, file: TextIO, groups_per_step
             batch = _next_batch(hub, registration)
             with hub.holding(batch):
                 try:
-                    rows = [row for group in batch.groups for row in rows_of(Source(group, {}))]
+                    rows = [
+                        row for group in batch.groups for row in selection.of(Source(group, {}))
+                    ]
                     rows = rows[: config.num_seqs_to_save - num_saved]
                     file.writelines(map(_line, rows))
                     file.flush()
@@ -144,7 +210,8 @@ def _from_hub(config: RowsConfig, rows_of: RowsOf, file: TextIO, groups_per_step
                 hub.ack(batch)
             except HubRejected as e:
                 logger.warning("the hub may deliver these groups again: %s", e)
-            _say(f"{num_saved} of {config.num_seqs_to_save} rows in {config.filepath}")
+            wanted = f"{num_saved} of {config.num_seqs_to_save} rows"
+            _say(f"{wanted} in {config.filepath}{selection.to_text()}")
 
 
 def _line(row: Row) -> str:

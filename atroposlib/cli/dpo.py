@@ -5,7 +5,6 @@ Reads a hub as its trainer (groups read count as trained), or files. See `_write
 
 from __future__ import annotations
 
-import logging
 import random
 import sys
 from collections.abc import Sequence
@@ -14,11 +13,9 @@ from typing import NamedTuple
 from pydantic import Field
 
 from atroposlib.cli._rows import Chat, Source, chats_of, decoder, messages_of, texts_of
-from atroposlib.cli._write_rows import Row, RowsConfig, RowsOf, write_rows
+from atroposlib.cli._write_rows import LeftOut, Row, RowsConfig, RowsOf, write_rows
 from atroposlib.config import parse_flags
 from atroposlib.errors import cli_boundary
-
-logger = logging.getLogger(__name__)
 
 GROUPS_PER_STEP = 8
 
@@ -66,11 +63,14 @@ def rows_for(config: DpoConfig) -> RowsOf:
     decode = None if is_chat or config.save_messages else decoder(config.tokenizer)
     chance = random.Random(config.seed)
 
-    def rows_of(source: Source) -> list[Row]:
+    def rows_of(source: Source, left_out: LeftOut) -> list[Row]:
         scores = source.group.scores.tolist()
         pairs = pairs_of(scores, config, chance)
+        left_out["group without a pair"] += not pairs
         if is_chat:
-            return _chat_rows(chats_of(source), scores, pairs)
+            rows = _chat_rows(chats_of(source), scores, pairs)
+            left_out["pair with different prompts"] += len(pairs) - len(rows)
+            return rows
         shared: Row = {}
         if decode is None:
             contents: Sequence[object] = messages_of(source)
@@ -87,7 +87,7 @@ def rows_for(config: DpoConfig) -> RowsOf:
 
 def _chat_rows(chats: Sequence[Chat], scores: Sequence[float], pairs: Sequence[Pair]) -> list[Row]:
     """Return the rows of pairs; two answers to different prompts are no pair."""
-    rows = [
+    return [
         {
             "prompt": chats[good].prompt,
             "chosen": chats[good].answer,
@@ -98,16 +98,13 @@ def _chat_rows(chats: Sequence[Chat], scores: Sequence[float], pairs: Sequence[P
         for good, bad in pairs
         if chats[good].prompt == chats[bad].prompt
     ]
-    if len(rows) < len(pairs):
-        logger.warning("%d pairs left out: their prompts differ", len(pairs) - len(rows))
-    return rows
 
 
 def pairs_of(scores: Sequence[float], config: DpoConfig, chance: random.Random) -> list[Pair]:
     """Pair each of the best sequences with an unused one of the worst whose score is low enough."""
     order = sorted(range(len(scores)), key=lambda i: -scores[i])
     limit = config.save_n_pairs_per_group
-    good = [i for i in order if config.allow_negative_scores or scores[i] > 0][:limit]
+    good = [i for i in order if config.takes(scores[i])][:limit]
     left = order[-limit:]
     pairs = []
     for i in good:

@@ -11,10 +11,8 @@ import argparse
 import ast
 import asyncio
 import builtins
-import contextlib
 import importlib
 import importlib.util
-import io
 import json
 import keyword
 import re
@@ -34,6 +32,7 @@ from atroposlib.cli import compare_evals, pin, rescore
 from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.hooks import EnvHooks
 from atroposlib.errors import ConfigError, MissingDependency, cli_boundary
+from atroposlib.runtime.replay import environment_for
 from atroposlib.utils.wording import nearest
 
 ENTRY_POINTS = "atropos.environments"
@@ -123,13 +122,15 @@ def _parser() -> argparse.ArgumentParser:
         "rescore",
         _rescore,
         "score stored rollouts or answers again, with today's code",
-        usage="PATH --env ENV [--out PAGE] [flag of `process` or `evaluate` ...]",
+        usage="PATH --env ENV [--write FILE] [--out PAGE] [flag of `process` or `evaluate` ...]",
     )
     path_help = "JSONL file of `process`, or directory of an evaluation"
     rescoring.add_argument("path", type=Path, help=path_help)
     rescoring.add_argument("--env", required=True, help=_OF_ENV)
     out_help = "write a page with both scores of every sequence"
     rescoring.add_argument("--out", type=Path, metavar="PAGE", help=out_help)
+    write_help = "write the groups with today's scores, for atropos-sft-gen and atropos-dpo-gen"
+    rescoring.add_argument("--write", type=Path, metavar="FILE", help=write_help)
     pinning = command(
         "pin",
         _pin,
@@ -177,7 +178,8 @@ def _start(given: argparse.Namespace, flags: Sequence[str]) -> None:
 def _openenv(given: argparse.Namespace, flags: Sequence[str]) -> None:
     from atroposlib.runtime.openenv_server import serve_openenv
 
-    env = build(given.name, flags, prog=f"atropos-env openenv {given.name}")
+    prog = f"atropos-env openenv {given.name}"
+    env = environment_for(load(given.name), flags=flags, prog=prog)
     limit = given.max_sessions
     asyncio.run(serve_openenv(env, host=given.host, port=given.port, max_sessions=limit))
 
@@ -193,13 +195,21 @@ def _new(given: argparse.Namespace, flags: Sequence[str]) -> None:
 
 def _rescore(given: argparse.Namespace, flags: Sequence[str]) -> int:
     if given.path.is_dir():
-        if given.out is not None:
-            raise ConfigError("--out: an evaluation that is scored again is a new directory")
+        if given.out is not None or given.write is not None:
+            raise ConfigError(
+                "--out, --write: an evaluation that is scored again is a new directory"
+            )
         start(given.env, ["evaluate", "--rescore", str(given.path), *flags])
     if not given.path.is_file():
         raise ConfigError(f"{given.path}: there is no such file or directory")
-    env = build(given.env, flags, prog=f"atropos-env rescore --env {given.env}")
-    rescored = asyncio.run(rescore.rescore(env, given.path))
+    if given.write is not None and given.write.exists():
+        raise ConfigError(f"--write: {given.write} exists; give another name")
+    first = next(rescore.rows_of(given.path), None)
+    if first is None:
+        raise ConfigError(f"{given.path}: the file has no groups")
+    prog = f"atropos-env rescore --env {given.env}"
+    env = environment_for(load(given.env), flags=flags, prog=prog, row=first)
+    rescored = asyncio.run(rescore.rescore(env, given.path, write=given.write))
     print(rescored.to_text())
     if given.out is not None:
         rescore.write_rescored_page(given.out, given.path, rescored, tokenizer=env.tokenizer)
@@ -244,21 +254,13 @@ def start(name: str, argv: Sequence[str]) -> None:
     env_cls.cli()
 
 
-def build(name: str, argv: Sequence[str], *, prog: str) -> EnvHooks:
-    """Construct the environment `name` with flags of `process`, writing no files."""
-    from atroposlib.runtime.env_command import build_environment
-
-    flags = ["--env.data_path_to_save_groups=None", *argv]
-    with contextlib.redirect_stdout(io.StringIO()):  # it names an engine, which is not used
-        return build_environment(load(name), "process", flags, prog=prog)
-
-
-def as_argv(flags: Mapping[str, Any]) -> list[str]:
-    """Write flags, named without dashes, as words of a command line: values that are no text in JSON."""
-    return [
-        f"--{name}={value if isinstance(value, str) else json.dumps(value)}"
-        for name, value in flags.items()
+def build(name: str, flags: Mapping[str, Any], *, prog: str) -> EnvHooks:
+    """Construct the environment `name` with flags of `process`, named without dashes; it writes no files."""
+    argv = [
+        f"--{flag}={value if isinstance(value, str) else json.dumps(value)}"
+        for flag, value in flags.items()
     ]
+    return environment_for(load(name), flags=argv, prog=prog)
 
 
 def load(name: str) -> type[BaseEnv]:

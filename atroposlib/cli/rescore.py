@@ -2,7 +2,7 @@
 
 The file is read line by line, so its size does not matter. A group whose scores differ is scored twice, to tell a
 changed reward from one that is random or depends on time. Exit code 0: every group was scored again and no score
-differs; 1: otherwise.
+differs; 1: otherwise. `--write` makes a file of the same groups with today's scores.
 """
 
 from __future__ import annotations
@@ -12,24 +12,34 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
+import msgspec
 import numpy as np
 
+from atroposlib import __version__
 from atroposlib.envs.hooks import EnvHooks
 from atroposlib.errors import ConfigError
 from atroposlib.frontend.page import write_page
 from atroposlib.frontend.view_groups import view_of_row
 from atroposlib.frontend.vocabulary import decoder
+from atroposlib.runtime.group_rows import source_of
 from atroposlib.runtime.replay import Replay, Replayer, Row
 from atroposlib.samples import group_advantages
+from atroposlib.scored_data import FIELDS, Level
 from atroposlib.utils.display import table_of
-from atroposlib.utils.json_lines import read_lines
+from atroposlib.utils.files import replacing
+from atroposlib.utils.json_lines import on_one_line, read_lines
 from atroposlib.utils.wording import counted
 
 MAX_SHOWN = 40
 """Lines of the table, and groups listed as not replayed; the rest is counted."""
 ID_CHARS = 8
+_OF_SEQUENCES = {field.name for field in FIELDS if field.level is not Level.GROUP} | {
+    "completions",
+    "finish_reasons",
+}
+"""Keys of a row whose value has one entry per sequence."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,6 +59,8 @@ class Rescored:
     table: list[tuple[str, ...]] = field(default_factory=list)
     examples: list[str] = field(default_factory=list)
     """Groups that could not be scored again, with the reason."""
+    written: Counter[str] = field(default_factory=Counter)
+    """Groups by the reason why they are not in the new file; "" for those that are."""
     scores: list[list[float | None] | str] = field(default_factory=list)
     """[num_groups] today's scores, or why there are none, for the page."""
 
@@ -109,6 +121,11 @@ class Rescored:
         lines += [f"  {example}" for example in self.examples]
         if self.faults.total() > len(self.examples):
             lines.append("  ...")
+        if self.written:
+            left_out = [
+                f", {count:,} left out: {why}" for why, count in self.written.items() if why
+            ]
+            lines.append(f"{counted(self.written[''], 'group')} written{''.join(left_out)}")
         return "\n".join(lines)
 
 
@@ -132,18 +149,50 @@ def advantages_of(replay: Replay) -> list[Advantages]:
     ]
 
 
-async def rescore(env: EnvHooks, path: Path) -> Rescored:
-    """Score the groups of a file again. ConfigError for a line that is not a group."""
+async def rescore(env: EnvHooks, path: Path, *, write: Path | None = None) -> Rescored:
+    """Score the groups of a file again, and write them to a file. ConfigError for a line that is not a group."""
     rescored = Rescored()
-    async with (
-        Replayer(env) as replayer,
-        contextlib.aclosing(replayer.replays(rows_of(path))) as all_replays,
-    ):
+    async with contextlib.AsyncExitStack() as stack:
+        replayer = await stack.enter_async_context(Replayer(env))
+        file = None if write is None else stack.enter_context(replacing(write))
+        all_replays = replayer.replays(rows_of(path))
+        await stack.enter_async_context(contextlib.aclosing(all_replays))
         async for replay in all_replays:
             rescored.add(replay)
-    if not rescored.num_groups:
-        raise ConfigError(f"{path}: the file has no groups")
+            if file is not None:
+                rescored.written[_write(replay, file, source_of(type(env)))] += 1
     return rescored
+
+
+def _write(replay: Replay, file: IO[bytes], source: dict[str, str] | None) -> str:
+    """Write a group with today's scores if there are any that can be relied on; return what became of the group."""
+    if replay.fault is not None:
+        return "cannot be replayed"
+    if not replay.is_repeatable:
+        return "got other scores when scored twice"
+    row = row_of_today(replay, source)
+    if not row["scores"]:
+        return "dropped by today's code"
+    file.write(on_one_line(msgspec.json.encode(row)) + b"\n")
+    return ""
+
+
+def row_of_today(replay: Replay, source: dict[str, str] | None) -> dict[str, Any]:
+    """Return a stored row with today's scores, and without the sequences that today's code leaves out.
+
+    `scored_before` holds the scores of these sequences in the stored row, and the code that gave them. `source` is
+    that of today's code (`source_of`).
+    """
+    stored, kept = replay.row, [i for i, score in enumerate(replay.scores) if score is not None]
+    provenance = {"environment_source": source, "atroposlib_version": __version__}
+    row = {**stored, **provenance, "scores": replay.scores}
+    if "advantages" in row or replay.advantages is not None:
+        row["advantages"] = replay.advantages
+    for key in _OF_SEQUENCES & row.keys():
+        row[key] = row[key] and [row[key][i] for i in kept]
+    before = {key: stored.get(key) for key in provenance}
+    row["scored_before"] = {"scores": [stored["scores"][i] for i in kept], **before}
+    return row
 
 
 def write_rescored_page(target: Path, path: Path, rescored: Rescored, *, tokenizer: Any) -> None:

@@ -6,12 +6,12 @@ Reads a hub as its trainer (groups read count as trained), or files. See `_write
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from pydantic import Field
 
 from atroposlib.cli._rows import Source, chats_of, decoder, messages_of, texts_of
-from atroposlib.cli._write_rows import Row, RowsConfig, RowsOf, write_rows
+from atroposlib.cli._write_rows import LeftOut, Row, RowsConfig, RowsOf, write_rows
 from atroposlib.config import parse_flags
 from atroposlib.errors import cli_boundary
 
@@ -49,15 +49,15 @@ def rows_for(config: SftConfig) -> RowsOf:
     """
     contents_of = _contents_for(config)
 
-    def rows_of(source: Source) -> list[Row]:
+    def rows_of(source: Source, left_out: LeftOut) -> list[Row]:
         scores = source.group.scores.tolist()
         contents = contents_of(source)
-        return [{**contents[i], "score": scores[i]} for i in _best(scores, config)]
+        return [{**contents[i], "score": scores[i]} for i in _best(scores, config, left_out)]
 
     return rows_of
 
 
-def _contents_for(config: SftConfig) -> RowsOf:
+def _contents_for(config: SftConfig) -> Callable[[Source], list[Row]]:
     """Return a function from a group to one row per sequence, without scores."""
     if config.format == "chat":
         return lambda source: [
@@ -74,15 +74,16 @@ def _contents_for(config: SftConfig) -> RowsOf:
     return texts
 
 
-def _best(scores: Sequence[float], config: SftConfig) -> list[int]:
+def _best(scores: Sequence[float], config: SftConfig, left_out: LeftOut) -> list[int]:
     lowest, least = min(scores, default=0.0), config.minimum_score_diff_max_min
-    found = [
-        i
-        for i, score in enumerate(scores)
-        if (config.allow_negative_scores or score > 0) and (least == 0 or score - lowest > least)
-    ]
+    high = [i for i, score in enumerate(scores) if config.takes(score)]
+    found = [i for i in high if least == 0 or scores[i] - lowest > least]
     found.sort(key=lambda i: -scores[i])
-    return found[: config.save_top_n_per_group]
+    best = found[: config.save_top_n_per_group]
+    left_out["low score"] += len(scores) - len(high)
+    left_out["too near the worst of its group"] += len(high) - len(found)
+    left_out["beyond --save-top-n-per-group"] += len(found) - len(best)
+    return best
 
 
 if __name__ == "__main__":

@@ -428,7 +428,8 @@ def _summary(
         + (f" and {len(urls) - 2} more" if len(urls) > 2 else "")
         + f" ({listed[0].server_type})",
     ]
-    if env_cls.load_tokenizer is EnvHooks.load_tokenizer:
+    is_text = all(each.server_type == "openai" for each in listed) and not manager.proxy_url
+    if env_cls.load_tokenizer is EnvHooks.load_tokenizer and not is_text:
         parts.append(f"tokenizer {config.tokenizer_name}")
     if manager.testing:
         parts[0] = "scripted answers (--testing)"

@@ -112,6 +112,8 @@ class Outbox:
         self._open_items: set[SamplingNotes] = set()
         self._has_warned_of_tokens = False
         self._score_sum, self._num_scores = 0.0, 0
+        self.num_equal_scores = 0
+        """Accepted groups whose scores are all the same, so that they teach nothing."""
         self.num_stored = 0
         """Groups the hub has confirmed."""
         self.dropped: Counter[str] = Counter()
@@ -227,6 +229,7 @@ class Outbox:
             self.num_accepted += 1
             self._score_sum += float(scores.sum())
             self._num_scores += len(scores)
+            self.num_equal_scores += bool((scores == scores[0]).all())
             if not send:
                 continue
             self._env.items_sent_this_step += 1

@@ -27,6 +27,7 @@ from atroposlib.runtime.closing import closed_at_end
 from atroposlib.runtime.group_log import GroupLog
 from atroposlib.runtime.group_rows import fingerprint, item_json, totals
 from atroposlib.runtime.items import Outcomes, Work
+from atroposlib.runtime.losses import listed
 from atroposlib.runtime.metrics import require_wandb, start_wandb
 from atroposlib.runtime.outbox import Outbox
 from atroposlib.runtime.progress import RunStatus, sign_of_life
@@ -55,8 +56,8 @@ async def process(
     """Write `total_steps` groups to `data_path_to_save_groups`; fewer if the items run out. Returns the closed file.
 
     Raises ConfigError without a path or a positive number of groups, for `epochs` without rows and for a file that
-    cannot be appended to; EnvError when items fail or give no group too often in a row. Groups written before an error
-    stay in the file.
+    cannot be appended to; EnvError when items fail or give no group too often in a row, or run out after failures. Groups
+    written before an error stay in the file.
     """
     config = env.config
     options = options or ProcessOptions()
@@ -172,6 +173,7 @@ class _FileRun:
             num_made=self._log.num_groups - self._num_found,
             wanted=self._wanted - self._num_found,
             mean_score=self._outbox.mean_score,
+            num_equal_scores=self._outbox.num_equal_scores * (self._env.config.group_size > 1),
             dropped=self._outbox.dropped,
             samples=self._outbox.samples,
             lost=self._env.lost_answers(),
@@ -209,9 +211,7 @@ class _FileRun:
             while has_more and len(self._running) < min(width, self._num_missing()):
                 has_more = await self._start_next()
             if not self._running:
-                if self._num_rows is None:
-                    found, wanted = self._log.num_groups, self._wanted
-                    logger.warning("no more items: %d of %d groups", found, wanted)
+                self._end_of_items()
                 return
             attempt = self._running.popleft()
             num_written = self._log.num_groups
@@ -235,6 +235,15 @@ class _FileRun:
                 raise EnvError(
                     f"{num_empty} items in a row gave no group:\n{self.status().causes()}"
                 )
+
+    def _end_of_items(self) -> None:
+        """Raise EnvError if items that were given up are why there are no groups, or not as many as asked for."""
+        what = f"no more items: {self._log.num_groups} of {self._wanted} groups"
+        is_complete = self._num_rows is not None and self._log.num_groups > self._num_found
+        if self._outcomes.given_up and not is_complete:
+            raise EnvError(f"{what}; items given up: {listed(self._outcomes.given_up)}")
+        if self._num_rows is None:
+            logger.warning("%s", what)
 
     async def _start_next(self) -> bool:
         """Start an attempt at the next item; return False if there is none."""

@@ -45,6 +45,8 @@ class RunStatus:
     """The trainer's step."""
     total_steps: int | None = None
     mean_score: float | None = None
+    num_equal_scores: int = 0
+    """Groups kept although all their scores are the same."""
     dropped: Mapping[str, int] = field(default_factory=dict)
     """Groups that were made and not kept, by reason."""
     samples: Mapping[str, str] = field(default_factory=dict)
@@ -231,6 +233,7 @@ class Progress:
             ("waiting for", status.waits_for),
             ("engine down", ", ".join(status.engines_down)),
             ("mean score", None if status.mean_score is None else f"{status.mean_score:.3f}"),
+            ("equal scores", _equal(status)),
             ("dropped", _listed(status.dropped)),
             ("lost", _listed(status.lost)),
             ("turns not continued", _listed(status.broken_prefixes)),
@@ -291,6 +294,12 @@ def _fates(status: RunStatus) -> str | None:
         fates = {"to train": status.num_tokens_trained}
     ordered = sorted(fates.items(), key=lambda fate: -fate[1])
     return ", ".join(f"{_short(number)} {name}" for name, number in ordered if number > 0) or None
+
+
+def _equal(status: RunStatus) -> str | None:
+    if not status.num_equal_scores:
+        return None
+    return f"{status.num_equal_scores} of {status.num_made} {status.unit}, which teach nothing"
 
 
 def _percent(share: float | None) -> str | None:

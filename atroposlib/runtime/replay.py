@@ -29,7 +29,8 @@ from atroposlib.envs.collecting import close, collect
 from atroposlib.envs.dataset_env import DatasetEnv
 from atroposlib.envs.hooks import EnvHooks
 from atroposlib.envs.in_process_policy import answerer
-from atroposlib.errors import EnvError, MissingDependency, cause_of
+from atroposlib.errors import ConfigError, EnvError, MissingDependency, cause_of
+from atroposlib.inference.scripted_answers import ByteTokenizer
 from atroposlib.inference.servers.sampling_notes import ItemRecord, noting_sampling, position
 from atroposlib.runtime.env_command import build_environment
 from atroposlib.runtime.group_rows import item_json
@@ -51,6 +52,8 @@ class Replay:
     row: Row
     scores: list[float | None]
     """[num_sequences] today's score of each stored sequence; None: today's code leaves the sequence out."""
+    advantages: list[Any] | None = None
+    """[num_sequences] those that today's code gives in place of the trainer's; None: none, or not to every sequence."""
     num_added: int = 0
     """Sequences that today's group has and the stored one does not."""
     fault: str | None = None
@@ -160,9 +163,12 @@ class Replayer:
         if not pairs:
             return Replay(row=row, scores=unscored)
         group, found = max(pairs, key=lambda pair: sum(i is not None for i in pair[1]))
-        scores = [None if i is None else group["scores"][i] for i in found]
+        scores, advantages = (
+            given and [None if i is None else given[i] for i in found]
+            for given in (group["scores"], group.get("advantages"))
+        )
         num_added = len(group["scores"]) - sum(i is not None for i in found)
-        return Replay(row=row, scores=scores, num_added=num_added)
+        return Replay(row=row, scores=scores, advantages=advantages, num_added=num_added)
 
     async def _replay_twice(self, row: Row) -> Replay:
         first = await self.replay(row)
@@ -212,11 +218,32 @@ async def replay_row(
     The data of a `DatasetEnv` are not loaded unless `loads_data`: its only row is the group's item. Raises ConfigError
     for a wrong flag.
     """
-    arguments = ["--env.data_path_to_save_groups=None", *flags]
-    with contextlib.redirect_stdout(io.StringIO()):  # it names an engine, which is not used
-        env = build_environment(env_cls, "process", arguments, prog="replay")
+    env = environment_for(env_cls, flags=flags, prog="replay", row=row)
     async with Replayer(env, rows=None if loads_data else [row["item"]]) as replayer:
         return await replayer.replay(row)
+
+
+def environment_for(
+    env_cls: type[EnvHooks], *, flags: Sequence[str], prog: str, row: Row | None = None
+) -> EnvHooks:
+    """Construct an environment with flags of `process` that writes no files and can replay `row`.
+
+    For a row without token ids the tokenizer may be unavailable, as it may have been when the row was made.
+    """
+    if row is not None and row.get("has_token_ids") is False:
+        load = env_cls.load_tokenizer
+
+        def load_tokenizer(self: EnvHooks) -> Any:
+            try:
+                return load(self)
+            except ConfigError:
+                return ByteTokenizer()
+
+        body = {"load_tokenizer": load_tokenizer, "__module__": env_cls.__module__}
+        env_cls = type(env_cls.__name__, (env_cls,), body)
+    arguments = ["--env.data_path_to_save_groups=None", *flags]
+    with contextlib.redirect_stdout(io.StringIO()):  # it names an engine, which is not used
+        return build_environment(env_cls, "process", arguments, prog=prog)
 
 
 class _Made:

@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from atroposlib.cli.environments import build
+from atroposlib.cli.environments import load
 from atroposlib.inference.harness import HarnessRequest
 from atroposlib.inference.scripted_engine import ScriptedEngine, dialects, server
 from atroposlib.runtime.process import process as write_groups
+from atroposlib.runtime.replay import environment_for
 from tests.contract.test_envs_readme import BLOCKS
 from tests.processes import ROOT
 from tests.tiny_model import IM_END, make_tiny_tokenizer
@@ -137,7 +138,8 @@ async def usual(
         "openai.model_name": "scripted",
         "openai.server_type": "vllm",
     }
-    await write_groups(build(environment, argv_of({**flags, **more}), prog="test"))
+    env = environment_for(load(environment), flags=argv_of({**flags, **more}), prog="test")
+    await write_groups(env)
     return [_of_group(json.loads(line)) for line in path.read_text().splitlines()]
 
 

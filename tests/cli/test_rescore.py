@@ -1,5 +1,6 @@
 """`atropos-env rescore`: what changed, what cannot be replayed, and an exit code for a pipeline."""
 
+import hashlib
 import re
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,11 @@ import pytest
 
 from atroposlib.cli import rescore
 from atroposlib.cli.environments import main
+from atroposlib.cli.sft import main as sft_main
+from atroposlib.runtime.replay import Replay
+from atroposlib.scored_data import Strictness, check_group
 from atroposlib.utils.wording import counted
+from tests.builders.rows import rows_in
 from tests.cli.helpers_rollouts import RIGHT, SumsFolder
 from tests.frontend.helpers_pages import read_page
 
@@ -83,8 +88,8 @@ def test_groups_that_are_added_meanwhile_are_not_on_the_page(
     page = sums.folder / "page.html"
     score, line = rescore.rescore, sums.rollouts.read_bytes().split(b"\n")[0] + b"\n"
 
-    async def score_while_the_file_grows(env: Any, path: Path) -> rescore.Rescored:
-        found = await score(env, path)
+    async def score_while_the_file_grows(env: Any, path: Path, **options: Any) -> rescore.Rescored:
+        found = await score(env, path, **options)
         with path.open("ab") as file:
             file.write(line)
         return found
@@ -109,3 +114,64 @@ def test_a_file_without_groups_is_refused(
     sums.rollouts.write_bytes(line + b"\n")
     assert rescored(sums) == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_groups_are_written_with_the_scores_of_today(
+    sums: SumsFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = rows_in(sums.rollouts)
+    sums.write(score=f"1.0 - {RIGHT}")
+    target = sums.folder / "new.jsonl"
+    assert rescored(sums, "--write", str(target)) == 1
+    assert capsys.readouterr().out.endswith("\n3 groups written\n")
+    for old, new in zip(before, rows_in(target), strict=True):
+        assert new["scores"] == [1.0 - score for score in old["scores"]]
+        assert new["scored_before"] == {
+            key: old[key] for key in ("scores", "environment_source", "atroposlib_version")
+        }
+        sums_py = hashlib.sha256(sums.env.read_bytes()).hexdigest()
+        assert new["environment_source"] == {"file": "sums.py", "sha256": sums_py}
+        unchanged = old.keys() - {"scores", "environment_source"}
+        assert {key: new[key] for key in unchanged} == {key: old[key] for key in unchanged}
+    sft = sums.folder / "sft.jsonl"
+    read = ["--from-file", str(target), "--save-messages"]
+    assert sft_main([str(sft), *read]) == 0
+    texts = {row["messages"][-1]["content"].removesuffix("<eos>") for row in rows_in(sft)}
+    assert texts == {"3!", *texts}
+    assert rescored(sums, "--write", str(target)) == 2, "it would be overwritten"
+    again = ["rescore", str(target), "--env", str(sums.env)]
+    assert main(again) == 0, "today's scores are in the file"
+
+
+def test_sequences_that_are_left_out_today_are_not_written(sums: SumsFolder) -> None:
+    old = {**rows_in(sums.rollouts)[0], "advantages": [1.0, -1.0], "rollout": [0, 1]}
+    new = rescore.row_of_today(Replay(row=old, scores=[None, 0.5]), None)
+    assert (new["scores"], new["advantages"]) == ([0.5], None)
+    assert new["scored_before"]["scores"] == old["scores"][1:]
+    for key in ("tokens", "masks", "inference_logprobs", "messages", "completions", "rollout"):
+        assert new[key] == old[key][1:], key
+    check_group(new, strictness=Strictness.MEANING)
+    today = Replay(row=old, scores=[0.5, 1.0], advantages=[[2.0], 3.0])
+    assert rescore.row_of_today(today, None)["advantages"] == [[2.0], 3.0]
+
+
+def test_a_group_that_todays_code_drops_is_not_written(
+    sums: SumsFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sums.write(score="None if answer == '3!' else 0.5")
+    target = sums.folder / "new.jsonl"
+    assert rescored(sums, "--write", str(target)) == 1
+    assert capsys.readouterr().out.endswith(
+        "\n0 groups written, 3 left out: dropped by today's code\n"
+    )
+
+
+def test_a_random_reward_is_not_written(
+    sums: SumsFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sums.write(score="__import__('random').random()")
+    target = sums.folder / "new.jsonl"
+    assert rescored(sums, "--write", str(target)) == 1
+    left_out = "0 groups written, 3 left out: got other scores when scored twice\n"
+    assert capsys.readouterr().out.endswith(left_out)
+    assert target.read_bytes() == b""

@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -98,12 +99,49 @@ def test_exactly_the_wanted_number_of_rows_is_written(
         (["--save-top-n-per-group=1"], [3.0]),
         (["--minimum-score-diff-max-min=2"], [3.0]),
         (["--minimum-score-diff-max-min=1.5"], [3.0, 1.0]),
+        (["--min-score=1.5"], [3.0]),
+        (["--min-score=-2", "--save-top-n-per-group=4"], [3.0, 1.0, 0.0, -1.0]),
     ],
 )
 def test_scores_decide_what_is_saved(flags: list[str], scores: list[float]) -> None:
     config = parse_flags(sft.SftConfig, ["--filepath=x", *flags], prog="atropos-sft-gen")
     given = [1.0, -1.0, 3.0, 0.0]
-    assert [given[i] for i in sft._best(given, config)] == scores
+    left_out = Counter[str]()
+    assert [given[i] for i in sft._best(given, config, left_out)] == scores
+    assert left_out.total() == len(given) - len(scores)
+
+
+@pytest.mark.parametrize(
+    ("flags", "answers", "summary"),
+    [
+        ([], "abacde", "6 rows in"),
+        (["--dedup"], "abcde", "; left out: 1 (repeats an earlier row)"),
+        (["--max-per-item=3"], "abade", "; left out: 1 (beyond --max-per-item)"),
+        (
+            ["--dedup", "--max-per-item=1", "--min-score=0.5"],
+            "ad",
+            "; left out: 2 (beyond --max-per-item), 1 (low score), 1 (repeats an earlier row)",
+        ),
+    ],
+)
+@pytest.mark.parametrize("item", [True, False])
+def test_repeated_rows_and_rows_of_one_item_are_left_out(
+    flags: list[str], answers: str, summary: str, item: bool, tmp_path: Path, capsys: Any
+) -> None:
+    """The item is that of the line; without it, as from a hub, what is common to the rows is."""
+    lines = []
+    for number, texts, scores in [(0, "ab", [1, 0.6]), (0, "ac", [1, 0.9]), (1, "de", [1, 0.4])]:
+        prompt = [{"role": "user", "content": f"Q{number}"}]
+        messages = [[*prompt, {"role": "assistant", "content": text}] for text in texts]
+        line = text_group(f"Q{number}", list(texts), scores, messages=messages)
+        lines.append({**line, "item": {"q": number}} if item else line)
+    stored = write_rows(tmp_path / "g.jsonl", *lines)
+    path = tmp_path / "sft"
+    form = "--format=chat" if item else "--save-messages"
+    assert sft.main([str(path), "--from-file", str(stored), form, *flags]) == 0
+    kept = [(row.get("completion") or row["messages"])[-1]["content"] for row in rows_in(path)]
+    assert "".join(kept) == answers
+    assert summary in capsys.readouterr().err
 
 
 def test_messages_are_saved_as_they_are_and_need_no_tokenizer(
@@ -403,12 +441,13 @@ def test_chat_rows_need_a_message_of_the_assistant(
 
 
 def test_answers_to_different_prompts_are_no_pair(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = [{"role": "user", "content": "another"}, *chat("good")[1:]]
     group = text_group("Q", ["bad", "good"], [0, 1], messages=[chat("bad"), other])
     stored = write_rows(tmp_path / "g.jsonl", group)
     assert dpo.main([str(tmp_path / "dpo"), "--from-file", str(stored), "--format=chat"]) == 0
     assert not (tmp_path / "dpo").exists()
-    assert "their prompts differ" in caplog.text
-    assert "no rows: no score is high enough" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "no rows: no score is high enough" in said
+    assert "; left out: 1 (pair with different prompts)" in said

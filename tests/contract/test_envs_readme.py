@@ -162,10 +162,13 @@ def test_the_commands_of_replay_run(
     asyncio.run(process(offline("CountVowels", total_steps=3, data_path_to_save_groups=str(path))))
     group_id = json.loads(path.read_text().splitlines()[0])["group_id"]
     block = README.split("## Replay")[1].split("```")[1].replace("GROUP_ID", group_id)
-    rescore, pin, run = [shlex.split(line, comments=True) for line in block.splitlines()[1:]]
+    rescore, write, pin, run = [shlex.split(line, comments=True) for line in block.splitlines()[1:]]
     assert atropos_env(rescore[1:]) == 0
     assert "3 of 3 groups scored again: 0 with other scores" in capsys.readouterr().out
     assert Path("page.html").stat().st_size > 1000
+    assert atropos_env(write[1:]) == 0
+    assert len(Path("new.jsonl").read_text().splitlines()) == 3
+    capsys.readouterr()
     assert atropos_env(pin[1:]) == 0
     assert "it passes today" in capsys.readouterr().out  # the first word has no vowel
     [test] = Path().glob(run[1])

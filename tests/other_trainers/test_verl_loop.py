@@ -14,7 +14,7 @@ import pytest
 import yaml
 from transformers import PreTrainedTokenizerFast
 
-from atroposlib.cli.environments import as_argv, build
+from atroposlib.cli.environments import build
 from atroposlib.envs.stepwise import Answer, Request, SteppedEnv
 from atroposlib.errors import EnvError
 from tests.processes import ROOT
@@ -105,7 +105,10 @@ def tokenizer(tmp_path: Path) -> PreTrainedTokenizerFast:
 
 
 def flags(tmp_path: Path) -> dict[str, Any]:
-    return {"env.tokenizer_name": str(tmp_path / "model"), "env.dataset_path": "sample"}
+    return {
+        "env.tokenizer_name": str(tmp_path / "model"),
+        "env.dataset_path": "sample",
+    }
 
 
 async def play(
@@ -150,7 +153,7 @@ async def test_an_episode_is_that_of_the_stepped_environment(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     output, server = await play(tokenizer, tmp_path)
-    env = build("wordle", as_argv(flags(tmp_path)), prog="test")
+    env = build("wordle", flags(tmp_path), prog="test")
     async with SteppedEnv(env) as stepped:
         episode = stepped.episode()
         turn = await episode.reset(1)

@@ -139,6 +139,29 @@ async def test_items_that_run_out_end_the_run_once_the_last_was_tried_again(tmp_
     assert (await process(env)).num_groups == 1
 
 
+async def test_items_that_run_out_after_failures_are_an_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def answer(item: int) -> Any:
+        return ValueError("no") if item < 2 else numbered(item)
+
+    fields = {"total_steps": 3, "num_items": 3, "max_num_workers": 1}
+    with pytest.raises(EnvError, match="no more items: 1 of 3 groups; items given up: ValueError"):
+        await process(env_at(tmp_path, answer=answer, **fields))
+    assert scores(tmp_path / "g.jsonl") == [2]
+    assert await process(env_at(tmp_path, answer=numbered, **fields | {"num_items": 2}))
+    assert "no more items: 2 of 3 groups" in caplog.text
+
+
+async def test_groups_of_equal_scores_are_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    fields = {"total_steps": 3, "ensure_scores_are_not_same": False}
+    await process(env_at(tmp_path, answer=lambda i: make_group(scores=[i, 1.0]), **fields))
+    assert "equal scores  1 of 3 groups, which teach nothing" in caplog.text
+
+
 async def test_process_needs_a_path_and_a_number() -> None:
     with pytest.raises(ConfigError, match="data_path_to_save_groups"):
         await process(ScriptedEnv())

@@ -10,8 +10,7 @@ samples and records the tokens to train. The reward is the environment's score; 
 from __future__ import annotations
 
 import itertools
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from contextvars import ContextVar
 from typing import Any, ClassVar
@@ -87,7 +86,7 @@ class AtroposEnv(vf.Env[AtroposEnvConfig]):  # type: ignore[misc]
     async def start(self) -> None:
         """Construct the environment and load its data."""
         taskset = self.config.taskset
-        env = build(taskset.environment, _argv(taskset.flags), prog="atropos-taskset")
+        env = build(taskset.environment, taskset.flags, prog="atropos-taskset")
         self._running = await self._open.enter_async_context(SteppedEnv(env))
 
     async def stop(self) -> None:
@@ -192,10 +191,3 @@ def _record(end: EpisodeEnd, trace: vf.Trace) -> None:
     if end.reward is None:
         raise vf.TaskError(end.reason)
     trace.record_reward("score", end.reward)
-
-
-def _argv(flags: Mapping[str, Any]) -> list[str]:
-    return [
-        f"--{name}={value if isinstance(value, str) else json.dumps(value)}"
-        for name, value in flags.items()
-    ]

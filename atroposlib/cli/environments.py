@@ -13,10 +13,11 @@ import asyncio
 import builtins
 import importlib
 import importlib.util
+import json
 import keyword
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -250,6 +251,15 @@ def start(name: str, argv: Sequence[str]) -> None:
     env_cls = load(name)
     sys.argv = [f"atropos-env run {name}", *argv]
     env_cls.cli()
+
+
+def build(name: str, flags: Mapping[str, Any], *, prog: str) -> EnvHooks:
+    """Construct the environment `name` with flags of `process`, named without dashes; it writes no files."""
+    argv = [
+        f"--{flag}={value if isinstance(value, str) else json.dumps(value)}"
+        for flag, value in flags.items()
+    ]
+    return environment_for(load(name), flags=argv, prog=prog)
 
 
 def load(name: str) -> type[BaseEnv]:

@@ -1,8 +1,9 @@
-"""Feed TRL's `AsyncGRPOTrainer` (TRL 1.16) from the hub: a rollout worker for its `rollout_worker` argument.
+"""Feed TRL's `AsyncGRPOTrainer` (TRL 1.16) from the hub: its `rollout_worker`, and a command for `accelerate launch`.
 
-The trainer takes single samples from a queue, up to one micro-batch ahead of training. A batch is therefore
-acknowledged at the second weight synchronisation after its last sample was taken, and released if training ends
-earlier: a few groups may be trained twice, none is lost. TRL's model version is the hub's policy version.
+The trainer takes single samples from a queue, up to one micro-batch ahead of training; with several processes the first
+has the queue and sends the others their shares. A batch is therefore acknowledged at the second weight synchronisation
+after its last sample was taken, and released if training ends earlier: a few groups may be trained twice, none is lost.
+TRL's model version is the hub's policy version.
 """
 
 from __future__ import annotations
@@ -12,13 +13,17 @@ import logging
 import queue
 import threading
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
+from datasets import Dataset
+from transformers import HfArgumentParser
+from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+from trl.experimental.async_grpo.async_grpo_trainer import WeightTransferProtocol
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from atroposlib.client import LeasedBatch, Sample, TrainerClient, TrainerRegistration, samples
-from atroposlib.errors import GroupError, HubError, HubUnavailable
+from atroposlib.errors import ConfigError, GroupError, HubError, HubUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -163,3 +168,42 @@ def to_rollout(sample: Sample, *, number: int, version: int) -> RolloutSample:
         group_id=number,
         metrics={"reward": sample.score},
     )
+
+
+@dataclass(kw_only=True)
+class HubConfig(AsyncGRPOConfig):
+    """The command's flags: TRL's and those of the hub."""
+
+    model_name: str
+    hub_url: str = "http://127.0.0.1:8000"
+    max_token_len: int = field(default=4096, metadata={"help": "Longest sequence of a group."})
+
+
+def train(config: HubConfig, weights: WeightTransferProtocol | None = None) -> AsyncGRPOTrainer:
+    """Train in this process, one of `accelerate launch`'s, and save the model; `weights`: instead of vLLM's NCCL."""
+    if config.max_steps < 1:
+        raise ConfigError("max_steps: a number is required; the hub's batches have no epochs")
+    run = TrainerRegistration(
+        batch_size=config.train_batch_size * config.gradient_accumulation_steps * config.world_size,
+        max_token_len=config.max_token_len,
+        checkpoint_dir=config.output_dir,
+        save_checkpoint_interval=0,
+        starting_step=0,
+        num_steps=config.max_steps,
+        max_staleness=config.max_staleness,
+    )
+    with TrainerClient(config.hub_url) as hub:
+        trainer = AsyncGRPOTrainer(
+            config.model_name,
+            args=config,
+            train_dataset=Dataset.from_dict({"prompt": [""]}),
+            rollout_worker=HubRolloutWorker(hub, run),
+            weight_transfer=weights,
+        )
+        trainer.train()
+    trainer.save_model()
+    return trainer
+
+
+if __name__ == "__main__":
+    train(*HfArgumentParser(HubConfig).parse_args_into_dataclasses())

@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 import sysconfig
+import tomllib
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -252,6 +253,30 @@ async def test_the_taskset_of_verifiers_gives_the_episodes_of_process(
         assert theirs._replace(logprobs=[]) == ours._replace(logprobs=[])
         # verifiers writes four digits.
         assert theirs.logprobs == pytest.approx(ours.logprobs, abs=5e-5)
+
+
+async def test_the_block_for_prime_rl_of_the_readme_is_an_environment_of_verifiers() -> None:
+    readme = (ROOT / "example_trainer" / "README.md").read_text()
+    block = readme.split("<!-- prime-rl -->\n```toml\n")[1].split("```")[0]
+    [source] = tomllib.loads(block)["orchestrator"]["train"]["source"]
+    code = """import json
+import verifiers.v1 as vf
+from pydantic import SerializeAsAny, model_validator
+
+class Source(vf.BaseConfig):
+    env: SerializeAsAny[vf.EnvConfig] = vf.SingleAgentEnvConfig()
+    narrow = model_validator(mode="before")(
+        lambda cls, given: vf.resolve_env_field(given, vf.narrowed_env_annotation(cls))
+    )
+
+env = Source.model_validate({"env": json.loads(sys.argv[1])}).env
+print(json.dumps([type(env).__name__, env.taskset.model_dump(mode="json")]))
+"""
+    out = await run(command("verifiers", code, json.dumps(source["env"])))
+    name, taskset = json.loads(out.splitlines()[-1])
+    assert name == "AtroposEnvConfig"
+    assert taskset["environment"] == "wordle"
+    assert taskset["flags"] == {"tokenizer_name": "Qwen/Qwen3-8B"}
 
 
 def _of_trace(trace: dict[str, Any]) -> Episode:

@@ -7,6 +7,11 @@ from typing import Any
 
 import pytest
 import yaml
+from accelerate import FullyShardedDataParallelPlugin
+from accelerate.commands import launch
+from accelerate.utils.launch import prepare_multi_gpu_env
+from torch.distributed.fsdp import CPUOffloadPolicy, StateDictType
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from atroposlib.cli.atropos import main
 from atroposlib.cli.launch.render import TARGETS, Target, render
@@ -89,6 +94,8 @@ def documents(tmp_path: Path, run: dict[str, Any], target: Target) -> dict[str, 
         ({"hub": {"needs": ["trainer"]}}, r"these parts wait for each other: .*hub"),
         ({"hub": {"port": 9001}}, r"hub and engine have port 9001"),
         ({"engine": {"command": ["x"], "flags": {"a": 1}}}, r"engine: give command or flags"),
+        ({"trainer": {"accelerate": {}}}, r"trainer\.accelerate: TRL needs one vLLM, by engine"),
+        ({"trainer": {"accelerate": {}, "command": ["x"]}}, r"give command or accelerate, not"),
         ({"hub": {"flags": {"token": "s3cret"}}}, r"hub\.flags: token: process lists show"),
         ({"env": {"HF_TOKEN": "s3cret"}}, r"env: HF_TOKEN is a secret: write \$\{HF_TOKEN\}"),
         ({"env": {"HF_TOKEN": "${HF_TOKEN}"}}, r"env\.HF_TOKEN: set the variable HF_TOKEN first"),
@@ -186,6 +193,42 @@ def test_hubs_that_share_a_database_serve_the_environments_in_turn(
     assert [found[f"gsm8k_server-{i}"].env["HUB_URL"][-4:] for i in range(3)] == [
         *("8000", "8001", "8000")
     ]
+
+
+def test_a_trainer_under_accelerate_is_trls_with_fsdp2_on_its_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readme = (ROOT / "example_trainer" / "README.md").read_text()
+    run = yaml.safe_load(readme.split("<!-- trl-run-file -->\n```yaml\n")[1].split("```")[0])
+    run["image"] = "registry.example/atropos:1"
+    assert programs(tmp_path, run, **SECRETS)["trainer"].restart == "never"
+    pod = documents(tmp_path, run, "kubernetes")["Job trl-trainer"]["spec"]["template"]["spec"]
+    assert pod["restartPolicy"] == "Never"
+    argv = pod["containers"][0]["command"]
+    assert argv[:3] == ["python", "-m", "accelerate.commands.launch"]
+
+    arguments = launch.launch_command_parser().parse_args(argv[3:])
+    arguments, *_ = launch._validate_launch_command(arguments)
+    assert (arguments.num_processes, arguments.mixed_precision) == (8, "bf16")
+    assert arguments.module
+    assert arguments.training_script == "example_trainer.other_trainers.trl_worker"
+    assert arguments.training_script_args == [
+        "--model_name=Qwen/Qwen3-32B",
+        "--hub_url=$(HUB_URL)",
+        "--vllm_server_base_url=$(ENGINE_URL)",
+        "--output_dir=$(RUN_DIR)/checkpoints",
+        "--max_steps=200",
+        "--gradient_accumulation_steps=4",
+        "--max_token_len=8192",
+    ]
+    for name, value in prepare_multi_gpu_env(arguments).items():
+        monkeypatch.setenv(name, value)
+    plugin = FullyShardedDataParallelPlugin()
+    assert plugin.fsdp_version == 2
+    assert plugin.reshard_after_forward is True
+    assert isinstance(plugin.cpu_offload, CPUOffloadPolicy)
+    assert plugin.state_dict_type == StateDictType.FULL_STATE_DICT
+    assert plugin.auto_wrap_policy is transformer_auto_wrap_policy
 
 
 def test_the_run_file_of_the_readme_is_valid(tmp_path: Path) -> None:

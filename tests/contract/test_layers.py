@@ -40,6 +40,7 @@ LAYERS = {
     "atroposlib.testing": "checker runtime",
     "atroposlib.tests": "",
     "atropos_taskset": "envs cli",
+    "atropos_verl": "envs cli",
     "example_trainer": "client",
     "environments": "client inference envs",
 }
@@ -65,7 +66,13 @@ def row_of(module: str) -> str | None:
 
 def modules() -> dict[str, Path]:
     found = {}
-    for package in ("atroposlib", "atropos_taskset", "example_trainer", "environments"):
+    for package in (
+        "atroposlib",
+        "atropos_taskset",
+        "atropos_verl",
+        "example_trainer",
+        "environments",
+    ):
         for path in (ROOT / package).rglob("*.py"):
             parts = path.relative_to(ROOT).with_suffix("").parts
             found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path

@@ -64,7 +64,15 @@ def test_the_command_lists_every_environment_of_the_repository(installed: Path) 
 
 def test_every_tracked_file_of_the_packages_is_in_the_wheel(installed: Path) -> None:
     kept = subprocess.run(
-        ["git", "ls-files", "atroposlib", "atropos_taskset", "example_trainer", "environments"],
+        [
+            "git",
+            "ls-files",
+            "atroposlib",
+            "atropos_taskset",
+            "atropos_verl",
+            "example_trainer",
+            "environments",
+        ],
         cwd=ROOT,
         capture_output=True,
         text=True,

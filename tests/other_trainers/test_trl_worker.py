@@ -1,13 +1,11 @@
 """TRL's AsyncGRPOTrainer makes real optimizer steps on the hub's batches.
 
-TRL's attention is a CUDA kernel; the test puts the same computation in plain torch in its place, and does not let TRL
-ask the GPU for its name. Weights go to the
-environment in this process instead of vLLM, by TRL's own `weight_transfer` argument.
+`trl_process` has the stand-ins for what needs a GPU. Weights go to the environment in this process instead of vLLM, by
+TRL's own `weight_transfer` argument.
 """
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -40,38 +38,11 @@ trl = pytest.importorskip(
 )
 
 from datasets import Dataset  # noqa: E402
-from trl.experimental.async_grpo import async_grpo_trainer, packing  # noqa: E402
 
 from example_trainer.other_trainers.trl_worker import HubRolloutWorker, to_rollout  # noqa: E402
+from tests.other_trainers.trl_process import STAND_INS  # noqa: E402
 
 NUM_STEPS = 20
-
-
-def plain_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    starts_q: torch.Tensor,
-    starts_k: torch.Tensor,
-    *_: Any,
-    softmax_scale: float,
-    causal: bool,
-    window_size: tuple[int, int],
-) -> torch.Tensor:
-    """`flash_attn_varlen_func` one segment after the other; a segment's queries are the last of its keys."""
-    assert causal
-    assert window_size == (-1, -1)
-    out = torch.empty_like(query)
-    bounds_q, bounds_k = starts_q.tolist(), starts_k.tolist()
-    for i in range(len(bounds_q) - 1):
-        q = query[bounds_q[i] : bounds_q[i + 1]].transpose(0, 1)
-        k = key[bounds_k[i] : bounds_k[i + 1]].transpose(0, 1)
-        v = value[bounds_k[i] : bounds_k[i + 1]].transpose(0, 1)
-        num_q, num_k = q.shape[1], k.shape[1]
-        seen = torch.ones(num_q, num_k, dtype=torch.bool).tril(num_k - num_q)
-        scores = (q @ k.transpose(1, 2) * softmax_scale).masked_fill(~seen, -torch.inf)
-        out[bounds_q[i] : bounds_q[i + 1]] = (scores.softmax(-1) @ v).transpose(0, 1)
-    return out
 
 
 class WeightsToEnvironment:
@@ -110,9 +81,8 @@ class WorkerWithEnvironment(HubRolloutWorker):
 
 
 def test_steps_of_trl_learn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = SimpleNamespace(flash_attn_varlen_func=plain_attention)
-    monkeypatch.setattr(packing, "_flash_attn", lambda: kernel)
-    monkeypatch.setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda *_: None)
+    for stand_in in STAND_INS:
+        monkeypatch.setattr(*stand_in)
     model_path = make_starting_model(tmp_path / "model")
     policy = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     with serving(create_app()) as hub_url, TrainerClient(hub_url) as hub:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, Qwen2Config
+from transformers import LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
 from example_trainer.config import TrainerConfig
 from example_trainer.grpo import main
@@ -20,6 +20,7 @@ from example_trainer.memory import (
     what_does_not_fit,
 )
 from example_trainer.model import load_policy
+from tests.processes import ROOT
 from tests.tiny_model import make_tiny_model
 from tests.trainer.helpers_dry_run import config_for_dry_run
 
@@ -175,6 +176,51 @@ def test_a_plan_for_32b_names_the_flags_that_make_it_fit(tmp_path: Path) -> None
     *_, verdict = planned(QWEN_32B, tmp_path, *two)
     assert verdict == "use --cpu_offload true --optimizer adamw"
     assert planned(QWEN_32B, tmp_path, *two, *verdict.split()[1:])[-1] == "fits"
+
+
+MODELS: dict[str, Any] = {
+    "14B": Qwen2Config(
+        hidden_size=5120,
+        intermediate_size=13_824,
+        num_hidden_layers=48,
+        num_attention_heads=40,
+        num_key_value_heads=8,
+        vocab_size=152_064,
+    ),
+    "32B": QWEN_32B,
+    "72B": Qwen2Config(
+        hidden_size=8192,
+        intermediate_size=29_568,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        vocab_size=152_064,
+    ),
+    "235B, 22B active": Qwen3MoeConfig(
+        hidden_size=4096,
+        moe_intermediate_size=1536,
+        num_hidden_layers=94,
+        num_attention_heads=64,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        vocab_size=151_936,
+    ),
+}
+"""The sizes of Qwen2.5 and of Qwen3-235B-A22B."""
+
+
+def test_the_readmes_table_of_sizes_is_what_the_plan_says(tmp_path: Path) -> None:
+    readme = (ROOT / "example_trainer" / "README.md").read_text()
+    table = readme.split("| model | GPUs | flags | GiB |")[1].split("\n\n")[0]
+    rows = [[cell.strip(" `") for cell in row.split("|")] for row in table.splitlines()[2:]]
+    planned_rows = [row for row in rows if row[1] != "any"]
+    assert {row[1] for row in planned_rows} == MODELS.keys()
+    usual = ("--gradient_checkpointing", "true", "--max_microbatch_tokens", "8192")
+    for _, name, num_gpus, flags, gib, *_ in planned_rows:
+        flags = (*usual, "--plan_gpus", num_gpus, *flags.split())
+        *_, total, verdict = planned(MODELS[name], tmp_path, *flags)
+        assert (total.split()[1], verdict) == (gib, "fits"), (name, flags)
 
 
 def test_an_optimizer_of_the_gpu_is_refused_off_it() -> None:

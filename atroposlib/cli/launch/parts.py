@@ -35,6 +35,16 @@ from atroposlib.utils.wording import nearest
 
 PYTHON = "python"
 
+FSDP2: Mapping[str, object] = {
+    "fsdp_version": 2,
+    "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "fsdp_state_dict_type": "FULL_STATE_DICT",
+    "num_machines": 1,
+    "mixed_precision": "bf16",
+    "dynamo_backend": "no",
+}
+"""Flags of `accelerate launch`. A sharded state dict would leave no model at the end."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
@@ -188,7 +198,9 @@ def _engine(run: RunFile, engine: EnginePart) -> Part:
 
 def _trainer(run: RunFile, trainer: TrainerPart, *, on_one_machine: bool) -> Part:
     own: list[str] = []
-    if trainer.command is None:
+    if trainer.accelerate is not None:
+        own = _trl(run, trainer, trainer.accelerate)
+    elif trainer.command is None:
         defaults = {"model_name": _model(run, trainer.model, "trainer")}
         if run.hub is not None:
             defaults["hub_url"] = "${HUB_URL}"
@@ -209,6 +221,23 @@ def _trainer(run: RunFile, trainer: TrainerPart, *, on_one_machine: bool) -> Par
         section=trainer,
         ends_run=True,
     )
+
+
+def _trl(run: RunFile, trainer: TrainerPart, flags: Mapping[str, object]) -> list[str]:
+    if trainer.command is not None:
+        raise ConfigError("trainer: give command or accelerate, not both")
+    defaults = {"model_name": _model(run, trainer.model, "trainer")}
+    if run.hub is not None:
+        defaults["hub_url"] = "${HUB_URL}"
+    if run.engine is not None:
+        if run.engine.command is None or run.engine.count > 1:
+            raise ConfigError("trainer.accelerate: TRL needs one vLLM, by engine.command")
+        defaults["vllm_server_base_url"] = "${ENGINE_URL}"
+    defaults["output_dir"] = "${RUN_DIR}/checkpoints"
+    program = _program("example_trainer.other_trainers.trl_worker", trainer, defaults)
+    launch = {"num_processes": max(trainer.gpus, 1), **FSDP2, **flags}
+    words = [f"--{name}={_text(value)}" for name, value in launch.items()]
+    return [PYTHON, "-m", "accelerate.commands.launch", "--use_fsdp", *words, *program[1:]]
 
 
 def _environment(run: RunFile, name: str, environment: EnvironmentPart) -> Part:

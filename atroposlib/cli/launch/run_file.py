@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from atroposlib.config import read_yaml
 from atroposlib.errors import ConfigError
@@ -115,10 +115,19 @@ class EnginePart(OwnPart):
 
 
 class TrainerPart(OwnPart):
-    """`atropos-grpo`, or another trainer by `command`. The run ends with it."""
+    """`atropos-grpo`, TRL's trainer by `accelerate`, or another one by `command`. The run ends with it."""
 
     model: str | None = None
     count: Literal[1] = 1
+    accelerate: dict[str, Scalar] | None = None
+    """Flags of `accelerate launch`, which starts TRL's trainer with FSDP2 on `gpus` GPUs; `flags` are those of TRL."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _trl_does_not_resume(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "accelerate" in values:
+            return {"restart": "never", **values, "accelerate": values["accelerate"] or {}}
+        return values
 
 
 class EnvironmentPart(OwnPart):

@@ -377,7 +377,7 @@ class _Check(Execution):
 
     def _note_stated_golds(self) -> None:
         """Note gold answers that stand in their own prompts and not in those of other items."""
-        golds = {i: gold_result(self.env, self.items[i]) for i in self.prompts}
+        golds = {i: gold_result(self.env, self.items[i]) or "" for i in self.prompts}
         own = [i for i, gold in golds.items() if gold and gold in self.prompts[i]]
         others = [i for i in own for j, text in self.prompts.items() if i != j and golds[i] in text]
         if len(golds) > 1 and len(own) > len(golds) / 2 and not others:

@@ -100,7 +100,7 @@ class Execution:
     def counting_unclosed(self) -> Iterator[None]:
         """Fill `unclosed` from the warnings of the block; a dropped file is closed at once, and not counted."""
 
-        def note(message: Warning | str, category: type[Warning], *rest: Any) -> None:
+        def note(message: Warning | str, category: type[Warning], *rest: Any, **more: Any) -> None:
             kind = str(message).partition("<")[0].strip()
             if issubclass(category, ResourceWarning) and kind != "unclosed file":
                 self.unclosed[kind] += 1

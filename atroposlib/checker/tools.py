@@ -102,7 +102,7 @@ def arguments_of(schema: Mapping[str, Any], variant: int) -> dict[str, Any]:
     >>> arguments_of(schema, 0), arguments_of(schema, 1)
     ({'a': 1}, {'a': 2, 'b': 'y'})
     """
-    value = _value(schema | {"type": "object"}, variant, schema.get("$defs", {}), 0)
+    value = _value({**schema, "type": "object"}, variant, schema.get("$defs", {}), 0)
     return value if isinstance(value, dict) else {}
 
 

@@ -30,6 +30,7 @@ import atroposlib.environments
 import atroposlib.envs
 from atroposlib.cli import compare_evals, pin, rescore
 from atroposlib.envs.base import BaseEnv
+from atroposlib.envs.hooks import EnvHooks
 from atroposlib.errors import ConfigError, MissingDependency, cli_boundary
 from atroposlib.runtime.replay import environment_for
 from atroposlib.utils.wording import nearest

@@ -163,10 +163,9 @@ class Replayer:
         if not pairs:
             return Replay(row=row, scores=unscored)
         group, found = max(pairs, key=lambda pair: sum(i is not None for i in pair[1]))
-        scores, advantages = (
-            given and [None if i is None else given[i] for i in found]
-            for given in (group["scores"], group.get("advantages"))
-        )
+        scores = [None if i is None else group["scores"][i] for i in found]
+        given = group.get("advantages")
+        advantages = given and [None if i is None else given[i] for i in found]
         num_added = len(group["scores"]) - sum(i is not None for i in found)
         return Replay(row=row, scores=scores, advantages=advantages, num_added=num_added)
 

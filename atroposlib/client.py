@@ -3,8 +3,9 @@
 `samples(batch)` gives a trainer one record of numpy arrays per sequence, with its advantages.
 
 Both send packed groups to this project's hub and JSON to an original server. The header `Atropos-Client` tells the hub
-that it may answer 429 and that the client supports leases. Calls raise `HubUnavailable` (the same call may succeed
-later) or `HubRejected`, whose subclasses below say what to do.
+that it may answer 429 and that the client supports leases. Of several hubs on one database, clients go to the one that
+serves their run (`hub_address.py`). Calls raise `HubUnavailable` (the same call may succeed later) or `HubRejected`,
+whose subclasses below say what to do.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from atroposlib.api.schemas import (
     EXPERIMENT_HEADER,
     MAX_LOSSES,
     MAX_REASON_CHARS,
+    REPLICA_HEADER,
     AckReply,
     CheckpointReply,
     EnvRegistration,
@@ -51,6 +53,7 @@ from atroposlib.api.schemas import (
 )
 from atroposlib.errors import ConfigError, GroupError, HubError, HubRejected, HubUnavailable
 from atroposlib.http_guard import is_loopback_url
+from atroposlib.hub_address import CHECK_S, HubAddress, Owner
 from atroposlib.patience import Backoff, is_transient_status, read_retry_after
 from atroposlib.samples import Sample, samples
 from atroposlib.scored_data import ScoredGroup, Strictness, check_group
@@ -183,7 +186,7 @@ class HubClient:
         compress: bool | None = None,
         timeout_s: float = 60.0,
     ) -> None:
-        self._base_url = _checked_url(base_url)
+        self._address = HubAddress(_checked_url(base_url))
         self._headers = _headers(token)
         self._compresses = not is_loopback_url(base_url) if compress is None else compress
         self._timeout_s = timeout_s
@@ -191,10 +194,9 @@ class HubClient:
         self._speaks_packed = True
 
     async def __aenter__(self) -> Self:
+        # Without the token, which is not for a hub that is yet to be checked.
         self._session = aiohttp.ClientSession(
-            headers=self._headers,
-            timeout=aiohttp.ClientTimeout(total=self._timeout_s),
-            connector=aiohttp.TCPConnector(keepalive_timeout=_KEEP_ALIVE_S),
+            connector=aiohttp.TCPConnector(keepalive_timeout=_KEEP_ALIVE_S)
         )
         return self
 
@@ -277,7 +279,7 @@ class HubClient:
                 "/status-env",
                 params={name: value for name, value in asked.items() if value is not None},
                 json={"env_id": env_id},  # an original server reads it here
-                timeout=aiohttp.ClientTimeout(total=self._timeout_s + wait_s),
+                wait_s=wait_s,
             )
         except HubRejected as e:
             if e.status == 404:
@@ -359,18 +361,47 @@ class HubClient:
             env_status=None if env_status is None else _parse(EnvStatus, env_status),
         )
 
-    async def _call(self, method: str, path: str, **request: Any) -> bytes:
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        *,
+        wait_s: float = 0.0,
+        headers: Mapping[str, str] | None = None,
+        **request: Any,
+    ) -> bytes:
         if self._session is None:
             raise RuntimeError("HubClient is closed; open it with `async with`")
-        url = self._base_url + path
+        address, url = self._address, self._address.url
+        where = f"{method} {url}{path}"
+        silence_s = address.silence_s(url, wait_s=wait_s)
+        timeout = aiohttp.ClientTimeout(
+            total=self._timeout_s + wait_s, sock_connect=silence_s, sock_read=silence_s
+        )
+        headers = {**self._headers, **(headers or {})}
         try:
-            async with self._session.request(method, url, **request) as response:
+            async with self._session.request(
+                method, url + path, headers=headers, timeout=timeout, **request
+            ) as response:
                 body = await response.read()
         except (aiohttp.ClientError, TimeoutError) as e:
-            raise HubUnavailable(f"{method} {url}: {_reason(e)}") from e
-        retry_after = response.headers.get("Retry-After")
-        _raise_for_status(response.status, body, f"{method} {url}", retry_after)
+            address.failed(url)
+            raise HubUnavailable(f"{where}: {_reason(e)}") from e
+        named = response.headers.get(REPLICA_HEADER)
+        if (owner := address.answered(url, status=response.status, named=named)) is not None:
+            await self._check(owner, self._session)
+        _raise_for_status(response.status, body, where, response.headers.get("Retry-After"))
         return body
+
+    async def _check(self, owner: Owner, session: aiohttp.ClientSession) -> None:
+        timeout = aiohttp.ClientTimeout(total=CHECK_S)
+        try:
+            async with session.get(
+                f"{owner.url}/healthz", timeout=timeout, allow_redirects=False
+            ) as answer:
+                self._address.follow(owner, found=answer.headers.get(REPLICA_HEADER))
+        except (aiohttp.ClientError, TimeoutError) as e:
+            logger.debug("the owner at %s cannot be reached: %s", owner.url, _reason(e))
 
 
 class TrainerClient:
@@ -392,19 +423,17 @@ class TrainerClient:
         retry_for_s: float = 120.0,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        self._base_url = _checked_url(base_url)
+        self._address = HubAddress(_checked_url(base_url))
         self._compresses = not is_loopback_url(base_url) if compress is None else compress
         self._timeout_s = timeout_s
         self._client = httpx.Client(
-            base_url=self._base_url,
             headers=_headers(token),
-            timeout=timeout_s,
             limits=httpx.Limits(keepalive_expiry=_KEEP_ALIVE_S),
             transport=transport,
             trust_env=False,
             # httpx alone would not read SSL_CERT_FILE. To read the authorities takes 20 ms of CPU: none for http://.
             verify=ssl.create_default_context()
-            if self._base_url.startswith("https://")
+            if base_url.startswith("https://")
             else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
         )
         self._retrying = tenacity.Retrying(
@@ -590,7 +619,7 @@ class TrainerClient:
         while not is_over.wait(pause_s):
             timeout_s = min(self._timeout_s, max(1.0, pause_s))
             try:
-                reply = self._lease_call("heartbeat", batch, timeout=timeout_s)
+                reply = self._lease_call("heartbeat", batch, timeout_s=timeout_s)
                 pause_s = _until_renewal(_parse(HeartbeatReply, reply).expires_in_s)
             except HubUnavailable as e:
                 logger.warning("the lease of batch %s is not renewed yet: %s", batch.batch_id, e)
@@ -617,7 +646,7 @@ class TrainerClient:
                 "Accept": f"{CONTENT_TYPE_PACKED}, {CONTENT_TYPE_JSON}",
                 "Accept-Encoding": "zstd" if self._compresses else "identity",
             },
-            timeout=self._timeout_s + wait_s,
+            wait_s=wait_s,
         )
         if CONTENT_TYPE_PACKED in response.headers.get("content-type", ""):
             envelope = split_packed(response.content)
@@ -643,13 +672,12 @@ class TrainerClient:
         return self._retrying(lambda: self._lease_call(what, batch, **more))
 
     def _lease_call(
-        self, what: str, batch: LeasedBatch, *, timeout: float | None = None, **more: Any
+        self, what: str, batch: LeasedBatch, *, timeout_s: float | None = None, **more: Any
     ) -> bytes:
-        options = {} if timeout is None else {"timeout": timeout}
         body = {"lease_id": batch.lease_id, **more}
         path = f"/batches/{batch.batch_id}/{what}"
         try:
-            return self._request("POST", path, json=body, **options).content
+            return self._request("POST", path, json=body, timeout_s=timeout_s).content
         except HubRejected as e:
             if e.status == 409:
                 raise LeaseExpired(str(e), status=e.status, detail=e.detail) from e
@@ -672,7 +700,7 @@ class TrainerClient:
             self._is_missing_logged = True
             logger.warning(
                 "%s has no leases, policies or checkpoints (%s): a batch that this trainer loses is lost",
-                without_users(self._base_url),
+                without_users(self._address.configured),
                 what,
             )
 
@@ -680,15 +708,40 @@ class TrainerClient:
         """Send a call that is safe to repeat, with retries."""
         return self._retrying(lambda: self._request(method, path, **request).content)
 
-    def _request(self, method: str, path: str, **request: Any) -> httpx.Response:
-        where = f"{method} {self._base_url}{path}"
+    def _request(
+        self,
+        method: str,
+        path: str,
+        *,
+        wait_s: float = 0.0,
+        timeout_s: float | None = None,
+        **request: Any,
+    ) -> httpx.Response:
+        address, url = self._address, self._address.url
+        where = f"{method} {url}{path}"
+        longest_s = (timeout_s or self._timeout_s) + wait_s
+        silence_s = min(longest_s, address.silence_s(url, wait_s=wait_s) or longest_s)
+        timeout = httpx.Timeout(longest_s, connect=silence_s, read=silence_s)
         try:
-            response = self._client.request(method, path, **request)
+            response = self._client.request(method, url + path, timeout=timeout, **request)
         except (httpx.TransportError, httpx.DecodingError) as e:
+            address.failed(url)
             raise HubUnavailable(f"{where}: {_reason(e)}") from e
-        retry_after = response.headers.get("Retry-After")
-        _raise_for_status(response.status_code, response.content, where, retry_after)
+        status, named = response.status_code, response.headers.get(REPLICA_HEADER)
+        if (owner := address.answered(url, status=status, named=named)) is not None:
+            self._check(owner)
+        _raise_for_status(status, response.content, where, response.headers.get("Retry-After"))
         return response
+
+    def _check(self, owner: Owner) -> None:
+        timeout = {"timeout": httpx.Timeout(CHECK_S).as_dict()}
+        try:
+            # As it is, without the headers of this client, which hold the token.
+            request = httpx.Request("GET", f"{owner.url}/healthz", extensions=timeout)
+            answer = self._client.send(request)
+            self._address.follow(owner, found=answer.headers.get(REPLICA_HEADER))
+        except (httpx.TransportError, httpx.DecodingError, httpx.InvalidURL) as e:
+            logger.debug("the owner at %s cannot be reached: %s", owner.url, _reason(e))
 
 
 def _through_the_gate(

@@ -1,7 +1,7 @@
 """A small HTTP/1.1 client whose own cost is low enough not to affect the measurements.
 
-One request at a time on one kept-alive connection, prebuilt bodies, no decompression, cookies or redirects. Used by the
-hub's benchmark; real clients are in `atroposlib.client`.
+One request at a time on one kept-alive connection, prebuilt bodies, no decompression, cookies or redirects. It goes to
+the owner of a run that a replica names, as `atroposlib.client` does. Used by the hub's benchmark.
 """
 
 from __future__ import annotations
@@ -73,6 +73,10 @@ class Connection:
             self.close()
             raise
         if reply.headers.get("connection", "").lower() == "close":
+            self.close()
+        if named := reply.headers.get("atropos-replica"):  # the owner of the run
+            self._address = Address.of(named.partition(" ")[2])
+            self._headers["Host"] = f"{self._address.host}:{self._address.port}"
             self.close()
         return reply
 

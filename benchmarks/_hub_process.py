@@ -71,13 +71,12 @@ class Hub:
     """None: unknown; only what a client sees is measured."""
     store: str
     """"disk", "memory", "postgres", or "given" for `--base-url`."""
-    database_pid: int | None = None
+    more_pids: tuple[int, ...] = ()
+    """Of its database, and of other replicas."""
 
     def cpu_s(self) -> float:
-        """Return the CPU seconds of the process, and of its database; NaN without a pid."""
-        if self.pid is None:
-            return float("nan")
-        return cpu_s(self.pid) + (0.0 if self.database_pid is None else cpu_s(self.database_pid))
+        """Return the CPU seconds of all its processes; NaN without a pid."""
+        return float("nan") if self.pid is None else sum(map(cpu_s, (self.pid, *self.more_pids)))
 
     def memory_bytes(self, key: str = "VmRSS") -> float:
         return float("nan") if self.pid is None else float(memory_bytes(self.pid, key))
@@ -161,7 +160,7 @@ def listening(process: subprocess.Popen[bytes], log_path: Path) -> str:
 
 @contextmanager
 def running_hub(
-    store: str, *, directory: Path, extra: Sequence[str] = (), database_pid: int | None = None
+    store: str, *, directory: Path, extra: Sequence[str] = (), more_pids: Sequence[int] = ()
 ) -> Iterator[Hub]:
     """Run `run-api` on a free port during the block; its data is removed afterwards, but for a database's.
 
@@ -175,7 +174,7 @@ def running_hub(
         log_path = Path(data) / "hub.log"
         process = stack.enter_context(running(argv, log_path=log_path))
         url = listening(process, log_path)
-        yield Hub(base_url=url, pid=process.pid, store=store, database_pid=database_pid)
+        yield Hub(base_url=url, pid=process.pid, store=store, more_pids=tuple(more_pids))
 
 
 @dataclass(slots=True)

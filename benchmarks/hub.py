@@ -2,7 +2,8 @@
 
 `PYTHONPATH=. python benchmarks/hub.py` starts `run-api` with each of its stores and prints one table per question;
 `--quick` takes a minute. `--stores disk,postgres --database URL --database-pid PID` measures a PostgreSQL, too: its
-CPU time is added to the hub's, and its data is erased.
+CPU time is added to the hub's, and its data is erased. `--replicas 3`: hubs on it; clients begin at one that does not
+own the run, and those with packed groups go to the owner.
 `--base-url URL [--server-pid PID]` measures a running hub, also the original's, and erases its data. CPU is that of the
 server's process with all threads and children: a busy machine changes it least.
 """
@@ -98,6 +99,7 @@ class Options(argparse.Namespace):
     run_api_flags: str
     database: str | None
     database_pid: int | None
+    replicas: int
     only: list[str]
     quick: bool
     scale: float
@@ -600,12 +602,16 @@ async def open_site(options: Options, store: str) -> AsyncIterator[Site]:
         if options.base_url:
             hub = Hub(base_url=options.base_url, pid=options.server_pid, store=store)
         else:
-            flags, pid = options.run_api_flags.split(), None
+            flags, pids = options.run_api_flags.split(), list[int]()
             if store == "postgres":
-                flags, pid = [*flags, "--database", options.database or ""], options.database_pid
-            hub = stack.enter_context(
-                running_hub(store, directory=options.data_dir, extra=flags, database_pid=pid)
-            )
+                flags += ["--database", options.database or ""]
+                pids += [options.database_pid or 0]
+            # The first replica owns the run; clients know the last one.
+            for _ in range(options.replicas if store == "postgres" else 1):
+                hub = stack.enter_context(
+                    running_hub(store, directory=options.data_dir, extra=flags, more_pids=pids)
+                )
+                pids += [hub.pid or 0]
         site = Site(hub=hub, token=options.token)
         await site.discover()
         yield site
@@ -645,6 +651,7 @@ def main() -> int:
     parser.add_argument("--run-api-flags", default="", help="more flags for run-api")
     parser.add_argument("--database", help="URL of a running PostgreSQL, for --stores postgres")
     parser.add_argument("--database-pid", type=int, help="its first process, for CPU time")
+    parser.add_argument("--replicas", type=int, default=1, help="hubs on the database")
     parser.add_argument("--only", type=names, help=f"some of {','.join(QUESTIONS)}")
     parser.add_argument("--quick", action="store_true", help="a minute instead of six")
     parser.add_argument("--scale", type=float, help="share of the usual number of tokens")

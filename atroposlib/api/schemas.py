@@ -24,6 +24,9 @@ Losses = Annotated[
 """What came to nothing at an environment since its start, by reason."""
 EXPERIMENT_HEADER = "Atropos-Experiment"
 """Sent with groups: the experiment that they were sampled for."""
+REPLICA_HEADER = "Atropos-Replica"
+"""In the answer to a native client's request that was forwarded: the id of the process that answered, a space, and the
+URL of the run there. In answers of `/healthz`: the id alone."""
 MAX_ENV_NAME_CHARS = 128
 MAX_TTL_S = 86_400.0
 MAX_BATCH_SIZE = 16_384

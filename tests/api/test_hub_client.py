@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from atroposlib.api.stores.disk import DiskStore
 from atroposlib.api.stores.runs import DirectoryRuns
 from atroposlib.client import (
     HubClient,
+    HubStatus,
     LeasedBatch,
     LeaseExpired,
     TrainerClient,
@@ -220,10 +222,14 @@ def test_address_without_a_scheme_is_a_configuration_error() -> None:
             client("localhost:8000")
 
 
+Asked = tuple[str, list[tuple[Request, bytes]]]
+"""The address of a recording hub, and what it was asked."""
+
+
 @contextmanager
 def recording_hub(
     answer: Callable[[Request], Any] = lambda _: {"status": "received"},
-) -> Iterator[tuple[str, list[tuple[Request, bytes]]]]:
+) -> Iterator[Asked]:
     """Serve `answer` on every route; yield the address and what was asked."""
     app = FastAPI()
     asked: list[tuple[Request, bytes]] = []
@@ -788,3 +794,85 @@ def test_resuming_trainer_says_where_it_goes_on() -> None:
     assert "resume_step" not in asked[1]
     with pytest.raises(ValueError, match="again"):
         trainer.register(RUN, resume_step=5, resume="again")  # type: ignore[arg-type]
+
+
+def replica(process: str, *, owner: str | None = None) -> AbstractContextManager[Asked]:
+    """Serve as a replica that forwards to `owner`, if there is one."""
+
+    def answer(request: Request) -> Any:
+        named = process if request.url.path.endswith("/healthz") else owner
+        headers = {} if named is None else {"Atropos-Replica": named}
+        return JSONResponse({"current_step": 1, "queue_size": 2}, headers=headers)
+
+    return recording_hub(answer)
+
+
+@asynccontextmanager
+async def both_clients(url: str) -> AsyncIterator[list[Callable[[], Awaitable[HubStatus]]]]:
+    """One call of each client."""
+    async with HubClient(url, token="s3cret") as env:
+        with TrainerClient(url, token="s3cret", retry_for_s=0.0) as trainer:
+            yield [env.status, lambda: asyncio.to_thread(trainer.status)]
+
+
+@pytest.mark.parametrize("process", ["owner", "another machine with this address"])
+async def test_an_owner_gets_the_token_once_it_has_shown_that_it_is_the_one(process: str) -> None:
+    with (
+        replica(process) as (there, log),
+        replica("other", owner=f"owner {there}/runs/a") as (url, told),
+    ):
+        async with both_clients(url) as calls:
+            for call in calls * 2:
+                await call()
+    asked = [(seen.url.path, seen.headers.get("authorization")) for seen, _ in log]
+    followed = [("/runs/a/status", "Bearer s3cret")] * 2 if process == "owner" else []
+    assert asked == [("/runs/a/healthz", None)] * 2 + followed
+    assert len(told) == 4 - len(followed)
+
+
+async def test_an_owner_out_of_reach_delays_one_call_and_not_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("atroposlib.client.CHECK_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        for port in (silent.getsockname()[1], 1, 99999):
+            with replica("other", owner=f"owner http://127.0.0.1:{port}/runs/a") as (url, told):
+                async with both_clients(url) as calls:
+                    for call in calls:
+                        await call()
+                    began = time.monotonic()
+                    for call in calls * 5:
+                        await call()
+                    assert time.monotonic() - began < 0.25
+            assert len(told) == 12
+
+
+async def test_after_a_silent_owner_the_configured_hub_is_called(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("atroposlib.hub_address.SILENCE_S", 0.2)
+    is_stopped, may_end = threading.Event(), threading.Event()
+
+    def answer(request: Request) -> Any:
+        if is_stopped.is_set():
+            may_end.wait(20)
+        status = {"current_step": 7, "queue_size": 0}
+        return JSONResponse(status, headers={"Atropos-Replica": "owner"})
+
+    with (
+        recording_hub(answer) as (there, _),
+        replica("other", owner=f"owner {there}/runs/a") as (url, told),
+    ):
+        async with both_clients(url) as calls:
+            try:
+                for call in calls:
+                    assert (await call()).current_step == 1
+                    assert (await call()).current_step == 7
+                is_stopped.set()
+                for call in calls:
+                    with pytest.raises(HubUnavailable):
+                        await call()
+                    assert (await call()).current_step == 1
+            finally:
+                may_end.set()
+    assert len(told) == 4

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import uuid
 from collections.abc import AsyncIterator
 
 import httpx
 import pytest
 
 from atroposlib.api.http import forwarding
+from atroposlib.client import HubClient, TrainerClient
+from atroposlib.scored_data import ScoredGroup, Strictness, check_group
 from tests.api.helpers_api import environment, group, registration
 from tests.api.helpers_replicas import ReplicaServer, two_replicas
 
@@ -174,3 +178,53 @@ async def test_a_replica_without_its_database_serves_nothing(
     monkeypatch.undo()
     for path in ("/readyz", "/ledger"):
         assert (await owner.http.get(path)).status_code == 200
+
+
+async def test_native_clients_go_to_the_owner_of_their_run_and_after_it_when_it_moves(
+    pair: Pair,
+) -> None:
+    owner, other = pair
+    async with HubClient(other.address) as env:
+        with TrainerClient(other.address) as trainer:
+
+            async def call_everything() -> None:
+                assert (await env.info()).batch_size == 4
+                await env.send([scored()])
+                await asyncio.to_thread(trainer.status)
+                batch = await asyncio.to_thread(trainer.lease_batch)
+                assert batch is not None
+                await asyncio.to_thread(trainer.ack, batch)
+
+            def scored() -> ScoredGroup:
+                checked = check_group(group(4), strictness=Strictness.MEANING)
+                return checked.replace(group_id=uuid.uuid4().hex)
+
+            await call_everything()  # told who the owner is, by the first answer of each
+            for serving, moved_from in ((owner, None), (other, owner)):
+                if moved_from is not None:
+                    await moved_from.replica.give_away("default")
+                    while "default" not in serving.replica.hub.runs:
+                        await asyncio.sleep(0.02)
+                        await serving.replica.renew()
+                    await call_everything()
+                before = [await num_forwarded(hub) for hub in pair]
+                await call_everything()
+                assert [await num_forwarded(hub) for hub in pair] == before
+                assert env._address.url == f"{serving.address}/runs/default"
+
+
+async def num_forwarded(hub: ReplicaServer) -> float:
+    text = (await hub.http.get("/metrics")).text
+    found = re.findall(r'atropos_forwarded_requests_total\{outcome="answered"\} (\S+)', text)
+    return sum(map(float, found))
+
+
+async def test_only_native_clients_are_told_who_serves_the_run(pair: Pair) -> None:
+    owner, other = pair
+    native = {"Atropos-Client": "x"}
+    named = f"{owner.replica.id} {owner.address}/runs/default"
+    for hub, headers, told in ((other, native, named), (other, {}, None), (owner, native, None)):
+        answer = await hub.http.get("/info", headers=headers)
+        assert answer.headers.get("atropos-replica") == told
+    for path in ("/healthz", "/runs/other/healthz"):
+        assert (await owner.http.get(path)).headers["atropos-replica"] == str(owner.replica.id)

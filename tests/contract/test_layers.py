@@ -10,8 +10,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 _FOUNDATION = """
-type_definitions scored_data samples wire errors config patience http_bodies http_guard utils utils.number_list
-utils.wording frontend
+type_definitions scored_data samples wire errors config patience http_bodies http_guard hub_address utils
+utils.number_list utils.wording frontend
 """
 FOUNDATION = {f"atroposlib.{name}" for name in _FOUNDATION.split()}
 """Every row of LAYERS may import these; they import each other alone."""

@@ -28,6 +28,7 @@ import pytest
 from atroposlib.client import (
     AnotherExperiment,
     HubClient,
+    LeasedBatch,
     LeaseExpired,
     TrainerClient,
     TrainerRegistration,
@@ -359,6 +360,8 @@ class LeaseTrainer:
     num_fenced: int = 0
     """Acknowledgements that were refused because the lease was gone."""
     replayed: int = 0
+    requests_s: list[float] = field(default_factory=list)
+    """How long each `GET /batch` took, which the hub may hold for 0.2 s."""
 
     @property
     def num_seen(self) -> int:
@@ -392,7 +395,7 @@ class LeaseTrainer:
         while True:
             if crash_at is None and rng.random() < self.crash_chance:
                 crash_at = rng.choice(("leased", "acknowledged", "saved", "committed"))
-            batch = self._retry(hub.lease_batch, 0.2)
+            batch = self._retry(self._lease, hub)
             if batch is not None:
                 keys = [read_group(group) for group in batch.groups]
                 num_sequences = sum(group.num_sequences for group in batch.groups)
@@ -417,6 +420,13 @@ class LeaseTrainer:
                 _crash_if(crash_at == "saved")
                 self._retry(hub.checkpoint, step)
                 _crash_if(crash_at == "committed")
+
+    def _lease(self, hub: TrainerClient) -> LeasedBatch | None:
+        began = time.monotonic()
+        try:
+            return hub.lease_batch(0.2)
+        finally:
+            self.requests_s.append(time.monotonic() - began)
 
     def _retry(self, call: Callable[..., T], *args: Any, **options: Any) -> T:
         """Repeat while the hub is unavailable. Raises `_Stopped` when told to stop."""

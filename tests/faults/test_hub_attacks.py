@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import socket
 import threading
 import time
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from atroposlib.api.http.handlers import ROUTES
 from atroposlib.client import TrainerClient
 from tests.faults.asking import asking, assert_prompt
 from tests.faults.drivers import (
@@ -246,6 +248,7 @@ def sized(*headers: str, body: bytes = b"{}") -> bytes:
     return request("POST /scored_data HTTP/1.1", *headers, body=body)
 
 
+SPELLED_ENDS = ("%0A", "%00", "%0D%0A", ";", ";x=1", ".", "%2E", "/", "%20", "?", "#")
 GET = "GET /status HTTP/1.1"
 LAST_CHUNK = b"0\r\n\r\n"
 RAW: dict[str, tuple[bytes, int]] = {
@@ -320,3 +323,23 @@ def test_malformed_http_has_one_answer(name: str, hub: HubProcess) -> None:
             pass  # it waits for the next request
     assert answer.startswith(b"HTTP/1.1 %d " % status)
     assert answer.count(b"HTTP/1.1 ") == 1
+
+
+def test_no_spelling_of_any_route_erases_anything_through_a_proxy(hub: HubProcess) -> None:
+    half = json.dumps({"tokens": [[1]] * 2, "masks": [[1]] * 2, "scores": [0] * 2}).encode()
+    assert post(hub, "/scored_data", half) == 200
+    connection = http.client.HTTPConnection("127.0.0.1", hub.port, timeout=60)
+    headers = {"X-Forwarded-For": "10.0.0.7", "Content-Type": "application/json"}
+    for route in ROUTES:
+        plain = re.sub(r"\{\w+\}", "1", route.template.replace("{run}", "default"))
+        for path in (plain, f"/runs/default{plain}", f"http://hub{plain}", f"//hub{plain}"):
+            for target in (path, path.upper(), *(path + end for end in SPELLED_ENDS)):
+                connection.request(route.method, target, b"{}", headers)
+                answer = connection.getresponse()
+                answer.read()
+                is_refused = answer.status in (307, 403, 404, 405)
+                assert is_refused or not route.is_destructive, target
+    connection.close()
+    assert hub.get("/ledger")["queued"] == 1
+    hub.forget()
+    hub.register(batch_size=4)

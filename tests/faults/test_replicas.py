@@ -1,7 +1,7 @@
 """Three run-api on one PostgreSQL serve six runs, and everything that can fail does: no group is lost or trained twice.
 
-Environments and trainers know one address, of a balancer that passes each connection on to any replica. The long
-variant: pytest -m slow tests/faults/test_replicas.py -s
+Environments and trainers know one address, of a balancer that passes each connection on to any replica, and go from
+there to the owner of their run. The long variant: pytest -m slow tests/faults/test_replicas.py -s
 """
 
 from __future__ import annotations
@@ -231,5 +231,8 @@ async def test_no_fault_of_a_replica_or_the_database_loses_a_group_or_trains_one
     print(f"\n{dict(done)} in {time.monotonic() - began:.0f} s")
     for name, times_s in replicas.takeovers_s.items():
         print(f"  {name}: every run served after {max(times_s):.1f} s at most")
+    requests_s = sorted(each for load in replicas.loads for each in load.trainer.requests_s)
+    p99_s = requests_s[99 * len(requests_s) // 100]
+    print(f"  GET /batch: p99 {p99_s:.1f} s, longest {requests_s[-1]:.1f} s of {len(requests_s)}")
     for load in replicas.loads:
         print(f"  {load.account()}; lost 0, committed twice 0")

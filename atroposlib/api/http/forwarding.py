@@ -3,6 +3,7 @@
 `Sender` is ASGI middleware inside of `Access`, so it forwards only what this replica would have served. `Receiver` is
 outside of it: it restores the client's address of a request that another replica forwarded, which proves itself by
 the secret in this member's row of the database. A request is sent twice only if the first owner cannot have started it.
+Answers to native clients name the owner, so that their next requests are not forwarded.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from yarl import URL
 
-from atroposlib.api.http.limits import ABORT_EXTENSION, refusal
+from atroposlib.api.http.limits import ABORT_EXTENSION, is_native, refusal
 from atroposlib.api.http.metrics import HubMetrics
 from atroposlib.api.http.routes import Route
 from atroposlib.api.http.sending import STALL_S
 from atroposlib.api.run.hub import DEFAULT_RUN
 from atroposlib.api.run.replica import Replica
 from atroposlib.api.run.types import NoOwner
+from atroposlib.api.schemas import REPLICA_HEADER
 
 if TYPE_CHECKING:  # asyncpg is an extra
     from atroposlib.api.stores.postgres.owners import Member
@@ -235,6 +237,9 @@ class Sender:
                 for name, value in answer.raw_headers
                 if name.lower() not in _HOP_BY_HOP | _OF_THE_SERVER
             ]
+            if is_native(scope):
+                replica = f"{owner.id} {owner.address}/runs/{scope['run']}"
+                headers.append((REPLICA_HEADER.lower().encode(), replica.encode()))
             await send({"type": "http.response.start", "status": answer.status, "headers": headers})
             async for piece in answer.content.iter_any():
                 await send({"type": "http.response.body", "body": piece, "more_body": True})

@@ -476,7 +476,10 @@ async def root() -> dict[str, str]:
     return {"message": "AtroposLib API"}
 
 
-async def healthz() -> dict[str, str]:
+async def healthz(request: Request, response: Response) -> dict[str, str]:
+    replica = _services(request).replica
+    if replica is not None:
+        response.headers[schemas.REPLICA_HEADER] = str(replica.id)
     return {"status": "ok"}
 
 

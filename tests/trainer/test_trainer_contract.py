@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import Qwen3Config, Qwen3MoeConfig
 
 from atroposlib.engine.config import EngineConfig
 from atroposlib.engine.loading import load
@@ -24,8 +25,9 @@ from example_trainer.weights import WeightsDirectory
 from tests.api.helpers_api import serving
 from tests.tiny_model import make_tiny_model
 from tests.trainer.helpers_engine import recorded_engine
+from tests.trainer.helpers_models import make_model
 from tests.trainer.helpers_run import make_checkpoint
-from tests.trainer.test_other_models import DENSE, EVERYTHING, EXPERTS, save
+from tests.trainer.test_other_models import EVERYTHING
 
 
 def published(model: Path, out: Path, **settings: Any) -> Path:
@@ -39,11 +41,11 @@ def published(model: Path, out: Path, **settings: Any) -> Path:
     [{}, {"dtype": "bfloat16"}, {"lora": True, "lora_target_modules": EVERYTHING}],
     ids=str,
 )
-@pytest.mark.parametrize("kind", [DENSE, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("kind", [Qwen3Config, Qwen3MoeConfig])
 def test_a_publication_has_the_form_of_the_initial_checkpoint(
     kind: Any, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    source = save(kind, tmp_path / "source")
+    source = make_model(kind, tmp_path / "source")
     directory = published(source, tmp_path / "weights", **settings)
     before, after = (load_file(each / "model.safetensors") for each in (source, directory))
     assert {n: v.shape for n, v in after.items()} == {n: v.shape for n, v in before.items()}
@@ -76,7 +78,7 @@ def test_experts_under_wrong_names_are_not_published(
         return {names[n]: value for n, value in state.items() if ".lora_" not in n}
 
     monkeypatch.setattr("example_trainer.model.merged_weights", linear_layers_alone)
-    source = save(EXPERTS, tmp_path / "source")
+    source = make_model(Qwen3MoeConfig, tmp_path / "source")
     settings: dict[str, Any] = {"lora": True, "lora_target_modules": EVERYTHING[2:5]}
     with pytest.raises(
         EngineError, match=r"not those of the initial.*experts\.0\.\w+\.weight is missing, and \["

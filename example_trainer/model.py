@@ -37,6 +37,9 @@ from example_trainer.data import MicroBatch
 from example_trainer.head import head_logprobs, logits_logprobs
 from example_trainer.parallel import ALONE, World, host_copy, whole
 
+IGNORE_BORDERS = {"afmoe", "biogpt", "bloom", "gpt_oss", "granitemoehybrid", "mpt", "opt", "xglm"}
+"""Model types whose attention mask does not depend on the positions (transformers 5.24)."""
+
 
 class PolicyOutput(NamedTuple):
     """Values of one forward pass at the trained positions of a micro-batch; float32, differentiable."""
@@ -336,10 +339,14 @@ def build_model(config: TrainerConfig, *, dtype: Any, has_weights: bool = True) 
         model = AutoModelForCausalLM.from_pretrained(name, config=settings, **chosen)
     else:
         model = AutoModelForCausalLM.from_config(settings, **chosen)
-    if config.packing == "on" and model._is_stateful:
+    is_blind = settings.model_type in IGNORE_BORDERS and not uses_flash(model)
+    if config.packing == "on" and (is_blind or model._is_stateful):
+        cause = (
+            "their mask ignores borders" if is_blind else "they hand a state on from token to token"
+        )
         raise ConfigError(
-            f"--packing on: layers of {type(model).__name__} hand a state on from token to token, so that sequences in "
-            "one row would read each other's; use --packing off"
+            f"--packing on: in layers of {type(model).__name__} sequences in one row would read each other, because "
+            f"{cause}; use --packing off{' or flash attention' if is_blind else ''}"
         )
     if config.lora:
         model = add_adapters(model, config)

@@ -196,6 +196,8 @@ class TrainerConfig(BaseModel):
     gradient of both is that of the KL."""
     entropy_coef: float = 0.0
     """Weight of an entropy bonus."""
+    router_aux_coef: float = Field(0.0, ge=0)
+    """Weight of the load-balancing loss of a mixture of experts, per micro-batch."""
     distill_coef: float = Field(0.0, ge=0)
     """Weight of distillation from the groups' teacher logprobs."""
     distill_loss: DistillLoss = "forward_kl"

@@ -11,8 +11,9 @@ import contextlib
 import importlib.util
 import json
 import shutil
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -49,6 +50,8 @@ class PolicyOutput(NamedTuple):
     entropy_N: Tensor
     teacher_NK: Tensor | None
     """Logprobs of the tokens that a teacher lists; None without a teacher."""
+    router_loss: Tensor | None
+    """Load-balancing loss of the experts; None if it is not asked for."""
 
 
 class PolicyModule(nn.Module):
@@ -57,9 +60,11 @@ class PolicyModule(nn.Module):
     Logits of whole sequences are computed only if the model's head is more than a matrix (`has_plain_head`).
     """
 
-    def __init__(self, causal: Any) -> None:
+    def __init__(self, causal: Any, *, balances_experts: bool = False) -> None:
+        """Raises ConfigError if the experts' load-balancing loss is asked for and the model has none."""
         super().__init__()
         self.causal = causal
+        self.router_loss = load_balancing_of(base_model(causal)) if balances_experts else None
 
     def forward(self, micro_batch: MicroBatch) -> PolicyOutput:
         positions = micro_batch.positions
@@ -71,21 +76,42 @@ class PolicyModule(nn.Module):
             if uses_flash(self.causal):
                 inputs |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), micro_batch.borders)
                 inputs |= dict.fromkeys(("max_length_q", "max_length_k"), micro_batch.longest)
+        if self.router_loss is not None:
+            inputs["output_router_logits"] = True
         ids_NK = positions.labels_N[:, None]
         if positions.teacher_ids_NK is not None:
             ids_NK = torch.cat([ids_NK, positions.teacher_ids_NK], dim=1)
         asked = {"ids_NK": ids_NK, "temperature_N": positions.temperature_N}
         if has_plain_head(self.causal):
-            hidden_BTH = base_model(self.causal).get_decoder()(**inputs).last_hidden_state
-            hidden_NH = hidden_BTH.flatten(0, 1)[micro_batch.trained_N]
+            outputs = base_model(self.causal).get_decoder()(**inputs)
+            hidden_NH = outputs.last_hidden_state.flatten(0, 1)[micro_batch.trained_N]
             head = base_model(self.causal).get_output_embeddings()
             out = head_logprobs(hidden_NH, head.weight, head.bias, **asked)
         else:
-            logits_BTV = self.causal(**inputs).logits
-            out = logits_logprobs(logits_BTV.flatten(0, 1)[micro_batch.trained_N], **asked)
+            outputs = self.causal(**inputs)
+            out = logits_logprobs(outputs.logits.flatten(0, 1)[micro_batch.trained_N], **asked)
         # Copies: FSDP's hooks are on the outputs, and an operation in place on a view would drop them.
         teacher_NK = None if positions.teacher_ids_NK is None else out.logprobs_NK[:, 1:].clone()
-        return PolicyOutput(out.logprobs_NK[:, 0].clone(), out.entropy_N, teacher_NK)
+        router_loss = self.router_loss and self.router_loss(outputs.router_logits, micro_batch)
+        return PolicyOutput(out.logprobs_NK[:, 0].clone(), out.entropy_N, teacher_NK, router_loss)
+
+
+def load_balancing_of(model: Any) -> Callable[[tuple[Tensor, ...], MicroBatch], Tensor]:
+    """Return the model's own load-balancing loss (arXiv 2101.03961, equations 4 to 6), without padding."""
+    kind = type(model)
+    loss = getattr(sys.modules[kind.__module__], "load_balancing_loss_func", None)
+    if loss is None:
+        raise ConfigError(f"--router_aux_coef: {kind.__name__} has no load-balancing loss")
+
+    def router_loss(logits: tuple[Tensor, ...], micro_batch: MicroBatch) -> Tensor:
+        lengths = torch.tensor([len(row.tokens) for row in micro_batch.rows])
+        if micro_batch.borders is not None:
+            lengths = lengths.sum(0, keepdim=True)
+        is_token_BT = torch.arange(micro_batch.tokens_BT.shape[1]) < lengths[:, None]
+        value: Tensor = loss(logits, model.num_experts, model.num_experts_per_tok, is_token_BT)
+        return value
+
+    return router_loss
 
 
 def saved_on_host() -> torch.autograd.graph.saved_tensors_hooks:
@@ -288,7 +314,8 @@ def load_policy(
             if read is not None:  # how the checkpoint names and shapes its tensors
                 base_model(model)._weight_conversions = base_model(read)._weight_conversions
     model.train()
-    module = PolicyModule(model)
+    balances_experts = config.router_aux_coef > 0 and not is_frozen
+    module = PolicyModule(model, balances_experts=balances_experts)
     if not config.cpu_offload and world.size == 1:
         model.to(device)
     # A process alone that computes in its weights' dtype has nothing to shard and nothing to cast.

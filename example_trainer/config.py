@@ -191,6 +191,8 @@ class TrainerConfig(BaseModel):
     """Drop sequences with a token whose ratio is below this, such as 1e-4; None: off."""
     kl_coef: float = Field(0.0, ge=0)
     """Weight of the KL to the reference: the groups' ref_logprobs, else the initial model."""
+    reference_refresh: int = Field(0, ge=0)
+    """Steps after which the policy becomes the reference, again and again; 0: never. Not with adapters."""
     kl_estimator: KlEstimator = "k3"
     """Value that the KL adds to the loss: exp(d) - d - 1 (k3) or d * d / 2 (k2), with d = reference - own logprob. The
     gradient of both is that of the KL."""
@@ -359,6 +361,10 @@ class TrainerConfig(BaseModel):
         if self.cpu_offload and self.optimizer != "adamw":
             raise ValueError(
                 f"--optimizer {self.optimizer} computes on the GPU, and --cpu_offload keeps the optimizer off it"
+            )
+        if self.reference_refresh and (self.lora or not self.kl_coef):
+            raise ValueError(
+                "--reference_refresh needs --kl_coef, and a model trained without --lora"
             )
         if self.lora and self.train_layer_indices is not None:
             raise ValueError("--train_layer_indices is for full weights; use --lora_layer_indices")

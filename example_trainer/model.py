@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -278,6 +279,15 @@ def reference_of(policy: Policy, config: TrainerConfig) -> Reference:
     if policy.is_adapted:
         return WithoutAdapters(policy=policy)
     return load_policy(config, policy.world, is_frozen=True)
+
+
+@torch.no_grad()
+def refresh(reference: Policy, policy: Policy) -> None:
+    """Copy the policy's weights, in the reference's precision; every process must call it."""
+    for frozen, trained in zip(
+        reference.model.parameters(), policy.model.parameters(), strict=True
+    ):
+        frozen.copy_(trained if isinstance(frozen, DTensor) else whole(trained))
 
 
 def check_model_path(name: str) -> None:

@@ -34,7 +34,7 @@ from atroposlib.errors import AtroposError, ConfigError
 from atroposlib.utils.files import sync_to_disk
 from example_trainer.adapters import ADAPTER, add_adapters, freeze_other_layers, merged_weights
 from example_trainer.config import TrainerConfig
-from example_trainer.contract import checkpoint_form, write_checksums
+from example_trainer.contract import checkpoint_form, shapes_in, write_checksums
 from example_trainer.data import MicroBatch
 from example_trainer.head import head_logprobs, logits_logprobs
 from example_trainer.parallel import ALONE, World, host_copy, whole
@@ -248,11 +248,15 @@ class Policy:
         self.tokenizer.save_pretrained(directory)
         if self.is_adapted and not merged:
             self.model.save_pretrained(directory, state_dict=weights)
+            # The names in an adapter's file lack the adapter's.
+            plain = {name.replace(f".{ADAPTER}", ""): value for name, value in weights.items()}
+            write_checksums(directory, plain)
             return
         model = base_model(self.model)
         weights = checkpoint_form(weights, model)
         model.save_pretrained(directory, state_dict=dict(weights), save_original_format=False)
-        write_checksums(directory, weights)
+        found = shapes_in(directory)  # without the other name of a tied tensor
+        write_checksums(directory, {name: weights[name] for name in found})
         path = directory / "config.json"  # save_pretrained writes the dtype of the master weights
         config = json.loads(path.read_text(encoding="utf-8"))
         config["dtype"] = str(self.dtype).removeprefix("torch.")

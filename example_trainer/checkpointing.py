@@ -269,10 +269,7 @@ def _write_parts(path: Path, parts: Mapping[str, Part]) -> None:
 
 
 def _load_tensors(
-    directory: Path,
-    policy: Policy,
-    optimizer: torch.optim.Optimizer,
-    reference: Policy | None,
+    directory: Path, policy: Policy, optimizer: torch.optim.Optimizer, reference: Policy | None
 ) -> None:
     reader = checkpoint.HuggingFaceStorageReader(str(directory))
     stored = reader.read_metadata().state_dict_metadata

@@ -75,6 +75,8 @@ class TrainerConfig(BaseModel):
     With --optimizer adamw only."""
     compile_layers: bool = False
     """torch.compile each decoder layer: less memory traffic; the first steps take a minute or more to compile."""
+    liger: bool = False
+    """Take liger-kernel's fused norms, rotary embedding and MLP (Triton): less memory traffic and memory."""
     threads: int | None = Field(None, ge=1)
     """Torch CPU threads; None: 1 on at most two cores, else torch's default."""
     seed: int = 0

@@ -13,7 +13,7 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -30,7 +30,7 @@ from transformers import (
 )
 from transformers.utils.generic import is_flash_attention_requested
 
-from atroposlib.errors import AtroposError, ConfigError
+from atroposlib.errors import AtroposError, ConfigError, require
 from atroposlib.utils.files import sync_to_disk
 from example_trainer.adapters import ADAPTER, add_adapters, freeze_other_layers, merged_weights
 from example_trainer.config import TrainerConfig
@@ -61,11 +61,11 @@ class PolicyModule(nn.Module):
     Logits of whole sequences are computed only if the model's head is more than a matrix (`has_plain_head`).
     """
 
-    def __init__(self, causal: Any, *, balances_experts: bool = False) -> None:
-        """Raises ConfigError if the experts' load-balancing loss is asked for and the model has none."""
+    def __init__(self, causal: Any, *, balance: Any = None) -> None:
+        """`balance`: the function of the experts' load-balancing loss, if that is asked for."""
         super().__init__()
         self.causal = causal
-        self.router_loss = load_balancing_of(base_model(causal)) if balances_experts else None
+        self.balance = balance
 
     def forward(self, micro_batch: MicroBatch) -> PolicyOutput:
         positions = micro_batch.positions
@@ -77,7 +77,7 @@ class PolicyModule(nn.Module):
             if uses_flash(self.causal):
                 inputs |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), micro_batch.borders)
                 inputs |= dict.fromkeys(("max_length_q", "max_length_k"), micro_batch.longest)
-        if self.router_loss is not None:
+        if self.balance is not None:
             inputs["output_router_logits"] = True
         ids_NK = positions.labels_N[:, None]
         if positions.teacher_ids_NK is not None:
@@ -93,26 +93,12 @@ class PolicyModule(nn.Module):
             out = logits_logprobs(outputs.logits.flatten(0, 1)[micro_batch.trained_N], **asked)
         # Copies: FSDP's hooks are on the outputs, and an operation in place on a view would drop them.
         teacher_NK = None if positions.teacher_ids_NK is None else out.logprobs_NK[:, 1:].clone()
-        router_loss = self.router_loss and self.router_loss(outputs.router_logits, micro_batch)
+        router_loss = None
+        if self.balance is not None:
+            model = base_model(self.causal)
+            sizes = (model.num_experts, model.num_experts_per_tok)
+            router_loss = self.balance(outputs.router_logits, *sizes, micro_batch.is_token_BT)
         return PolicyOutput(out.logprobs_NK[:, 0].clone(), out.entropy_N, teacher_NK, router_loss)
-
-
-def load_balancing_of(model: Any) -> Callable[[tuple[Tensor, ...], MicroBatch], Tensor]:
-    """Return the model's own load-balancing loss (arXiv 2101.03961, equations 4 to 6), without padding."""
-    kind = type(model)
-    loss = getattr(sys.modules[kind.__module__], "load_balancing_loss_func", None)
-    if loss is None:
-        raise ConfigError(f"--router_aux_coef: {kind.__name__} has no load-balancing loss")
-
-    def router_loss(logits: tuple[Tensor, ...], micro_batch: MicroBatch) -> Tensor:
-        lengths = torch.tensor([len(row.tokens) for row in micro_batch.rows])
-        if micro_batch.borders is not None:
-            lengths = lengths.sum(0, keepdim=True)
-        is_token_BT = torch.arange(micro_batch.tokens_BT.shape[1]) < lengths[:, None]
-        value: Tensor = loss(logits, model.num_experts, model.num_experts_per_tok, is_token_BT)
-        return value
-
-    return router_loss
 
 
 def saved_on_host() -> torch.autograd.graph.saved_tensors_hooks:
@@ -328,8 +314,13 @@ def load_policy(
             if read is not None:  # how the checkpoint names and shapes its tensors
                 base_model(model)._weight_conversions = base_model(read)._weight_conversions
     model.train()
-    balances_experts = config.router_aux_coef > 0 and not is_frozen
-    module = PolicyModule(model, balances_experts=balances_experts)
+    balance = None
+    if config.router_aux_coef and not is_frozen:
+        kind = type(base_model(model))
+        balance = getattr(sys.modules[kind.__module__], "load_balancing_loss_func", None)
+        if balance is None:
+            raise ConfigError(f"--router_aux_coef: {kind.__name__} has no load-balancing loss")
+    module = PolicyModule(model, balance=balance)
     if not config.cpu_offload and world.size == 1:
         model.to(device)
     # A process alone that computes in its weights' dtype has nothing to shard and nothing to cast.
@@ -389,6 +380,8 @@ def build_model(config: TrainerConfig, *, dtype: Any, has_weights: bool = True) 
             f"--packing on: in layers of {type(model).__name__} sequences in one row would read each other, because "
             f"{cause}; use --packing off{' or flash attention' if is_blind else ''}"
         )
+    if config.liger:
+        use_liger(model)
     if config.lora:
         model = add_adapters(model, config)
     elif config.train_layer_indices is not None:
@@ -401,6 +394,15 @@ def build_model(config: TrainerConfig, *, dtype: Any, has_weights: bool = True) 
         for layer in transformer_layers(model):
             layer.compile()
     return model
+
+
+def use_liger(model: Any) -> None:
+    """Replace the forward passes for which liger-kernel has fused ones; raise ConfigError if it has none."""
+    liger = require("liger_kernel.transformers.monkey_patch", extra="gpu")
+    if model.config.model_type not in liger.MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise ConfigError(f"--liger: liger-kernel has nothing for {type(model).__name__}")
+    losses = {"cross_entropy": False, "fused_linear_cross_entropy": False}
+    liger._apply_liger_kernel_to_instance(model=model, **losses)
 
 
 def attention_kernel(config: TrainerConfig, settings: Any) -> str | None:
@@ -450,8 +452,12 @@ def choose_dtype(config: TrainerConfig, device: torch.device) -> torch.dtype:
 @contextlib.contextmanager
 def written_directory(target: Path, world: World, *, is_durable: bool = True) -> Iterator[Path]:
     """Yield a directory for all processes to fill, which then becomes `target`; after an error it is removed."""
-    name = str(fresh_directory(target)).encode() if world.is_main else None
-    directory = Path((world.broadcast(name) or b"").decode())
+    name = ""
+    if world.is_main:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        name = tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent)
+        Path(name).chmod(0o755)
+    directory = Path((world.broadcast(name.encode()) or b"").decode())
     try:
         yield directory
         world.barrier()
@@ -461,13 +467,6 @@ def written_directory(target: Path, world: World, *, is_durable: bool = True) ->
         if world.is_main:
             remove_directory(directory)
     world.barrier()
-
-
-def fresh_directory(target: Path) -> Path:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    fresh = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    fresh.chmod(0o755)
-    return fresh
 
 
 def finish_directory(fresh: Path, target: Path, *, is_durable: bool = True) -> None:

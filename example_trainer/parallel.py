@@ -126,9 +126,8 @@ class World:
             precision = MixedPrecisionPolicy(
                 param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
             )
-        offload = OffloadPolicy()
-        if offloads:
-            offload = CPUOffloadPolicy(pin_memory=self.device.type != "cpu")
+        pinned = CPUOffloadPolicy(pin_memory=self.device.type != "cpu")
+        offload = pinned if offloads else OffloadPolicy()
         for each in (*layers, module):
             fully_shard(each, mesh=mesh, mp_policy=precision, offload_policy=offload)
 

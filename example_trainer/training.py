@@ -82,14 +82,10 @@ def train(config: TrainerConfig) -> None:
         reference = reference_of(policy, config) if config.kl_coef else None
         optimizer = make_optimizer(policy, config)
         apart = world.for_another_thread()
-        refreshed = reference if config.reference_refresh else None
-        assert refreshed is None or isinstance(refreshed, Policy)
-        saved = Checkpoints(
-            save_path=config.save_path,
-            world=apart,
-            keep_last=config.keep_last,
-            reference=refreshed,
-        )
+        refreshes = config.reference_refresh and isinstance(reference, Policy)
+        refreshed = reference if refreshes else None
+        directory, keep = config.save_path, config.keep_last
+        saved = Checkpoints(save_path=directory, world=apart, keep_last=keep, reference=refreshed)
         start, metrics, experiment = resume(config, saved, policy, optimizer)
         saved.begin(start, is_resumed=config.resume)
         log = enter(MetricsLog(config, start=start, last=metrics, is_main=world.is_main))

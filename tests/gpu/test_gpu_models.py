@@ -2,12 +2,14 @@
 
 import importlib.util
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     Gemma2Config,
     GptOssConfig,
     LlamaConfig,
@@ -30,6 +32,7 @@ from tests.gpu.helpers_gpu import (
     config_for,
     exact,
     logprobs,
+    needs_cuda,
     steps,
 )
 from tests.trainer.helpers_models import CHANGES, make_model
@@ -87,6 +90,26 @@ def test_a_kernel_of_attention_gives_the_logprobs_and_gradient_of_eager_attentio
     model_dir = make_model(kind, tmp_path / "model")
     found = compute(config_for(model_dir, tmp_path, attention=name))
     found.check(exact(model_dir, tmp_path), mean=0.03, cosine=0.98)
+
+
+@needs_cuda
+@pytest.mark.skipif(
+    importlib.util.find_spec("liger_kernel") is None, reason="liger_kernel is not installed"
+)
+@pytest.mark.parametrize("kind", [LlamaConfig, Gemma2Config, Qwen3MoeConfig, GptOssConfig])
+def test_ligers_kernels_compute_what_the_models_own_do(
+    kind: type[PretrainedConfig], tmp_path: Path
+) -> None:
+    """They take the place of functions of transformers' module for all models, which the end of the test undoes."""
+    model_dir = make_model(kind, tmp_path / "model")
+    expected = exact(model_dir, tmp_path)
+    module = vars(sys.modules[MODEL_FOR_CAUSAL_LM_MAPPING[kind].__module__])
+    before = dict(module)
+    try:
+        found = compute(config_for(model_dir, tmp_path, attention="auto", liger=True))
+    finally:
+        module.update(before)
+    found.check(expected, mean=0.03, cosine=0.98)
 
 
 @pytest.mark.parametrize("targets", [[], ["q_proj", "gate_proj", "up_proj", "down_proj"]], ids=len)

@@ -82,8 +82,9 @@ def train(config: TrainerConfig) -> None:
         reference = reference_of(policy, config) if config.kl_coef else None
         optimizer = make_optimizer(policy, config)
         apart = world.for_another_thread()
-        refreshes = config.reference_refresh and isinstance(reference, Policy)
-        refreshed = reference if refreshes else None
+        refreshed = None
+        if config.reference_refresh and isinstance(reference, Policy):
+            refreshed = reference
         directory, keep = config.save_path, config.keep_last
         saved = Checkpoints(save_path=directory, world=apart, keep_last=keep, reference=refreshed)
         start, metrics, experiment = resume(config, saved, policy, optimizer)

@@ -92,7 +92,7 @@ def test_files_written_while_training_continues_hold_the_step_before(
         for _ in range(5):
             next(results)
         files.wait()
-        published = config.weights_dir / "version_1"
+        published = weights.path / "version_1"
         check_files(published)
         kept = dict(tensors_in(published))
     changed = state_of(policy, optimizer)

@@ -216,7 +216,7 @@ class Checkpoints:
 
 
 def _tensors(
-    policy: Policy, optimizer: torch.optim.Optimizer, reference: Policy | None
+    policy: Policy, optimizer: torch.optim.Optimizer, reference: Policy | None = None
 ) -> dict[str, Tensor]:
     """Return the checkpoint's tensors by name: trained parameters, their optimizer state and their reference.
 

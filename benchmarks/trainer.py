@@ -2,7 +2,7 @@
 
 `PYTHONPATH=. OMP_NUM_THREADS=1 python benchmarks/trainer.py`, or `make gpu` on a machine with a GPU. Parts:
 
-- `tests`: `tests/gpu`, which are skipped without CUDA
+- `tests`: the files of `tests/gpu`, which are skipped without CUDA
 - `trainer`: one step here and in TRL (ATROPOS_TRL_PYTHON: an interpreter with `trl` and the same torch) on the same
   completions; losses and gradient norms are compared, to verify that both do the same work
 - `memory`: one step of larger models, compared with the estimate of `example_trainer/memory.py`
@@ -44,7 +44,7 @@ PEAK_TFLOPS = {"H100 PCIe": 756, "H100": 989, "H200": 989, "A100": 312}
 LIMITS_S = {"process": 300.0, "part": 570.0, "all": 1440.0}
 """On a GPU: a part takes at most ten minutes and all of them at most 25."""
 STOP_GRACE_S = 20.0
-TESTS = ("-m", "pytest", "-m", "gpu", "tests/gpu", "-q", "-p", "no:cacheprovider")
+TESTS = ("-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider")
 BRIDGES = {"restart": 0, "reload": 0, "lora": 0, "transfer ipc": 1, "transfer nccl": 2}
 """The bridges, and how many GPUs they need."""
 
@@ -247,14 +247,16 @@ print(json.dumps({"python": platform.python_version(), **dict(sorted(found.items
 
 
 def measure_tests(session: Session) -> Iterator[Row]:
-    row = Row(part="tests", case="tests/gpu")
-    began_s = time.monotonic()
-    try:
-        row.note = session.run(*TESTS).strip().splitlines()[-1]
-    except Failed as error:
-        row.error = str(error)
-    row.wall_s = time.monotonic() - began_s
-    yield row
+    """A file is a process: a kernel that fails leaves its process without a usable device."""
+    for path in sorted(ROOT.glob("tests/gpu/test_*.py")):
+        row = Row(part="tests", case=str(path.relative_to(ROOT)))
+        began_s = time.monotonic()
+        try:
+            row.note = session.run(*TESTS, row.case).strip().splitlines()[-1]
+        except Failed as error:
+            row.error = str(error)
+        row.wall_s = time.monotonic() - began_s
+        yield row
 
 
 def measure_trainer(session: Session) -> Iterator[Row]:

@@ -71,6 +71,8 @@ class Checkpoints:
     """With a control group that no other thread uses."""
     keep_last: int | None = None
     """Number to keep; None: all."""
+    reference: Policy | None = None
+    """A reference that changes during the run, and so is part of the state."""
 
     def begin(self, start: int, *, is_resumed: bool = False) -> None:
         """Prepare the directory for a run that continues after step `start`; every process must call it.
@@ -135,7 +137,7 @@ class Checkpoints:
             "random": _random_states(),
         }
         weights = policy.gather()
-        parts = _parts(_tensors(policy, optimizer), self.world)
+        parts = _parts(_tensors(policy, optimizer, self.reference), self.world)
         num_bytes = sum(part.tensor.nbytes for part in parts.values())
         has_room = num_bytes < free_host_bytes() / 2
         if has_room:
@@ -204,7 +206,7 @@ class Checkpoints:
         if state["optimizer_has_state"]:
             _make_state(optimizer)
         try:
-            _load_tensors(training, policy, optimizer)
+            _load_tensors(training, policy, optimizer, self.reference)
         except (RuntimeError, ValueError, KeyError, checkpoint.CheckpointException) as error:
             raise ConfigError(
                 f"{directory} is of another model or optimizer than configured: {str(error)[:400]}"
@@ -213,8 +215,10 @@ class Checkpoints:
         return Start(int(state["step"]), state.get("metrics"), state.get("experiment"))
 
 
-def _tensors(policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return the checkpoint's tensors by name: trained parameters and their optimizer state.
+def _tensors(
+    policy: Policy, optimizer: torch.optim.Optimizer, reference: Policy | None = None
+) -> dict[str, Tensor]:
+    """Return the checkpoint's tensors by name: trained parameters, their optimizer state and their reference.
 
     They share their memory with policy and optimizer, and none with another. Frozen parameters come from the initial
     model, settings such as the learning rate from the configuration.
@@ -222,6 +226,8 @@ def _tensors(policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, Tens
     tensors: dict[str, Tensor] = {}
     for name, parameter in _trained(policy):
         tensors[f"model.{name}"] = parameter.detach()
+        if reference is not None:
+            tensors[f"reference.{name}"] = reference.model.get_parameter(name).detach()
         for key, value in optimizer.state.get(parameter, {}).items():
             for suffix, tensor in stored_parts(value).items():
                 tensors[f"optimizer.{name}.{key}{suffix}"] = tensor
@@ -262,14 +268,18 @@ def _write_parts(path: Path, parts: Mapping[str, Part]) -> None:
     save_file(tensors, path, metadata={"DCP_SHARDING_INFO": json.dumps(offsets)})
 
 
-def _load_tensors(directory: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
+def _load_tensors(
+    directory: Path, policy: Policy, optimizer: torch.optim.Optimizer, reference: Policy | None
+) -> None:
     reader = checkpoint.HuggingFaceStorageReader(str(directory))
     stored = reader.read_metadata().state_dict_metadata
     for name, parameter in _trained(policy):
         if not any(key.startswith(f"optimizer.{name}.") for key in stored):
             # It never had a gradient, as an expert that was never routed to.
             optimizer.state.pop(parameter, None)
-    tensors = _tensors(policy, optimizer)
+        if f"reference.{name}" not in stored:
+            reference = None  # a run that did not refresh it: it is the initial model
+    tensors = _tensors(policy, optimizer, reference)
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # of a single process
         checkpoint.load(tensors, storage_reader=reader, no_dist=policy.world.size == 1)
 

@@ -75,6 +75,8 @@ class TrainerConfig(BaseModel):
     With --optimizer adamw only."""
     compile_layers: bool = False
     """torch.compile each decoder layer: less memory traffic; the first steps take a minute or more to compile."""
+    liger: bool = False
+    """Take liger-kernel's fused norms, rotary embedding and MLP (Triton): less memory traffic and memory."""
     threads: int | None = Field(None, ge=1)
     """Torch CPU threads; None: 1 on at most two cores, else torch's default."""
     seed: int = 0
@@ -191,11 +193,15 @@ class TrainerConfig(BaseModel):
     """Drop sequences with a token whose ratio is below this, such as 1e-4; None: off."""
     kl_coef: float = Field(0.0, ge=0)
     """Weight of the KL to the reference: the groups' ref_logprobs, else the initial model."""
+    reference_refresh: int = Field(0, ge=0)
+    """Steps after which the policy becomes the reference, again and again; 0: never. Not with adapters."""
     kl_estimator: KlEstimator = "k3"
     """Value that the KL adds to the loss: exp(d) - d - 1 (k3) or d * d / 2 (k2), with d = reference - own logprob. The
     gradient of both is that of the KL."""
     entropy_coef: float = 0.0
     """Weight of an entropy bonus."""
+    router_aux_coef: float = Field(0.0, ge=0)
+    """Weight of the load-balancing loss of a mixture of experts, per micro-batch."""
     distill_coef: float = Field(0.0, ge=0)
     """Weight of distillation from the groups' teacher logprobs."""
     distill_loss: DistillLoss = "forward_kl"
@@ -357,6 +363,10 @@ class TrainerConfig(BaseModel):
         if self.cpu_offload and self.optimizer != "adamw":
             raise ValueError(
                 f"--optimizer {self.optimizer} computes on the GPU, and --cpu_offload keeps the optimizer off it"
+            )
+        if self.reference_refresh and (self.lora or not self.kl_coef):
+            raise ValueError(
+                "--reference_refresh needs --kl_coef, and a model trained without --lora"
             )
         if self.lora and self.train_layer_indices is not None:
             raise ValueError("--train_layer_indices is for full weights; use --lora_layer_indices")

@@ -31,12 +31,13 @@ CHECKSUMS = "checksums.json"
 Shapes = dict[str, list[int]]
 """Shape of each tensor, by its name in a checkpoint."""
 
+_OF_ADAPTER = "adapter_config.json"
 _SHOWN = 3
 
 
 def write_checksums(directory: Path, weights: Mapping[str, Tensor]) -> None:
-    """Write the checksum of each tensor in `weights` whose name is in the checkpoint in `directory`."""
-    sums = {name: tensor_checksum(weights[name]) for name in shapes_in(directory)}
+    """Write the checksums of the tensors that the files in `directory` must hold, by their names there."""
+    sums = {name: tensor_checksum(value) for name, value in weights.items()}
     (directory / CHECKSUMS).write_text(json.dumps(sums, indent=0) + "\n", encoding="utf-8")
 
 
@@ -90,7 +91,8 @@ def check_files(directory: Path) -> None:
     Call it before an engine is touched: vLLM exits when a reload fails, and a restart stops the old engine first.
     """
     try:
-        read = (directory / "config.json", *_files(directory))
+        config = [] if (directory / _OF_ADAPTER).is_file() else [directory / "config.json"]
+        read = config + _files(directory)
         if lacking := [path.name for path in read if not path.is_file()]:
             raise FileNotFoundError(f"it lacks {', '.join(lacking[:_SHOWN])}")
         written = json.loads((directory / CHECKSUMS).read_text(encoding="utf-8"))
@@ -189,6 +191,8 @@ def tensors_in(directory: Path) -> Iterator[tuple[str, Tensor]]:
 
 def _files(directory: Path) -> list[Path]:
     """Return the weights files that transformers and the engines read; a directory may hold others."""
+    if (directory / _OF_ADAPTER).is_file():
+        return [directory / "adapter_model.safetensors"]
     index = directory / "model.safetensors.index.json"
     if not index.is_file():
         return [directory / "model.safetensors"]

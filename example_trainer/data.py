@@ -118,6 +118,13 @@ class MicroBatch:
     is_filler: bool = False
     """Whether it only makes the processes' counts equal: its weights are 0 and metrics omit it."""
 
+    @property
+    def is_token_BT(self) -> Tensor:
+        """Whether each position is of a sequence, and not padding; on the CPU."""
+        lengths = torch.tensor([len(row.tokens) for row in self.rows])
+        lengths = lengths if self.borders is None else lengths.sum(0, keepdim=True)
+        return torch.arange(self.tokens_BT.shape[1]) < lengths[:, None]
+
     def to(self, device: torch.device) -> MicroBatch:
         return self if device.type == "cpu" else _moved(self, device)
 
@@ -263,9 +270,6 @@ def without_weight(micro_batch: MicroBatch) -> MicroBatch:
     return dataclasses.replace(micro_batch, positions=positions, is_filler=True)
 
 
-# Groups -> rows.
-
-
 def _reason_to_skip(row: Row, options: DataOptions) -> SkipReason | None:
     if len(row.tokens) >= options.seq_len:
         return "too_long"
@@ -391,9 +395,6 @@ def _weights(rows: Sequence[Row], options: DataOptions) -> list[float]:
     else:
         divisors = [num_sequences * options.loss_constant] * len(rows)
     return list(map(operator.truediv, shares, divisors))
-
-
-# Rows -> micro-batches.
 
 
 def _split(rows: list[Row], options: DataOptions) -> Iterator[list[Row]]:

@@ -210,8 +210,7 @@ class Leader(Follower):
             logger.warning(
                 "step %d: the lease had ended before the step did, so the hub may hand these groups out again and they "
                 "may be trained twice; give a longer --lease_s if steps take that long (%s)",
-                step,
-                error,
+                *(step, error),
             )
         except HubRejected as error:
             _require_unknown(error)
@@ -284,9 +283,7 @@ class Leader(Follower):
         if reply.replayed or reply.forgotten_steps:
             logger.warning(
                 "%d groups that were trained on after step %d come again, and %d steps are no longer held",
-                reply.replayed or 0,
-                step,
-                reply.forgotten_steps or 0,
+                *(reply.replayed or 0, step, reply.forgotten_steps or 0),
             )
 
     def _check(self, group: ScoredGroup) -> None:

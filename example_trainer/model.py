@@ -11,6 +11,7 @@ import contextlib
 import importlib.util
 import json
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -28,14 +30,17 @@ from transformers import (
 )
 from transformers.utils.generic import is_flash_attention_requested
 
-from atroposlib.errors import AtroposError, ConfigError
+from atroposlib.errors import AtroposError, ConfigError, require
 from atroposlib.utils.files import sync_to_disk
 from example_trainer.adapters import ADAPTER, add_adapters, freeze_other_layers, merged_weights
 from example_trainer.config import TrainerConfig
-from example_trainer.contract import checkpoint_form, write_checksums
+from example_trainer.contract import checkpoint_form, shapes_in, write_checksums
 from example_trainer.data import MicroBatch
 from example_trainer.head import head_logprobs, logits_logprobs
 from example_trainer.parallel import ALONE, World, host_copy, whole
+
+IGNORE_BORDERS = {"afmoe", "biogpt", "bloom", "gpt_oss", "granitemoehybrid", "mpt", "opt", "xglm"}
+"""Model types whose attention mask does not depend on the positions (transformers 5.24)."""
 
 
 class PolicyOutput(NamedTuple):
@@ -46,6 +51,8 @@ class PolicyOutput(NamedTuple):
     entropy_N: Tensor
     teacher_NK: Tensor | None
     """Logprobs of the tokens that a teacher lists; None without a teacher."""
+    router_loss: Tensor | None
+    """Load-balancing loss of the experts; None if it is not asked for."""
 
 
 class PolicyModule(nn.Module):
@@ -54,9 +61,11 @@ class PolicyModule(nn.Module):
     Logits of whole sequences are computed only if the model's head is more than a matrix (`has_plain_head`).
     """
 
-    def __init__(self, causal: Any) -> None:
+    def __init__(self, causal: Any, *, balance: Any = None) -> None:
+        """`balance`: the function of the experts' load-balancing loss, if that is asked for."""
         super().__init__()
         self.causal = causal
+        self.balance = balance
 
     def forward(self, micro_batch: MicroBatch) -> PolicyOutput:
         positions = micro_batch.positions
@@ -68,21 +77,28 @@ class PolicyModule(nn.Module):
             if uses_flash(self.causal):
                 inputs |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), micro_batch.borders)
                 inputs |= dict.fromkeys(("max_length_q", "max_length_k"), micro_batch.longest)
+        if self.balance is not None:
+            inputs["output_router_logits"] = True
         ids_NK = positions.labels_N[:, None]
         if positions.teacher_ids_NK is not None:
             ids_NK = torch.cat([ids_NK, positions.teacher_ids_NK], dim=1)
         asked = {"ids_NK": ids_NK, "temperature_N": positions.temperature_N}
         if has_plain_head(self.causal):
-            hidden_BTH = base_model(self.causal).get_decoder()(**inputs).last_hidden_state
-            hidden_NH = hidden_BTH.flatten(0, 1)[micro_batch.trained_N]
+            outputs = base_model(self.causal).get_decoder()(**inputs)
+            hidden_NH = outputs.last_hidden_state.flatten(0, 1)[micro_batch.trained_N]
             head = base_model(self.causal).get_output_embeddings()
             out = head_logprobs(hidden_NH, head.weight, head.bias, **asked)
         else:
-            logits_BTV = self.causal(**inputs).logits
-            out = logits_logprobs(logits_BTV.flatten(0, 1)[micro_batch.trained_N], **asked)
+            outputs = self.causal(**inputs)
+            out = logits_logprobs(outputs.logits.flatten(0, 1)[micro_batch.trained_N], **asked)
         # Copies: FSDP's hooks are on the outputs, and an operation in place on a view would drop them.
         teacher_NK = None if positions.teacher_ids_NK is None else out.logprobs_NK[:, 1:].clone()
-        return PolicyOutput(out.logprobs_NK[:, 0].clone(), out.entropy_N, teacher_NK)
+        router_loss = None
+        if self.balance is not None:
+            model = base_model(self.causal)
+            sizes = (model.num_experts, model.num_experts_per_tok)
+            router_loss = self.balance(outputs.router_logits, *sizes, micro_batch.is_token_BT)
+        return PolicyOutput(out.logprobs_NK[:, 0].clone(), out.entropy_N, teacher_NK, router_loss)
 
 
 def saved_on_host() -> torch.autograd.graph.saved_tensors_hooks:
@@ -218,11 +234,15 @@ class Policy:
         self.tokenizer.save_pretrained(directory)
         if self.is_adapted and not merged:
             self.model.save_pretrained(directory, state_dict=weights)
+            # The names in an adapter's file lack the adapter's.
+            plain = {name.replace(f".{ADAPTER}", ""): value for name, value in weights.items()}
+            write_checksums(directory, plain)
             return
         model = base_model(self.model)
         weights = checkpoint_form(weights, model)
         model.save_pretrained(directory, state_dict=dict(weights), save_original_format=False)
-        write_checksums(directory, weights)
+        found = shapes_in(directory)  # without the other name of a tied tensor
+        write_checksums(directory, {name: weights[name] for name in found})
         path = directory / "config.json"  # save_pretrained writes the dtype of the master weights
         config = json.loads(path.read_text(encoding="utf-8"))
         config["dtype"] = str(self.dtype).removeprefix("torch.")
@@ -249,6 +269,15 @@ def reference_of(policy: Policy, config: TrainerConfig) -> Reference:
     if policy.is_adapted:
         return WithoutAdapters(policy=policy)
     return load_policy(config, policy.world, is_frozen=True)
+
+
+@torch.no_grad()
+def refresh(reference: Policy, policy: Policy) -> None:
+    """Copy the policy's weights, in the reference's precision; every process must call it."""
+    for frozen, trained in zip(
+        reference.model.parameters(), policy.model.parameters(), strict=True
+    ):
+        frozen.copy_(trained if isinstance(frozen, DTensor) else whole(trained))
 
 
 def check_model_path(name: str) -> None:
@@ -285,7 +314,13 @@ def load_policy(
             if read is not None:  # how the checkpoint names and shapes its tensors
                 base_model(model)._weight_conversions = base_model(read)._weight_conversions
     model.train()
-    module = PolicyModule(model)
+    balance = None
+    if config.router_aux_coef and not is_frozen:
+        kind = type(base_model(model))
+        balance = getattr(sys.modules[kind.__module__], "load_balancing_loss_func", None)
+        if balance is None:
+            raise ConfigError(f"--router_aux_coef: {kind.__name__} has no load-balancing loss")
+    module = PolicyModule(model, balance=balance)
     if not config.cpu_offload and world.size == 1:
         model.to(device)
     # A process alone that computes in its weights' dtype has nothing to shard and nothing to cast.
@@ -336,11 +371,17 @@ def build_model(config: TrainerConfig, *, dtype: Any, has_weights: bool = True) 
         model = AutoModelForCausalLM.from_pretrained(name, config=settings, **chosen)
     else:
         model = AutoModelForCausalLM.from_config(settings, **chosen)
-    if config.packing == "on" and model._is_stateful:
-        raise ConfigError(
-            f"--packing on: layers of {type(model).__name__} hand a state on from token to token, so that sequences in "
-            "one row would read each other's; use --packing off"
+    is_blind = settings.model_type in IGNORE_BORDERS and not uses_flash(model)
+    if config.packing == "on" and (is_blind or model._is_stateful):
+        cause = (
+            "their mask ignores borders" if is_blind else "they hand a state on from token to token"
         )
+        raise ConfigError(
+            f"--packing on: in layers of {type(model).__name__} sequences in one row would read each other, because "
+            f"{cause}; use --packing off{' or flash attention' if is_blind else ''}"
+        )
+    if config.liger:
+        use_liger(model)
     if config.lora:
         model = add_adapters(model, config)
     elif config.train_layer_indices is not None:
@@ -353,6 +394,15 @@ def build_model(config: TrainerConfig, *, dtype: Any, has_weights: bool = True) 
         for layer in transformer_layers(model):
             layer.compile()
     return model
+
+
+def use_liger(model: Any) -> None:
+    """Replace the forward passes for which liger-kernel has fused ones; raise ConfigError if it has none."""
+    liger = require("liger_kernel.transformers.monkey_patch", extra="gpu")
+    if model.config.model_type not in liger.MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise ConfigError(f"--liger: liger-kernel has nothing for {type(model).__name__}")
+    losses = {"cross_entropy": False, "fused_linear_cross_entropy": False}
+    liger._apply_liger_kernel_to_instance(model=model, **losses)
 
 
 def attention_kernel(config: TrainerConfig, settings: Any) -> str | None:
@@ -402,8 +452,12 @@ def choose_dtype(config: TrainerConfig, device: torch.device) -> torch.dtype:
 @contextlib.contextmanager
 def written_directory(target: Path, world: World, *, is_durable: bool = True) -> Iterator[Path]:
     """Yield a directory for all processes to fill, which then becomes `target`; after an error it is removed."""
-    name = str(fresh_directory(target)).encode() if world.is_main else None
-    directory = Path((world.broadcast(name) or b"").decode())
+    name = ""
+    if world.is_main:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        name = tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent)
+        Path(name).chmod(0o755)
+    directory = Path((world.broadcast(name.encode()) or b"").decode())
     try:
         yield directory
         world.barrier()
@@ -413,13 +467,6 @@ def written_directory(target: Path, world: World, *, is_durable: bool = True) ->
         if world.is_main:
             remove_directory(directory)
     world.barrier()
-
-
-def fresh_directory(target: Path) -> Path:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    fresh = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    fresh.chmod(0o755)
-    return fresh
 
 
 def finish_directory(fresh: Path, target: Path, *, is_durable: bool = True) -> None:

@@ -126,15 +126,17 @@ class World:
             precision = MixedPrecisionPolicy(
                 param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
             )
-        offload = OffloadPolicy()
-        if offloads:
-            offload = CPUOffloadPolicy(pin_memory=self.device.type != "cpu")
+        pinned = CPUOffloadPolicy(pin_memory=self.device.type != "cpu")
+        offload = pinned if offloads else OffloadPolicy()
         for each in (*layers, module):
             fully_shard(each, mesh=mesh, mp_policy=precision, offload_policy=offload)
 
     @torch.no_grad()
     def fill(self, model: nn.Module, read: nn.Module | None) -> None:
-        """Distribute the weights that the first process read, one parameter at a time."""
+        """Distribute the weights that the first process read, one parameter at a time.
+
+        Buffers go to the device also where parameters stay on the host: FSDP moves only parameters for a layer.
+        """
         source = {}
         if read is not None:
             source = dict(read.named_parameters()) | dict(read.named_buffers())
@@ -144,10 +146,13 @@ class World:
                 whole_tensor.copy_(source[name])
             mine = distribute_tensor(whole_tensor, parameter.device_mesh, parameter.placements)
             parameter.copy_(mine)
-        for name, buffer in model.named_buffers():
+        for name, buffer in list(model.named_buffers()):
+            value = torch.empty_like(buffer, device=self.device)
             if self.is_main:
-                buffer.copy_(source[name])
-            dist.broadcast(buffer, src=0)
+                value.copy_(source[name])
+            dist.broadcast(value, src=0)
+            owner, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(owner), attribute, value)
 
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))

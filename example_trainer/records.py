@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Any, Self, TextIO, get_args
 
 import msgspec
 import torch
@@ -18,7 +18,7 @@ import torch
 from atroposlib.errors import ConfigError, require
 from atroposlib.scored_data import ScoredGroup
 from example_trainer.config import TrainerConfig
-from example_trainer.data import UNKNOWN_VERSION, Batch
+from example_trainer.data import UNKNOWN_VERSION, Batch, SkipReason
 
 logger = logging.getLogger(__name__)
 
@@ -149,29 +149,25 @@ def gpu_memory(device: torch.device) -> dict[str, float]:
     """Return torch's memory on a GPU in GiB: allocated, reserved and peak; {} on the CPU."""
     if device.type != "cuda":
         return {}
-    sizes = {
-        "gpu_memory_gb": torch.cuda.memory_allocated(device),
-        "gpu_memory_reserved_gb": torch.cuda.memory_reserved(device),
-        "gpu_memory_peak_gb": torch.cuda.max_memory_allocated(device),
+    return {
+        "gpu_memory_gb": torch.cuda.memory_allocated(device) / 2**30,
+        "gpu_memory_reserved_gb": torch.cuda.memory_reserved(device) / 2**30,
+        "gpu_memory_peak_gb": torch.cuda.max_memory_allocated(device) / 2**30,
     }
-    return {name: size / 2**30 for name, size in sizes.items()}
 
 
 def describe_batch(batch: Batch, version: int) -> dict[str, Any]:
     """Return the metrics of a batch; staleness is in steps, over trained positions of known version."""
     staleness = version - batch.versions[batch.versions != UNKNOWN_VERSION]
-    known = bool(len(staleness))
-    return {
+    skipped = {f"num_skipped_{why}": batch.num_skipped(why) for why in get_args(SkipReason)}
+    return skipped | {
         "reward_mean": float(batch.scores.mean()),
         "reward_std": float(batch.scores.std()),
         "num_groups": batch.num_groups,
         "num_sequences": batch.num_sequences,
         "num_trained_tokens": batch.num_trained_tokens,
-        "num_skipped_zero_advantage": batch.num_skipped("zero_advantage"),
-        "num_skipped_untrained": batch.num_skipped("untrained"),
-        "num_skipped_too_long": batch.num_skipped("too_long"),
-        "staleness_mean": float(staleness.mean()) if known else None,
-        "staleness_max": int(staleness.max()) if known else None,
+        "staleness_mean": float(staleness.mean()) if len(staleness) else None,
+        "staleness_max": int(staleness.max()) if len(staleness) else None,
     }
 
 

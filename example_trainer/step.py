@@ -118,7 +118,7 @@ def take_step(
     """
     lr = set_learning_rate(optimizer, config, step)
     frozen = reference if batch.lacks_reference else None
-    names = LossShare._fields + LogprobSums._fields
+    names = (*LossShare._fields, *LogprobSums._fields, "router_sum")
     totals = torch.zeros(len(names), dtype=torch.float64, device=policy.device)
     peaks = Peaks(policy)
     for micro_batch, own, (share, clipped_N) in losses(policy, batch, config, frozen):
@@ -129,7 +129,8 @@ def take_step(
         sums_of_logprobs = logprob_sums(micro_batch.positions, own.logprobs_N)
         if trace is not None:
             trace.observe(micro_batch, own.logprobs_N, own.entropy_N, clipped_N)
-        totals += torch.stack([value.detach() for value in (*share, *sums_of_logprobs)])
+        added = (*share, *sums_of_logprobs, router_share(own, micro_batch, batch))
+        totals += torch.stack([value.detach() for value in added])
     report = gap.settle(step)
     norm = update_weights(policy, optimizer, config) if batch.micro_batches else None
     sums = dict(zip(names, policy.world.sum(totals).tolist(), strict=True))
@@ -153,7 +154,15 @@ def losses(
             teacher_logprobs_own_NK=own.teacher_NK,
         )
         yield micro_batch, own, loss
-        (loss.share.loss * policy.world.size).backward()  # FSDP takes the mean over the processes
+        total = loss.share.loss + config.router_aux_coef * router_share(own, micro_batch, batch)
+        (total * policy.world.size).backward()  # FSDP takes the mean over the processes
+
+
+def router_share(own: PolicyOutput, micro_batch: MicroBatch, batch: Batch) -> Tensor:
+    """Return the experts' load-balancing loss times the micro-batch's share of the batch's tokens; 0 without one."""
+    if own.router_loss is None or micro_batch.is_filler:
+        return own.entropy_N.new_zeros(())
+    return own.router_loss * (sum(len(row.tokens) for row in micro_batch.rows) / batch.num_tokens)
 
 
 def reference_logprobs(reference: Reference | None, micro_batch: MicroBatch) -> Tensor | None:
@@ -239,6 +248,7 @@ def describe_result(result: StepResult, batch: Batch) -> dict[str, Any]:
         "entropy_mean": sums["entropy_sum"] / num_trained if batch.micro_batches else None,
         "kl_mean": sums["kl_sum"] / num_trained if sums["kl_sum"] else None,
         "sampled_kl_mean": mean("sampled_kl_sum"),
+        "router_loss": sums["router_sum"] or None,
         "distill_loss": sums["distill_sum"] / num_trained if sums["distill_sum"] else None,
         "logprob_mean": mean("own_sum"),
         "logprob_std": deviation("own_sum", "own_square_sum"),

@@ -37,7 +37,7 @@ from example_trainer.data import make_batch, require_trainable
 from example_trainer.feed import RETRY_S, Follower, Leader
 from example_trainer.gap import LogprobGap
 from example_trainer.memory import sizes_of, what_does_not_fit
-from example_trainer.model import Policy, choose_device, load_policy, reference_of
+from example_trainer.model import Policy, choose_device, load_policy, reference_of, refresh
 from example_trainer.optim import make_optimizer
 from example_trainer.parallel import processes
 from example_trainer.records import (
@@ -82,7 +82,11 @@ def train(config: TrainerConfig) -> None:
         reference = reference_of(policy, config) if config.kl_coef else None
         optimizer = make_optimizer(policy, config)
         apart = world.for_another_thread()
-        saved = Checkpoints(save_path=config.save_path, world=apart, keep_last=config.keep_last)
+        refreshed = None
+        if config.reference_refresh and isinstance(reference, Policy):
+            refreshed = reference
+        directory, keep = config.save_path, config.keep_last
+        saved = Checkpoints(save_path=directory, world=apart, keep_last=keep, reference=refreshed)
         start, metrics, experiment = resume(config, saved, policy, optimizer)
         saved.begin(start, is_resumed=config.resume)
         log = enter(MetricsLog(config, start=start, last=metrics, is_main=world.is_main))
@@ -145,6 +149,8 @@ def train(config: TrainerConfig) -> None:
             version = step + 1
             with clock.phase("train_s"):
                 feed.acknowledge(step=version)
+                if refreshed is not None and version % config.reference_refresh == 0:
+                    refresh(refreshed, policy)
             if world.is_main:
                 record_step([g.group_id for g in groups], step=version, began_at=began_at)
             with clock.phase("publish_s"):

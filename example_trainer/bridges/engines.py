@@ -30,9 +30,9 @@ class RunningEngine(ABC):
     kind = ""
     version_route = ""
 
-    def __init__(self, control: Control) -> None:
+    def __init__(self, control: Control, *, check: EngineCheck | None = None) -> None:
         self.control = control
-        self._check = EngineCheck(control.url)
+        self._check = check or EngineCheck(control.url)
 
     @contextmanager
     def frozen(self, mode: str = "", *, resume_after_error: bool = True) -> Iterator[None]:

@@ -16,10 +16,10 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
-from atroposlib.errors import AtroposError, EngineError
+from atroposlib.errors import AtroposError, EngineError, EngineProtocolError
 from example_trainer.bridges.control import Control
 from example_trainer.bridges.engines import VllmEngine
-from example_trainer.contract import check_files
+from example_trainer.contract import EngineCheck, check_files, tensors_in
 from example_trainer.vllm_process import EngineProcess
 from example_trainer.weights import Published
 
@@ -48,6 +48,8 @@ class RestartBridge:
         """The running engine; None before `start` and after `close`."""
         self._served: Published | None = None
         """What the running engine was started from; None while none is healthy."""
+        self._check: EngineCheck | None = None
+        """Of every engine in turn: what an engine keeps in a form of its own, the next one does too."""
         self._rolled_back = False
         self._failure: EngineError | None = None
         """Why an engine that died could not be restarted."""
@@ -57,6 +59,7 @@ class RestartBridge:
         self._watcher = threading.Thread(target=self._watch, name="engine watcher", daemon=True)
 
     def start(self, checkpoint_dir: Path, version: int) -> None:
+        check_files(checkpoint_dir)
         with self._replacing:
             self._replace_engine(Published(checkpoint_dir, version))
         self._watcher.start()
@@ -65,7 +68,8 @@ class RestartBridge:
         """Replace the engine by one on `checkpoint_dir`; return the version that is served afterwards.
 
         If the new engine does not become healthy, log the reason, serve the old checkpoint again and return its
-        version. Raises EngineError if that fails too, if it happens twice in a row, or if the checkpoint is incomplete.
+        version. Raises EngineError if that fails too, if it happens twice in a row, if the checkpoint is incomplete, or
+        if the engine has loaded something else.
         A run that must stop does not wait for the engine.
         """
         check_files(checkpoint_dir)
@@ -77,7 +81,8 @@ class RestartBridge:
             except EngineError as error:
                 if self._is_stopping():
                     return version if before is None else before.version
-                if before is None or self._rolled_back or not before.directory.exists():
+                has_failed = self._rolled_back or isinstance(error, EngineProtocolError)
+                if before is None or has_failed or not before.directory.exists():
                     raise
                 logger.error(
                     "no healthy engine on version %d, version %d is served again: %s",
@@ -110,8 +115,12 @@ class RestartBridge:
         except OSError as error:  # such as a full disk, for its log
             raise EngineError(f"{self.engine.name} could not be started: {error}") from error
         self.engine.wait_ready(is_ending=self._is_ending)
-        with closing(Control(self.engine.url, timeout_s=30.0)) as control:
-            VllmEngine(control).set_version(served.version)
+        # vLLM computes SHA-256 at about a second per GB.
+        with closing(Control(self.engine.url, timeout_s=600.0)) as control:
+            self._check = self._check or EngineCheck(self.engine.url)
+            engine = VllmEngine(control, check=self._check)
+            engine.set_version(served.version)
+            engine.check_weights(lambda: dict(tensors_in(served.directory)))
         self._served = served
 
     def _is_ending(self) -> bool:

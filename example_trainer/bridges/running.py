@@ -74,6 +74,7 @@ class DirectoryReaders(RunningEngines):
 
     def publish(self, directory: Path, version: int) -> int:
         """Load `directory` into all engines concurrently; raise EngineError naming engine, route and answer."""
+        check_files(directory)
         published = self._published = Published(directory.resolve(), version)
         for_each(
             self._controls,
@@ -107,10 +108,6 @@ class ReloadBridge(DirectoryReaders):
     """Engines load whole checkpoints in place; requests in flight pause meanwhile and are not lost."""
 
     name = "reload"
-
-    def publish(self, directory: Path, version: int) -> int:
-        check_files(directory)
-        return super().publish(directory, version)
 
     def load(self, engine: RunningEngine, directory: Path, version: int) -> None:
         with engine.frozen():

@@ -74,10 +74,10 @@ CHANGES: dict[type[PretrainedConfig], dict[str, Any]] = {
 }
 
 
-def make_model(kind: type[PretrainedConfig], directory: Path) -> Path:
+def make_model(kind: type[PretrainedConfig], directory: Path, **changes: Any) -> Path:
     """Save a model of the architecture with random weights and its tokenizer, and return the directory."""
     torch.manual_seed(0)
-    config = kind(**SIZES | CHANGES[kind])
+    config = kind(**SIZES | CHANGES[kind] | changes)
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)
     make_tiny_tokenizer().save_pretrained(directory)
     return directory

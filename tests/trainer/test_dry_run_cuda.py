@@ -13,7 +13,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -26,6 +29,7 @@ from example_trainer.gap import LogprobGap
 from example_trainer.model import Policy, load_policy
 from example_trainer.objective import OBJECTIVES
 from example_trainer.optim import make_optimizer
+from example_trainer.parallel import World
 from example_trainer.step import data_options, describe_result, take_step
 from tests.tiny_model import make_tiny_model
 from tests.trainer.helpers_dry_run import (
@@ -128,6 +132,29 @@ def test_forward_and_losses_of_every_correction_stay_on_the_gpu(
 ) -> None:
     changes = {"correction": correction, "distill_coef": 0.3, "distill_loss": "reverse_kl"}
     take_one_step(models["whole", torch.bfloat16], **changes, **LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("cpu_offload", [False, True])
+def test_buffers_of_a_sharded_model_are_on_the_gpu_where_its_weights_may_not_be(
+    cpu_offload: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FSDP brings a layer's parameters to the device, and no buffer."""
+    model_dir = make_tiny_model(tmp_path / "model", num_layers=1)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr("torch.Tensor.pin_memory", lambda self: self)
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    try:
+        mesh = init_device_mesh("cuda", (2,))
+        monkeypatch.setattr("example_trainer.parallel.init_device_mesh", lambda *_: mesh)
+        config = config_for_dry_run(model_dir, tmp_path, cpu_offload=cpu_offload)
+        world = World(rank=1, size=2, device=torch.device("cuda:0"))
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model = load_policy(config, world).model
+    finally:
+        dist.destroy_process_group()
+    assert {p.device.type for p in model.parameters()} == {"cpu" if cpu_offload else "cuda"}
+    assert {b.device.type for b in model.buffers()} == {"cuda"}
 
 
 class Traffic(TorchDispatchMode):

@@ -31,33 +31,11 @@ from example_trainer.model import (
 from example_trainer.parallel import whole
 from example_trainer.step import data_options
 from example_trainer.weights import WeightsDirectory
-from tests.tiny_model import make_tiny_tokenizer
 from tests.trainer.helpers_dry_run import config_for_dry_run
-from tests.trainer.helpers_models import make_model
+from tests.trainer.helpers_models import CHANGES, make_model
 from tests.trainer.helpers_trainer import make_group, one_step
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 260,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "moe_intermediate_size": 32,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "initializer_range": 0.15,
-}
-EXPERTS = Qwen3MoeConfig(**SIZES, num_hidden_layers=2)
-DENSE = Qwen3Config(**SIZES, num_hidden_layers=2)
 EVERYTHING = ["embed_tokens", "q_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
-
-
-def save(config: Any, directory: Path) -> Path:
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
-    make_tiny_tokenizer().save_pretrained(directory)
-    return directory
 
 
 @pytest.fixture(scope="module")
@@ -93,26 +71,37 @@ def test_sequences_of_a_hybrid_model_do_not_read_each_others_state(
         torch.testing.assert_close(found[labels], values, rtol=0, atol=1e-4)
 
 
-def test_packing_is_refused_where_it_would_be_wrong(hybrid: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="^--packing on: layers of Qwen3Next.*--packing off"):
-        load_policy(config_for_dry_run(hybrid, tmp_path, packing="on"))
+@pytest.mark.parametrize("kind", CHANGES)
+def test_packing_changes_no_logprob_or_is_refused(kind: Any, tmp_path: Path) -> None:
+    """gpt-oss makes its mask without the positions, so that the second sequence would be off by 2 nats."""
+    model_dir = make_model(kind, tmp_path / "model")
+    padded, packed = (config_for_dry_run(model_dir, tmp_path, packing=p) for p in ("off", "on"))
+    refused = {Qwen3NextConfig: "hand a state on", GptOssConfig: "mask ignores borders"}
+    if kind in refused:
+        with pytest.raises(ConfigError, match=f"^--packing on: .*{refused[kind]}.*--packing off"):
+            load_policy(packed)
+        return
+    expected, found = (logprobs(load_policy(config), config) for config in (padded, packed))
+    assert found.keys() == expected.keys()
+    for labels, values in expected.items():
+        torch.testing.assert_close(found[labels], values, rtol=0, atol=1e-4)
 
 
 def test_a_model_of_experts_takes_a_step_on_stale_sequences(tmp_path: Path) -> None:
-    config = config_for_dry_run(save(EXPERTS, tmp_path / "experts"), tmp_path)
+    config = config_for_dry_run(make_model(Qwen3MoeConfig, tmp_path / "experts"), tmp_path)
     policy = load_policy(config)
     result = one_step(policy, config, [make_group([1.0, 0.0], policy_version=1)], version=2)
     assert result.grad_norm is not None
     assert result.gap.maximum is None
 
 
-@pytest.mark.parametrize("kind", [DENSE, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("kind", [Qwen3Config, Qwen3MoeConfig])
 @pytest.mark.parametrize("targets", [["all-linear"], EVERYTHING], ids=len)
 def test_a_published_model_is_the_trained_one(
     kind: Any, targets: list[str], tmp_path: Path
 ) -> None:
     """peft adapts fused experts by one wrapper around another, and an embedding by other matrices than a layer."""
-    source = save(kind, tmp_path / "source")
+    source = make_model(kind, tmp_path / "source")
     adapters: dict[str, Any] = {"lora": True, "lora_target_modules": targets, "lr": 0.03}
     config = config_for_dry_run(source, tmp_path, **adapters)
     policy = load_policy(config)
@@ -133,17 +122,16 @@ def test_a_published_model_is_the_trained_one(
 
 @pytest.mark.filterwarnings("ignore:Model has .tie_word_embeddings=True")
 def test_an_adapter_on_one_of_two_tied_matrices_is_refused(tmp_path: Path) -> None:
-    tied = Qwen3MoeConfig(**SIZES, num_hidden_layers=1, tie_word_embeddings=True)
+    tied = make_model(Qwen3MoeConfig, tmp_path / "tied", tie_word_embeddings=True)
     adapters: dict[str, Any] = {"lora": True, "lora_target_modules": ["embed_tokens"]}
-    config = config_for_dry_run(save(tied, tmp_path / "tied"), tmp_path, **adapters)
+    config = config_for_dry_run(tied, tmp_path, **adapters)
     with pytest.raises(ConfigError, match=r"^--lora_target_modules.*are one matrix"):
         load_policy(config)
 
 
 @pytest.mark.parametrize("kind", [GptOssConfig, Gemma2Config])
 def test_a_model_without_sdpa_takes_a_step_and_is_published(kind: Any, tmp_path: Path) -> None:
-    settings = {name: size for name, size in SIZES.items() if "moe" not in name}
-    source = save(kind(**settings, num_hidden_layers=2), tmp_path / "source")
+    source = make_model(kind, tmp_path / "source")
     config = config_for_dry_run(source, tmp_path, weights_dir=tmp_path / "weights")
     policy = load_policy(config)
     assert policy.model.config._attn_implementation == "eager"
@@ -156,17 +144,19 @@ def test_attention_is_any_kernel_that_transformers_knows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """flash_attention_2 is not chosen for models that do not support it, or would download one of their own."""
-    source = save(DENSE, tmp_path / "source")
+    source = make_model(Qwen3Config, tmp_path / "source")
     for name in ("flash_attention_3", "kernels-community/vllm-flash-attn3", "flex_attention"):
         config = config_for_dry_run(source, tmp_path, attention=name)
-        assert attention_kernel(config, DENSE) == name
+        assert attention_kernel(config, Qwen3Config()) == name
     with pytest.raises(ConfigError, match="cannot be loaded.*flash_attention_7"):
         load_policy(config_for_dry_run(source, tmp_path, attention="flash_attention_7"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     chosen = config_for_dry_run(source, tmp_path, device="cuda")
-    assert attention_kernel(chosen, DENSE) == "flash_attention_2"
+    assert attention_kernel(chosen, Qwen3Config()) == "flash_attention_2"
     assert attention_kernel(chosen, GptOssConfig()) is None
-    assert attention_kernel(config_for_dry_run(source, tmp_path, device="cpu"), DENSE) is None
+    assert (
+        attention_kernel(config_for_dry_run(source, tmp_path, device="cpu"), Qwen3Config()) is None
+    )
 
 
 class Products(TorchDispatchMode):

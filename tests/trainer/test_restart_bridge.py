@@ -94,10 +94,10 @@ def bridge(engines: Engines) -> Iterator[RestartBridge]:
 
 
 def test_each_publish_replaces_the_engine_and_names_the_version(
-    engines: Engines, bridge: RestartBridge, checkpoint: Path
+    engines: Engines, bridge: RestartBridge, base: Path, checkpoint: Path
 ) -> None:
-    bridge.start(Path("org/base"), 0)
-    assert engines.served() == ("org/base", "0")
+    bridge.start(base, 0)
+    assert engines.served() == (str(base), "0")
     assert bridge.publish(checkpoint, 1) == 1
     assert engines.served() == (str(checkpoint), "1")
     assert [engine.pid is not None for engine in engines.made] == [False, True]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import Qwen3MoeConfig
 
 from atroposlib.errors import ConfigError
 from example_trainer.bridges import CheckpointBridge, make_bridge
@@ -21,7 +22,7 @@ from example_trainer.vllm_process import (
 )
 from example_trainer.weights import WeightsDirectory
 from tests.tiny_model import make_tiny_model
-from tests.trainer.test_other_models import EXPERTS, save
+from tests.trainer.helpers_models import make_model
 
 
 def command_of(model: Path | str = "org/name", **settings: Any) -> list[str]:
@@ -83,7 +84,7 @@ def test_vllm_on_the_cpu_is_started_with_the_flags_of_its_bridge(
 def test_vllm_is_started_for_the_rank_of_the_adapters_that_are_written(tmp_path: Path) -> None:
     """It is twice `lora_r` for experts, whose matrices `gate_proj` and `up_proj` are one for transformers."""
     dense = make_tiny_model(tmp_path / "dense")
-    experts = save(EXPERTS, tmp_path / "experts")
+    experts = make_model(Qwen3MoeConfig, tmp_path / "experts")
     for model, targets, expected in (
         (dense, ["gate_proj"], 40),
         (experts, ["q_proj"], 40),

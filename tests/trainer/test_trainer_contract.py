@@ -10,22 +10,27 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import Qwen3Config, Qwen3MoeConfig
 
 from atroposlib.engine.config import EngineConfig
 from atroposlib.engine.loading import load
 from atroposlib.engine.server import create_app
 from atroposlib.engine.weights import copy_weights
 from atroposlib.errors import EngineError, EngineProtocolError
-from example_trainer.bridges.running import ReloadBridge
+from example_trainer.bridges.restart import RestartBridge
+from example_trainer.bridges.running import LoraBridge, ReloadBridge
 from example_trainer.config import TrainerConfig
 from example_trainer.contract import CHECKSUMS, check_files, source_shapes
 from example_trainer.model import base_model, load_policy
+from example_trainer.vllm_process import make_engine
 from example_trainer.weights import WeightsDirectory
 from tests.api.helpers_api import serving
+from tests.processes import free_port
 from tests.tiny_model import make_tiny_model
 from tests.trainer.helpers_engine import recorded_engine
+from tests.trainer.helpers_models import make_model
 from tests.trainer.helpers_run import make_checkpoint
-from tests.trainer.test_other_models import DENSE, EVERYTHING, EXPERTS, save
+from tests.trainer.test_other_models import EVERYTHING
 
 
 def published(model: Path, out: Path, **settings: Any) -> Path:
@@ -39,11 +44,11 @@ def published(model: Path, out: Path, **settings: Any) -> Path:
     [{}, {"dtype": "bfloat16"}, {"lora": True, "lora_target_modules": EVERYTHING}],
     ids=str,
 )
-@pytest.mark.parametrize("kind", [DENSE, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("kind", [Qwen3Config, Qwen3MoeConfig])
 def test_a_publication_has_the_form_of_the_initial_checkpoint(
     kind: Any, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    source = save(kind, tmp_path / "source")
+    source = make_model(kind, tmp_path / "source")
     directory = published(source, tmp_path / "weights", **settings)
     before, after = (load_file(each / "model.safetensors") for each in (source, directory))
     assert {n: v.shape for n, v in after.items()} == {n: v.shape for n, v in before.items()}
@@ -76,7 +81,7 @@ def test_experts_under_wrong_names_are_not_published(
         return {names[n]: value for n, value in state.items() if ".lora_" not in n}
 
     monkeypatch.setattr("example_trainer.model.merged_weights", linear_layers_alone)
-    source = save(EXPERTS, tmp_path / "source")
+    source = make_model(Qwen3MoeConfig, tmp_path / "source")
     settings: dict[str, Any] = {"lora": True, "lora_target_modules": EVERYTHING[2:5]}
     with pytest.raises(
         EngineError, match=r"not those of the initial.*experts\.0\.\w+\.weight is missing, and \["
@@ -124,6 +129,65 @@ def test_a_file_that_differs_from_the_trainers_memory_reaches_no_engine(tmp_path
     (directory / CHECKSUMS).unlink()
     with pytest.raises(EngineError, match=f"cannot be read.*{CHECKSUMS}"):
         check_files(directory)
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
+@pytest.mark.parametrize("targets", [["all-linear"], EVERYTHING], ids=len)
+@pytest.mark.parametrize("kind", [Qwen3Config, Qwen3MoeConfig])
+def test_an_adapters_files_are_compared_with_the_trainers_memory(
+    kind: Any, targets: list[str], tmp_path: Path
+) -> None:
+    """As those of a whole model, before an engine is touched."""
+    source = make_model(kind, tmp_path / "source")
+    adapters: dict[str, Any] = {"lora": True, "lora_target_modules": targets}
+    config = TrainerConfig(
+        model_name=str(source), device="cpu", weights_dir=tmp_path / "out", **adapters
+    )
+    with WeightsDirectory(config, load_policy(config)) as weights, recorded_engine() as engine:
+        directory = weights.take(1, merged=False)()
+        bridge = LoraBridge(urls=[engine.url], lora_name="policy")
+        bridge.publish(directory, 1)
+        assert engine.adapters == {"policy": str(directory)}
+        path = directory / "adapter_model.safetensors"
+        tensors = load_file(path)
+        name = sorted(tensors)[-1]
+        save_file(tensors | {name: tensors[name] + 1}, path)
+        engine.calls.clear()
+        with pytest.raises(EngineError, match=rf"no engine was touched: {re.escape(name)} is "):
+            bridge.publish(directory, 2)
+        save_file({other: tensors[other] for other in tensors if other != name}, path)
+        with pytest.raises(EngineError, match=rf"{re.escape(name)} is missing, and float32"):
+            bridge.publish(directory, 2)
+        assert engine.calls == []
+        bridge.close()
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(120)
+def test_a_restarted_engine_that_serves_something_else_ends_the_run(tmp_path: Path) -> None:
+    """It is not rolled back, as an engine that does not start is: the next one would do the same."""
+    source = make_tiny_model(tmp_path / "source")
+    first = published(source, tmp_path / "first")
+    other = published(make_tiny_model(tmp_path / "other", seed=1), tmp_path / "second")
+    config = TrainerConfig(
+        model_name=str(source),
+        device="cpu",
+        engine="local",
+        vllm_port=free_port(),
+        log_dir=tmp_path / "logs",
+    )
+    bridge = RestartBridge(start_engine=lambda model: make_engine(config, first))
+    try:
+        bridge.start(first, 0)
+        with pytest.raises(
+            EngineProtocolError, match=r"has not loaded.*lm_head\.weight is float32"
+        ):
+            bridge.publish(other, 1)
+        (other / "config.json").unlink()
+        with pytest.raises(EngineError, match=r"cannot be read: it lacks config\.json"):
+            RestartBridge(start_engine=lambda model: make_engine(config, model)).start(other, 1)
+    finally:
+        bridge.close()
 
 
 @contextmanager

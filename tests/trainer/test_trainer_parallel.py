@@ -240,6 +240,7 @@ def test_two_processes_follow_one_hub_through_the_first(tmp_path: Path) -> None:
             send(hub_url, pairs(6))
             settings = settings_for(model_dir, tmp_path / name, num_steps=3, batch_size=4)
             settings |= {"hub_url": hub_url, "engine_url": engine.url, "bridge": "reload"}
+            settings |= {"kl_coef": 0.1, "reference_refresh": 2}
             flags = [f"--{key}={value}" for key, value in settings.items()]
             run_python(*launcher, "-m", "example_trainer.grpo", *flags, timeout_s=200)
             assert ledger_of(hub_url) == {"trained": 6, "dead": 1}

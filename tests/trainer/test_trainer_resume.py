@@ -77,6 +77,8 @@ def metrics_of(config: TrainerConfig) -> list[tuple[float, ...]]:
             marks=pytest.mark.other_trainers,
         ),
         (2, {"lora": True, "kl_coef": 0.1, "gradient_checkpointing": True}),
+        (3, {"kl_coef": 0.5, "reference_refresh": 2}),
+        (3, {"kl_coef": 0.5, "reference_refresh": 2, "dtype": "bfloat16"}),
     ],
 )
 def test_a_stopped_run_resumes_to_the_same_weights_and_the_same_record(
@@ -94,6 +96,39 @@ def test_a_stopped_run_resumes_to_the_same_weights_and_the_same_record(
     for name, value in expected.items():
         assert torch.equal(value, found[name]), name
     assert metrics_of(parts) == metrics_of(whole)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_policy_becomes_the_reference_and_its_kl_starts_at_zero_again(
+    model_dir: Path, tmp_path: Path, dtype: str
+) -> None:
+    changes = {"kl_coef": 0.1, "reference_refresh": 2, "dtype": dtype}
+    config = run(model_dir, tmp_path, stop_after=None, **changes)
+    kl = [row["kl_mean"] or 0.0 for row in rows_in(config.save_path / "metrics.jsonl")]
+    assert (kl[0], kl[2]) == (0.0, 0.0)
+    assert min(kl[1], kl[3]) > 0.0
+
+
+def test_a_reference_that_no_checkpoint_holds_is_the_initial_model(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    config = config_for(model_dir, tmp_path, kl_coef=0.1)
+    policy, optimizer = stepped(config)
+    path = checkpoints(tmp_path / "saved").take(policy, optimizer, 1)()
+    refreshed = config.model_copy(update={"reference_refresh": 2})
+    fresh, fresh_optimizer = loaded(refreshed)
+    reference = load_policy(refreshed, is_frozen=True)
+    saved = Checkpoints(save_path=tmp_path / "saved", world=ALONE, reference=reference)
+    saved.load(path, fresh, fresh_optimizer)
+    initial = load_policy(config).model.state_dict()
+    for name, value in reference.model.state_dict().items():
+        assert torch.equal(value, initial[name])
+
+
+@pytest.mark.parametrize("changes", [{"lora": True, "kl_coef": 0.1}, {}], ids=str)
+def test_a_refresh_without_a_reference_of_its_own_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="--reference_refresh needs --kl_coef"):
+        TrainerConfig(model_name="m", reference_refresh=5, **changes)
 
 
 class Stepped(NamedTuple):

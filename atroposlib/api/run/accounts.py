@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 from atroposlib.api.run.batching import Blocker, NoBatch, Plan, sequence_floors
 from atroposlib.api.run.environments import Environment
 from atroposlib.api.run.leases import HeldBatch
+from atroposlib.api.run.queue import rounded
 from atroposlib.api.run.state import RunState
 from atroposlib.api.run.types import Overloaded
 from atroposlib.api.schemas import (
@@ -58,7 +59,7 @@ class Accounts:
         return Ledger(
             produced=run.num_accepted + run.rejected.total(),
             queued=len(run.queue) + _num_groups(run.leases.to_replay),
-            buffered=sum(len(environment.buffered) for environment in run.environments),
+            buffered=sum(map(len, run.buffers.values())),
             leased=_num_groups(run.leases.leased.values()),
             trained=run.ended[Fate.TRAINED] + _num_groups(run.leases.trained.values()),
             expired=run.ended[Fate.EXPIRED],
@@ -107,7 +108,7 @@ class Accounts:
         elif isinstance(plan, NoBatch) and not run.leases.to_replay:
             blocker, reason = str(plan.blocker), plan.reason
             env_id, have, need = plan.env_id, plan.have, plan.need
-            buffered = sum(each.num_buffered_sequences for each in run.environments)
+            buffered = sum(map(run.num_buffered_sequences, run.buffers))
             if buffered:
                 reason += f"; {buffered} sequences of odd-sized groups are buffered"
             if num_leased:
@@ -144,7 +145,7 @@ class Accounts:
                     state=_state(each),
                     last_seen_s=now - each.last_seen,
                     queued_sequences=run.queue.num_sequences(each.env_id),
-                    buffered_sequences=each.num_buffered_sequences,
+                    buffered_sequences=run.num_buffered_sequences(each.env_id),
                     floor=floors.get(each.env_id, 0),
                     items_in_flight=each.items_in_flight,
                     oldest_item_s=_age_s(each, now=now),
@@ -211,7 +212,7 @@ def env_status(run: RunState, environment: Environment, *, now: float) -> EnvSta
     group_size = max(environment.registration.group_size, run.queue.largest(env_id))
     max_group_size = max(1, run.queue.largest_of_all())
     own = run.queue.num_sequences(env_id)
-    others = run.backlog.of_others(env_id, batch_size=run.batch_size, max_group_size=max_group_size)
+    others = _queued_by_others(run, env_id, max_group_size=max_group_size)
     wanted = run.shares.wanted(env_id, own=run.environments.own_share(environment))
     times, num_held = run.trainer_times, run.leases.num_held
     return EnvStatus(
@@ -229,6 +230,17 @@ def env_status(run: RunState, environment: Environment, *, now: float) -> EnvSta
         trainer_wait_share=times.wait_share(now, num_held=num_held),
         staleness=times.staleness,
     )
+
+
+def _queued_by_others(run: RunState, env_id: int, *, max_group_size: int) -> int:
+    """Return the sequences, those of each environment rounded up, less what its minimum claims."""
+    queue = run.queue
+    total = queue.num_rounded(max_group_size) - rounded(queue.num_sequences(env_id), max_group_size)
+    for each, share in run.environments.shares().items():
+        if each != env_id:
+            supply = rounded(queue.num_sequences(each), max_group_size)
+            total -= min(supply, int(run.batch_size * share))
+    return total
 
 
 def _num_groups(batches: Iterable[HeldBatch]) -> int:

@@ -53,7 +53,11 @@ class EnvironmentsAgainstSums(RuleBasedStateMachine):
             min_batch_allocation=minimum,
             env_uid=uid,
         )
-        self.environments.register(registration, now=self.now)
+        same = [each for each in self.environments if uid and each.registration.env_uid == uid]
+        gone = [each for each in self.environments if not each.is_active]
+        num_before = len(self.environments)
+        found = self.environments.register(registration, now=self.now)
+        assert found.env_id == next((each.env_id for each in [*same, *gone]), num_before)
 
     @precondition(lambda self: len(self.environments))
     @rule(number=st.integers(0, 10**6), is_end=st.booleans())

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 import msgspec
-from fastapi import Depends, HTTPException, Request
+from fastapi import Depends, HTTPException, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse, Response
 from pydantic import BaseModel, ValidationError
@@ -423,9 +423,11 @@ async def ledger(run: RunOrBlank) -> schemas.Ledger:
     return run.ledger()
 
 
-async def explain(run: RunOrBlank) -> schemas.Explanation:
+async def explain(
+    run: RunOrBlank, page: Annotated[schemas.ExplainQuery, Query()]
+) -> schemas.Explanation:
     await run.tick()
-    return run.explain()
+    return run.explain(offset=page.offset, limit=page.limit)
 
 
 async def dead(request: Request, run: RunOrBlank) -> Response:

@@ -7,6 +7,7 @@ make the next batch possible could never arrive.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
@@ -17,6 +18,7 @@ from atroposlib.api.run.queue import rounded
 from atroposlib.api.run.state import RunState
 from atroposlib.api.run.types import Overloaded
 from atroposlib.api.schemas import (
+    DEFAULT_PAGE,
     DeadGroup,
     EnvironmentView,
     EnvStatus,
@@ -94,8 +96,8 @@ class Accounts:
             for header, reason in list(run.dead)
         )
 
-    def explain(self) -> Explanation:
-        """Explain why there is no batch, or that there is one."""
+    def explain(self, *, offset: int = 0, limit: int = DEFAULT_PAGE) -> Explanation:
+        """Explain why there is no batch, or that there is one, with a page of the environments, the worst first."""
         run, now = self.state, self._clock()
         plan = None if run.trainer is None else run.look()
         waits_s = run.trainer_times.waits_s(now, num_held=run.leases.num_held)
@@ -138,6 +140,8 @@ class Accounts:
             max_staleness=run.max_staleness,
             dead=run.dead.reasons(),
             conflicts=run.conflicts,
+            num_environments=len(run.environments),
+            num_active=run.environments.num_active,
             environments=[
                 EnvironmentView(
                     env_id=each.env_id,
@@ -151,7 +155,7 @@ class Accounts:
                     oldest_item_s=_age_s(each, now=now),
                     losses=each.losses,
                 )
-                for each in run.environments
+                for each in _worst(run, offset + limit, blocking=env_id)[offset:]
             ],
         )
 
@@ -247,21 +251,29 @@ def _num_groups(batches: Iterable[HeldBatch]) -> int:
     return sum(len(batch.headers) for batch in batches)
 
 
+def _worst(run: RunState, num: int, *, blocking: int | None) -> list[Environment]:
+    """Return the first `num` environments: the one that blocks, silent ones, those that lose most, the rest."""
+
+    def rank(each: Environment) -> tuple[bool, int, int]:
+        place = 2 if not each.is_connected else not each.is_silent
+        return each.env_id != blocking, place, -each.num_lost
+
+    return heapq.nsmallest(num, run.environments, key=rank)  # equal ones by id
+
+
 def _oldest_item(run: RunState, env_id: int | None, *, now: float) -> str:
     """Name the active environment with the oldest item in flight, of all or of `env_id`; empty if there is none."""
-    ages_s = [
-        (age_s, each)
-        for each in run.environments
-        if each.is_active
-        and env_id in (None, each.env_id)
-        and (age_s := _age_s(each, now=now)) is not None
+    began = [
+        (each.oldest_item_since, each)
+        for each in ([run.environments.get(env_id)] if env_id is not None else run.environments)
+        if each.oldest_item_since is not None and each.is_active
     ]
-    if not ages_s:
+    if not began:
         return ""
-    age_s, oldest = max(ages_s, key=lambda pair: pair[0])
+    since, oldest = min(began, key=lambda pair: pair[0])
     return (
         f"; {oldest.name} has reported {oldest.items_in_flight} items in flight,"
-        f" the oldest started {age_s:.0f} s ago"
+        f" the oldest started {now - since:.0f} s ago"
     )
 
 

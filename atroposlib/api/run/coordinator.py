@@ -453,7 +453,7 @@ class Coordinator(Accounts):
         environment = self.state.environments.get(env_id)
         environment.items_in_flight = num_in_flight
         environment.oldest_item_since = None if oldest_s is None else self._clock() - oldest_s
-        environment.losses = losses
+        environment.losses, environment.num_lost = losses, sum((losses or {}).values())
 
     # Groups
 

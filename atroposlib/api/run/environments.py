@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -64,6 +63,8 @@ class Environment:
     """When the oldest of these items began, injected clock; None if there is none."""
     losses: Mapping[str, int] | None = None
     """What came to nothing since its start, as of that request, by reason."""
+    num_lost: int = 0
+    """Sum of the losses."""
 
     @property
     def is_active(self) -> bool:
@@ -103,6 +104,7 @@ class Environments:
 
     def __init__(self) -> None:
         self._all: list[Environment] = []
+        self._by_uid: dict[str | None, Environment] = {}
         self._is_active = np.zeros(0, bool)
         self._demands = np.zeros(0)
         self._minimums = np.zeros(0)
@@ -166,23 +168,23 @@ class Environments:
                 last_seen=now,
             )
             self._add([environment])
+        self._by_uid.pop(environment.registration.env_uid, None)
+        self._by_uid[registration.env_uid] = environment
         environment.registration = registration
         environment.is_connected = True
         environment.is_silent = False
         environment.last_seen = now
         environment.items_in_flight = environment.oldest_item_since = environment.losses = None
+        environment.num_lost = 0
         self._update(environment)
         return environment
 
     def _returning(self, registration: RegisterEnv) -> Environment | None:
         uid, name = registration.env_uid, registration.desired_name
-        same_uid = (each for each in self._all if each.registration.env_uid == uid)
-        same_name = (
-            each
-            for each in self._all
-            if each.registration.desired_name == name and not each.is_active
-        )
-        return next(same_name if uid is None else chain(same_uid, same_name), None)
+        if uid is not None and uid in self._by_uid:
+            return self._by_uid[uid]
+        inactive = (self._all[index] for index in np.flatnonzero(~self._is_active))
+        return next((each for each in inactive if each.registration.desired_name == name), None)
 
     def disconnect(self, environment: Environment) -> None:
         environment.is_connected = False
@@ -234,6 +236,7 @@ class Environments:
 
     def _replace(self, environments: Sequence[Environment]) -> None:
         self._all.clear()
+        self._by_uid = {each.registration.env_uid: each for each in environments}
         self._is_active, self._demands, self._minimums = np.zeros(0, bool), np.zeros(0), np.zeros(0)
         self._add(environments)
         self._silent_after = -math.inf

@@ -497,7 +497,8 @@ async def readyz(request: Request) -> schemas.Ready:
 
 async def show_metrics(request: Request) -> Response:
     metrics = _services(request).metrics
-    return Response(metrics.render(), media_type=metrics.content_type)
+    covers = request.scope.get("covers")
+    return Response(metrics.render(covers=covers), media_type=metrics.content_type)
 
 
 # Reading and answering without FastAPI

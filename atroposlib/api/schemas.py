@@ -159,6 +159,8 @@ class StatusQuery(EnvIdentifier):
     oldest_item_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """Seconds since the oldest item in flight began."""
     losses: Json[Losses] | None = None
+    groups_kept: Annotated[Int64, Field(ge=0)] | None = None
+    """Groups made since its start, without those that it dropped."""
 
 
 class BatchQuery(BaseModel):

@@ -542,6 +542,34 @@ async def test_explain_shows_what_came_to_nothing_at_an_environment() -> None:
         assert (await hub.get("/explain"))["environments"][0]["losses"] is None
 
 
+async def test_explain_names_the_environment_that_makes_most_for_nothing() -> None:
+    async with running_hub() as hub:
+        await hub.start(*[environment(desired_name=name) for name in ("drops", "works", "fails")])
+        reports = [
+            ('{"dropped_equal_scores":6000,"dropped_too_long":599,"failed_OSError":9}', 0),
+            ('{"dropped_equal_scores":10000}', 10000),
+            ('{"items_without_groups":5,"failed_OSError":5}', 1),
+        ]
+        for env_id, (losses, kept) in enumerate(reports):
+            asked = (
+                f"/status-env?env_id={env_id}&items_in_flight=8&oldest_item_s=20&losses={losses}"
+            )
+            await hub.get(asked)  # of a client that does not say what it kept
+            assert "items in flight" in (await hub.get("/explain"))["reason"]
+            reports[env_id] = f"{asked}&groups_kept={kept}", kept
+        for asked, _ in reports:
+            await hub.get(asked)
+        drops, fails = (
+            "; drops_0 dropped 6,599 of 6,599 groups: equal_scores",
+            "; fails_0 made no group of 5 of 6 items: failed_OSError",
+        )
+        assert (await hub.get("/explain"))["reason"].endswith(drops)
+        await hub.post("/disconnect-env", {"env_id": 0})
+        assert (await hub.get("/explain"))["reason"].endswith(fails)
+        await hub.post("/scored_data_list", [group(4, env_id=0)])
+        assert (await hub.get("/explain"))["reason"] == "a batch is ready"
+
+
 async def test_explain_shows_a_page_of_the_environments_the_worst_first() -> None:
     now = 1000.0
     runs = Runs(policy=RunPolicy(env_timeout_s=60), clock=lambda: now)

@@ -224,6 +224,7 @@ async def status_env(request: Request) -> Response:
             query.items_in_flight,
             oldest_s=query.oldest_item_s,
             losses=query.losses,
+            groups_kept=query.groups_kept,
         )
     deadline = time.monotonic() + min(query.wait, _services(request).limits.max_wait_s)
     while (

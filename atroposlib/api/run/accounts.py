@@ -118,7 +118,7 @@ class Accounts:
                 reason += f"; {num_leased} {are} leased to the trainer"
             if waits_s is not None:
                 reason += f"; the trainer has waited for {waits_s:.0f} s"
-            reason += _oldest_item(run, env_id, now=now)
+            reason += _cause(run, env_id, now=now)
         floors = sequence_floors(run.batch_size, run.environments.shares()) if plan else {}
         return Explanation(
             batch="ready" if blocker is None else "none",
@@ -261,12 +261,16 @@ def _worst(run: RunState, num: int, *, blocking: int | None) -> list[Environment
     return heapq.nsmallest(num, run.environments, key=rank)  # equal ones by id
 
 
-def _oldest_item(run: RunState, env_id: int | None, *, now: float) -> str:
-    """Name the active environment with the oldest item in flight, of all or of `env_id`; empty if there is none."""
+def _cause(run: RunState, env_id: int | None, *, now: float) -> str:
+    """Name the active environment, of all or `env_id`, that made most work for nothing, else that of the oldest item in
+    flight; empty if there is none."""
+    asked = run.environments if env_id is None else [run.environments.get(env_id)]
+    active = [each for each in asked if each.is_active]
+    if wasteful := [each for each in active if each.main_loss is not None]:
+        worst = max(wasteful, key=lambda each: each.num_lost)
+        return f"; {worst.name} {worst.main_loss}"
     began = [
-        (each.oldest_item_since, each)
-        for each in ([run.environments.get(env_id)] if env_id is not None else run.environments)
-        if each.oldest_item_since is not None and each.is_active
+        (each.oldest_item_since, each) for each in active if each.oldest_item_since is not None
     ]
     if not began:
         return ""

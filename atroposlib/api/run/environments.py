@@ -65,6 +65,8 @@ class Environment:
     """What came to nothing since its start, as of that request, by reason."""
     num_lost: int = 0
     """Sum of the losses."""
+    main_loss: str | None = None
+    """What most of its work came to, if not to groups, as of that request; None also if unknown."""
 
     @property
     def is_active(self) -> bool:
@@ -175,7 +177,7 @@ class Environments:
         environment.is_silent = False
         environment.last_seen = now
         environment.items_in_flight = environment.oldest_item_since = environment.losses = None
-        environment.num_lost = 0
+        environment.num_lost, environment.main_loss = 0, None
         self._update(environment)
         return environment
 

@@ -72,7 +72,7 @@ async def test_registration_needs_all_eight_fields(hub: Hub) -> None:
 async def test_second_registration_keeps_the_live_run(
     hub: Hub, caplog: pytest.LogCaptureFixture
 ) -> None:
-    await hub.start(starting_step=5)
+    await hub.start(starting_step=5, num_steps=9)
     first = await hub.post("/scored_data", group(2))
     second = await hub.post("/register", registration(batch_size=999, starting_step=0))
     assert first == {"status": "received"}

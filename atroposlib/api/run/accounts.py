@@ -119,6 +119,8 @@ class Accounts:
             if waits_s is not None:
                 reason += f"; the trainer has waited for {waits_s:.0f} s"
             reason += _cause(run, env_id, now=now)
+            if run.conflicts:
+                reason += f"; not granted to a second trainer: {', '.join(run.conflicts)}"
         floors = sequence_floors(run.batch_size, run.environments.shares()) if plan else {}
         return Explanation(
             batch="ready" if blocker is None else "none",

@@ -23,7 +23,7 @@ TIMEOUT_S = 60.0
 BATCH_SIZE = 16
 
 uids = st.sampled_from([None, "a", "b", "c"])
-counts = st.dictionaries(st.one_of(st.none(), st.integers(0, 12)), st.integers(0, 16), max_size=4)
+counts = st.dictionaries(st.one_of(st.none(), st.integers(-1, 12)), st.integers(0, 16), max_size=4)
 
 
 class EnvironmentsAgainstSums(RuleBasedStateMachine):
@@ -77,12 +77,12 @@ class EnvironmentsAgainstSums(RuleBasedStateMachine):
 
     @rule(is_copy=st.booleans())
     def start_again(self, is_copy: bool) -> None:
-        earlier, self.environments = self.environments, Environments()
         if is_copy:
+            earlier = Environments()
+            earlier.restore([each.saved() for each in list(self.environments)[1:]], now=self.now)
             self.environments.adopt(earlier)
         else:
-            self.environments.restore([each.saved() for each in earlier], now=self.now)
-        self.floors = (-1, {})
+            self.environments.restore([each.saved() for each in self.environments], now=self.now)
 
     @rule(number=st.integers(0, 20), taken=counts, left=counts)
     def deliver(

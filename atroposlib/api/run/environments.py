@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -95,8 +96,9 @@ class Environment:
 class _Sums(NamedTuple):
     num_active: int
     demand: float
-    claimed: float
-    """Sum of the minimums."""
+    """Of the active ones."""
+    unallocated: float
+    minimums: dict[int, float]
     own: FloatArray
     """What `Environments.own_share` returns."""
 
@@ -106,14 +108,10 @@ class Environments:
 
     def __init__(self) -> None:
         self._all: list[Environment] = []
-        self._by_uid: dict[str | None, Environment] = {}
-        self._is_active = np.zeros(0, bool)
-        self._demands = np.zeros(0)
-        self._minimums = np.zeros(0)
-        """By id; what `Environment` has under these names (a minimum: `share`)."""
+        self._claims = np.zeros((3, 0))
+        """`[3, environment]`, by id: whether it is active, its demand, its share."""
         self._sums: _Sums | None = None
-        self._shares: dict[int, float] | None = None
-        """Of these arrays; None: they have changed since."""
+        """Of the claims; None: they have changed since."""
         self._silent_after = -math.inf
         """No environment becomes silent up to then; injected clock."""
         self.version = 0
@@ -170,8 +168,6 @@ class Environments:
                 last_seen=now,
             )
             self._add([environment])
-        self._by_uid.pop(environment.registration.env_uid, None)
-        self._by_uid[registration.env_uid] = environment
         environment.registration = registration
         environment.is_connected = True
         environment.is_silent = False
@@ -183,10 +179,13 @@ class Environments:
 
     def _returning(self, registration: RegisterEnv) -> Environment | None:
         uid, name = registration.env_uid, registration.desired_name
-        if uid is not None and uid in self._by_uid:
-            return self._by_uid[uid]
-        inactive = (self._all[index] for index in np.flatnonzero(~self._is_active))
-        return next((each for each in inactive if each.registration.desired_name == name), None)
+        same_uid = (each for each in self._all if each.registration.env_uid == uid)
+        same_name = (
+            each
+            for each in self._all
+            if each.registration.desired_name == name and not each.is_active
+        )
+        return next(same_name if uid is None else chain(same_uid, same_name), None)
 
     def disconnect(self, environment: Environment) -> None:
         environment.is_connected = False
@@ -238,41 +237,35 @@ class Environments:
 
     def _replace(self, environments: Sequence[Environment]) -> None:
         self._all.clear()
-        self._by_uid = {each.registration.env_uid: each for each in environments}
-        self._is_active, self._demands, self._minimums = np.zeros(0, bool), np.zeros(0), np.zeros(0)
-        self._add(environments)
+        self._claims = np.zeros((3, 0))
+        self._sums = None
         self._silent_after = -math.inf
         self.version += 1
+        self._add(environments)
 
     def _add(self, environments: Sequence[Environment]) -> None:
         self._all += environments
-        more = np.zeros(len(environments))
-        self._is_active = np.append(self._is_active, more.astype(bool))
-        self._demands = np.append(self._demands, more)
-        self._minimums = np.append(self._minimums, more)
+        self._claims = np.hstack([self._claims, np.zeros((3, len(environments)))])
         for environment in environments:
             self._update(environment)
 
     def _update(self, environment: Environment) -> None:
-        """Take over a change of an environment into the arrays."""
-        env_id = environment.env_id
-        self._is_active[env_id] = environment.is_active
-        self._demands[env_id] = environment.demand
-        if self._minimums[env_id] != environment.share:
-            self._minimums[env_id] = environment.share
-            self._shares = None
-            self.version += 1
+        """Take over a change of an environment into the claims."""
+        env_id, share = environment.env_id, environment.share
+        self.version += int(share != self._claims[2, env_id])
+        self._claims[:, env_id] = environment.is_active, environment.demand, share
         self._sums = None
 
     def _summed(self) -> _Sums:
         if self._sums is None:
-            num_active = int(self._is_active.sum())
-            demand = float(self._demands[self._is_active].sum())
-            claimed = float(self._minimums.sum())
-            parts = self._demands / demand if demand else np.zeros_like(self._demands)
+            is_active, demands, shares = self._claims
+            num_active, demand, claimed = int(is_active.sum()), demands @ is_active, shares.sum()
+            parts = demands / demand if demand else np.zeros_like(demands)
             by_weight = np.maximum(MIN_ENV_WEIGHT / max(1, num_active), parts)
-            own = (1.0 - min(1.0, claimed)) * by_weight + self._minimums
-            self._sums = _Sums(num_active, demand, claimed, own)
+            free = 1.0 - min(1.0, float(claimed))
+            minimums = {int(env_id): float(shares[env_id]) for env_id in np.flatnonzero(shares)}
+            own = free * by_weight + shares
+            self._sums = _Sums(num_active, float(demand), free, minimums, own)
         return self._sums
 
     @property
@@ -281,15 +274,11 @@ class Environments:
 
     def shares(self) -> Mapping[int, float]:
         """Minimums of active environments, by id, in order of registration."""
-        if self._shares is None:
-            self._shares = {
-                int(i): float(self._minimums[i]) for i in np.flatnonzero(self._minimums)
-            }
-        return self._shares
+        return self._summed().minimums
 
     def unallocated_fraction(self) -> float:
         """Share of a batch that no active environment's minimum claims."""
-        return 1.0 - min(1.0, self._summed().claimed)
+        return self._summed().unallocated
 
     def weight(self, environment: Environment) -> float:
         """The environment's share of the work, compared with the active ones, at least `MIN_ENV_WEIGHT`."""
@@ -305,7 +294,7 @@ class Environments:
 
     def own_shares(self) -> FloatArray:
         """`own_share` of the active environments; 0 of the others."""
-        return np.where(self._is_active, self._summed().own, 0.0)
+        return self._claims[0] * self._summed().own
 
 
 class Shares:
@@ -380,10 +369,10 @@ class Shares:
 
 
 def _by_id(counts: Mapping[int | None, int], length: int) -> FloatArray:
-    """Return the counts of the environments below `length`; others are unknown."""
+    """Return the counts of the environments below `length`; clients may send other ids."""
     row = [0.0] * length
     for env_id, count in counts.items():
-        if env_id is not None and env_id < length:
+        if env_id is not None and 0 <= env_id < length:
             row[env_id] = count
     return np.array(row)
 

@@ -395,8 +395,9 @@ class RunState:
         chosen = oldest_subset([each.num_sequences for each in buffered], group_size)
         if chosen:
             self.enqueue([buffered[index] for index in chosen])
-            left = [each for index, each in enumerate(buffered) if index not in chosen]
-            self._set_buffer(environment.env_id, left)
+            for index in reversed(chosen):
+                del buffered[index]
+            self._set_buffer(environment.env_id, buffered)
         elif self.num_buffered_sequences(environment.env_id) > _MAX_BUFFERED_SIZES * group_size:
             self.log.warning(
                 "environment %d (%r) sends groups that do not add up to its group_size of %d; they are queued all the"

@@ -456,8 +456,9 @@ class Coordinator(Accounts):
         environment.items_in_flight = num_in_flight
         environment.oldest_item_since = None if oldest_s is None else self._clock() - oldest_s
         environment.losses, environment.num_lost = losses, sum((losses or {}).values())
-        is_known = losses and groups_kept is not None
-        environment.main_loss = main_loss(losses, num_kept=groups_kept) if is_known else None
+        environment.main_loss = None
+        if losses is not None and groups_kept is not None:
+            environment.main_loss = main_loss(losses, num_kept=groups_kept)
 
     # Groups
 

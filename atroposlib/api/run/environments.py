@@ -294,7 +294,7 @@ class Environments:
 
     def own_shares(self) -> FloatArray:
         """`own_share` of the active environments; 0 of the others."""
-        return self._claims[0] * self._summed().own
+        return np.where(self._claims[0] > 0, self._summed().own, 0.0)
 
 
 class Shares:

@@ -254,13 +254,15 @@ class HubClient:
         items_in_flight: int | None = None,
         oldest_item_s: float | None = None,
         losses: Mapping[str, int] | None = None,
+        groups_kept: int | None = None,
     ) -> EnvStatus:
         """Return the work ahead of the environment.
 
         With `wait_s` the hub answers when its step is no longer `seen_step` (or its policy version no longer
         `seen_policy`), or after `wait_s` seconds; an original server answers at once. Raises `UnknownEnvironment` if
         the id is unknown or belongs to another `env_uid`, or if the hub holds another experiment than `experiment`.
-        `GET /explain` names the items in flight, how long ago the oldest began, and the greatest of `losses`.
+        `GET /explain` names the items in flight, how long ago the oldest began, and the greatest of `losses`; with
+        `groups_kept`, the groups made beside them, also that most came to nothing.
         """
         asked: dict[str, str | int | float | None] = {
             "env_id": env_id,
@@ -272,6 +274,7 @@ class HubClient:
             "items_in_flight": items_in_flight,
             "oldest_item_s": oldest_item_s,
             "losses": _greatest(losses) if losses else None,
+            "groups_kept": groups_kept,
         }
         try:
             reply = await self._call(

@@ -229,17 +229,27 @@ async def fresh_run(
     """Reset the hub, register a trainer and environments; return the environments' ids."""
     await get(connection, "/reset_data")
     await register_trainer(connection, batch_size=batch_size, max_token_len=32768)
-    env_ids = []
-    for index in range(num_envs):
-        environment = {
-            "max_token_length": 32768,
-            "desired_name": "benchmark",
-            "weight": 1.0,
-            "group_size": group_size,
-            "min_batch_allocation": shares[index] if shares else None,
-        }
-        env_ids.append((await post(connection, "/register-env", environment))["env_id"])
-    return env_ids
+    return [
+        await register_env(
+            connection, group_size=group_size, share=shares[index] if shares else None
+        )
+        for index in range(num_envs)
+    ]
+
+
+async def register_env(
+    connection: Connection, *, group_size: int = 8, share: float | None = None
+) -> int:
+    """Register an environment; return its id: that of a disconnected one, if there is one."""
+    environment = {
+        "max_token_length": 32768,
+        "desired_name": "benchmark",
+        "weight": 1.0,
+        "group_size": group_size,
+        "min_batch_allocation": share,
+    }
+    env_id: int = (await post(connection, "/register-env", environment))["env_id"]
+    return env_id
 
 
 async def send(connection: Connection, path: str, body: bytes, encoding: Encoding) -> None:

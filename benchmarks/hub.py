@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks._hub_http import Connection
 from benchmarks._hub_load import (
     JSON,
     JSON_GZIP,
@@ -47,7 +48,9 @@ from benchmarks._hub_load import (
     fresh_run,
     get,
     make_group,
+    post,
     post_all,
+    register_env,
     send,
     take_batch,
 )
@@ -82,6 +85,8 @@ class Findings:
     batch_ms: dict[tuple[int, str], float] = field(default_factory=dict)
     """Most expensive measured `GET /batch` by (groups queued, kind of queue), of the worst store."""
     status_ms: list[float] = field(default_factory=list)
+    many_envs_ms: dict[str, float] = field(default_factory=dict)
+    """Of `MANY_ENVS` environments, by path."""
     block_ms: dict[str, float] = field(default_factory=dict)
     """By activity."""
     refused: list[str] = field(default_factory=list)
@@ -367,6 +372,53 @@ async def ask_queue(site: Site, options: Options, findings: Findings) -> None:
             )
 
 
+NUM_LOOKS = 20
+MANY_ENVS = 5000
+
+
+async def ask_environments(site: Site, options: Options, findings: Findings) -> None:
+    table = Table(
+        "CPU ms per request by environments in one run, each with a group queued; batches of 256 sequences;"
+        f" {site.hub.store} store, medians of {NUM_LOOKS}",
+        "environments", "/register-env", "/batch", "/status-env after a change", "/explain", "kB",
+        "/status", "/metrics", "/ledger",
+    )  # fmt: skip
+    for num_envs in (1, 1000) if options.quick else (1, 1000, MANY_ENVS):
+        with site.connect() as connection:
+
+            async def look(path: str, connection: Connection = connection) -> float:
+                before = site.hub.cpu_s()
+                await get(connection, path)
+                return 1e3 * (site.hub.cpu_s() - before)
+
+            async with Cost(site.hub) as cost:
+                env_ids = await fresh_run(connection, batch_size=256, num_envs=num_envs)
+            num_groups = max(num_envs, 32 * (NUM_LOOKS + 1))
+            await fill_small(site, connection, env_ids, num_groups=num_groups)
+            batches_ms, changed_ms = [], []
+            for _ in range(NUM_LOOKS):
+                before = site.hub.cpu_s()
+                taken = await take_batch(site, connection, site.native, wait_s=0)
+                batches_ms.append(1e3 * (site.hub.cpu_s() - before))
+                if taken is None:
+                    raise Failed("no batch although enough is queued")
+                await acknowledge(connection, taken)
+                await post(connection, "/disconnect-env", {"env_id": env_ids[-1]})
+                await register_env(connection)
+                changed_ms.append(await look(f"/status-env?env_id={env_ids[0]}"))
+            costs_ms = {"/batch": batches_ms, "/status-env": changed_ms} | {
+                path: [await look(path) for _ in range(NUM_LOOKS)]
+                for path in ("/explain", "/status", "/metrics", "/ledger")
+            }
+            kilobytes = len((await get(connection, "/explain")).body) / 1e3
+        medians_ms = {path: statistics.median(values) for path, values in costs_ms.items()}
+        if num_envs == MANY_ENVS:
+            findings.many_envs_ms = medians_ms
+        batch, status, explain, *others = medians_ms.values()
+        registration_ms = 1e3 * cost.server_s / num_envs
+        table.row(f"{num_envs:,}", registration_ms, batch, status, explain, kilobytes, *others)
+
+
 async def ask_blocks(site: Site, options: Options, findings: Findings) -> None:
     table = Table(
         "How long others wait: GET /healthz 200 times a second during another request,"
@@ -523,10 +575,11 @@ QUESTIONS = {
     "memory": ask_memory,
     "status": ask_status,
     "queue": ask_queue,
+    "environments": ask_environments,
     "blocks": ask_blocks,
 }
-PER_STORE = frozenset(QUESTIONS) - {"status"}
-"""Questions for every store; the other does not depend on it and uses the first one only."""
+PER_STORE = frozenset(QUESTIONS) - {"status", "environments"}
+"""Questions for every store; the others do not depend on it and use the first one only."""
 QUICK_PER_STORE = frozenset({"end-to-end", "memory"})
 
 
@@ -575,6 +628,9 @@ def print_targets(findings: Findings) -> None:
             values = [ms for key, ms in findings.batch_ms.items() if key == (num_queued, kind)]
             judge(f"slowest GET /batch, {num_queued:,} queued, {kind}", 5.0, "ms", values)
     judge("GET /status-env, empty and 10,000 queued", 0.3, "ms", findings.status_ms)
+    for path, limit in (("/batch", 8.0), ("/status-env", 0.4), ("/explain", 10.0)):
+        values = [ms for key, ms in findings.many_envs_ms.items() if key == path]
+        judge(f"GET {path}, {MANY_ENVS:,} environments", limit, "ms", values)
     blocks = findings.block_ms
     where = f", at {max(blocks, key=lambda name: blocks[name])}" if blocks else ""
     judge(f"longest block at accepted input (net){where}", 10.0, "ms", list(blocks.values()))
@@ -602,7 +658,9 @@ async def open_site(options: Options, store: str) -> AsyncIterator[Site]:
         if options.base_url:
             hub = Hub(base_url=options.base_url, pid=options.server_pid, store=store)
         else:
-            flags, pids = options.run_api_flags.split(), list[int]()
+            # No environment of a long question falls silent.
+            flags = ["--env_timeout_s", "3600", *options.run_api_flags.split()]
+            pids = list[int]()
             if store == "postgres":
                 flags += ["--database", options.database or ""]
                 pids += [options.database_pid or 0]

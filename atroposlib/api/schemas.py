@@ -162,6 +162,8 @@ class StatusQuery(EnvIdentifier):
     oldest_item_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """Seconds since the oldest item in flight began."""
     losses: Json[Losses] | None = None
+    groups_kept: Annotated[Int64, Field(ge=0)] | None = None
+    """Groups made since its start, without those that it dropped."""
 
 
 class BatchQuery(BaseModel):
@@ -415,6 +417,18 @@ class EnvironmentView(BaseModel):
     """Dropped groups, failed attempts, turns not continued and the like, as of then; None from an original client."""
 
 
+DEFAULT_PAGE = 100
+"""Environments in one answer of `GET /explain`, unless asked for otherwise."""
+MAX_PAGE = 1000
+
+
+class ExplainQuery(BaseModel):
+    """Which environments an explanation lists."""
+
+    offset: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    limit: Annotated[int, Field(ge=0, le=MAX_PAGE)] = DEFAULT_PAGE
+
+
 class Explanation(BaseModel):
     """Why there is, or is not, a batch."""
 
@@ -444,4 +458,8 @@ class Explanation(BaseModel):
     """Seconds that the trainer has waited for a batch; None if it has one or has not asked."""
     policy_version: int
     max_staleness: int | None = None
+    num_environments: int
+    num_active: int
+    """Environments that called within the timeout."""
     environments: list[EnvironmentView]
+    """A page: first the one that blocks, then silent ones, those that lost most, and disconnected ones."""

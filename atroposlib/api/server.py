@@ -43,7 +43,13 @@ from atroposlib.api.run.environments import EnvironmentNotFound, TooManyEnvironm
 from atroposlib.api.run.hub import DEFAULT_RUN, Hub, TooManyRuns
 from atroposlib.api.run.leases import LeaseLost, Superseded, UnknownBatch
 from atroposlib.api.run.replica import Replica
-from atroposlib.api.run.types import ExperimentReplaced, Overloaded, RunMoved, RunReset
+from atroposlib.api.run.types import (
+    ExperimentReplaced,
+    Overloaded,
+    RunFinished,
+    RunMoved,
+    RunReset,
+)
 from atroposlib.api.schemas import EnvIdentifier as EnvIdentifier
 from atroposlib.api.schemas import HubInfo, HubStatus
 from atroposlib.api.schemas import RegisterEnv as RegisterEnv
@@ -75,6 +81,7 @@ _REFUSALS: dict[type, _Refusal] = {
     Superseded: _Refusal(409, "superseded"),
     RunReset: _Refusal(409, "run_reset"),
     ExperimentReplaced: _Refusal(409, "another_run"),
+    RunFinished: _Refusal(409, "run_finished"),
     ConfigError: _Refusal(409, "not_a_run"),
     TooManyRuns: _Refusal(403, "too_many_runs", is_temporary=True),
     TooManyEnvironments: _Refusal(503, "too_many_environments", is_temporary=True),

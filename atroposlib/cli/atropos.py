@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 
 from atroposlib.cli.launch.render import TARGETS, render
@@ -38,6 +38,13 @@ def _main(argv: Sequence[str]) -> None:
     look = commands.add_parser("status", help="show a hub: step, queue, environments, ledger")
     look.add_argument("url", nargs="?", default="http://localhost:8000")
     look.add_argument("--watch", action="store_true", help="refresh until Ctrl-C")
+    look.add_argument(
+        "--environments",
+        type=int,
+        default=20,
+        metavar="N",
+        help="show so many, those that block, are silent or lose most first (default: %(default)s)",
+    )
     given = parser.parse_args(list(argv))
     if given.command == "up":
         up(given.file)
@@ -45,14 +52,20 @@ def _main(argv: Sequence[str]) -> None:
         out = given.out or Path("jobs") / given.target
         print(render(given.file, target=given.target, out=out))
     else:
-        asyncio.run(show_status(given.url, watch=given.watch))
+        asyncio.run(
+            show_status(given.url, watch=given.watch, num_environments=max(0, given.environments))
+        )
 
 
-async def show_status(url: str, *, watch: bool) -> None:
+async def show_status(url: str, *, watch: bool, num_environments: int) -> None:
     """Print a hub's status once, or again and again."""
     console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
     async with HubReader(url) as hub:
-        page = render_view(await hub.read(), url=hub.url)
+
+        async def read() -> Group:
+            return render_view(await hub.read(num_environments=num_environments), url=hub.url)
+
+        page = await read()
         if not watch:
             console.print(page)
             return
@@ -60,7 +73,7 @@ async def show_status(url: str, *, watch: bool) -> None:
             while True:
                 await asyncio.sleep(WATCH_INTERVAL_S)
                 try:
-                    live.update(render_view(await hub.read(), url=hub.url), refresh=True)
+                    live.update(await read(), refresh=True)
                 except HubUnavailable as error:
                     live.update(str(error), refresh=True)
 

@@ -209,6 +209,7 @@ class HubLink:
                     (max(0.0, now - item["start_time"]) for item in items), default=None
                 ),
                 losses=self._losses(),
+                groups_kept=self._outbox.num_accepted,
             )
         except UnknownEnvironment:
             logger.warning("the hub does not know this environment any more; registering again")

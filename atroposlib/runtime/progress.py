@@ -23,6 +23,7 @@ from atroposlib.runtime.losses import LossReminder, explain, listed
 from atroposlib.runtime.terminal import bottom_of, is_live
 from atroposlib.runtime.timings import Timings
 from atroposlib.utils.loop_watch import ENOUGH_RUNS, LoopWatch, author_files
+from atroposlib.utils.wording import main_loss
 
 logger = logging.getLogger(__name__)
 
@@ -252,6 +253,7 @@ class Progress:
             ("rate", f"{per_s * 60:.1f}/min"),
             ("time left", None if left_s is None else _duration(left_s)),
             ("waiting for", status.waits_for),
+            ("problem", main_loss(status.losses(), num_kept=status.num_made)),
             ("engine down", ", ".join(status.engines_down)),
             ("mean score", None if status.mean_score is None else f"{status.mean_score:.3f}"),
             ("equal scores", _equal(status)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 MAX_NAMES = 30
 """Valid names listed in a message."""
@@ -24,6 +24,34 @@ def without_users(text: str) -> str:
 def counted(count: int, noun: str) -> str:
     """Return `1 group` or `2 groups`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def main_loss(losses: Mapping[str, int], *, num_kept: int) -> str | None:
+    """Return what most of an environment's work came to, if not to groups: the words of every place that shows it.
+
+    `losses` are those of `RunStatus.losses`, `num_kept` the groups that it made and kept.
+
+    >>> main_loss({"dropped_equal_scores": 6599, "failed_TimeoutError": 1}, num_kept=0)
+    'dropped 6,599 of 6,599 groups: equal_scores'
+    >>> main_loss({"items_without_groups": 12, "failed_TimeoutError": 9, "lost_unjudged": 4}, num_kept=3)
+    'made no group of 12 of 15 items: failed_TimeoutError'
+    >>> main_loss({"dropped_equal_scores": 3}, num_kept=4) is None
+    True
+    """
+    dropped = {
+        name.removeprefix("dropped_"): n
+        for name, n in losses.items()
+        if name.startswith("dropped_")
+    }
+    num_dropped, num_empty = sum(dropped.values()), losses.get("items_without_groups", 0)
+    if num_dropped > max(num_kept, num_empty):
+        reason = max(dropped, key=lambda name: dropped[name])
+        return f"dropped {num_dropped:,} of {num_dropped + num_kept:,} groups: {reason}"
+    if num_empty > num_kept:
+        causes = {name: n for name, n in losses.items() if name.startswith(("failed_", "lost_"))}
+        reason = max(causes, key=lambda name: causes[name], default="no group")
+        return f"made no group of {num_empty:,} of {num_empty + num_kept:,} items: {reason}"
+    return None
 
 
 def nearest(

@@ -493,7 +493,7 @@ async def test_silent_environment_suspends_its_minimum_until_it_is_heard_of() ->
     clock.now_s += 61
     coordinator.status_env(0)
     assert tags(await coordinator.deliver()) == [1, 2]
-    assert [view.state for view in coordinator.explain().environments] == ["active", "silent"]
+    assert [view.state for view in coordinator.explain().environments] == ["silent", "active"]
     assert coordinator.status_env(0).env_weight == 1.0
     assert coordinator.status_env(1).env_weight == 0.5
 

@@ -185,12 +185,35 @@ async def test_original_trainer_joins_a_live_run_and_begins_anew_when_it_is_sile
     clock.now_s += 59
     assert (await hub.post("/register", registration(batch_size=8))).keys() == {"uuid"}
     assert (await hub.get("/info"))["batch_size"] == 4
-    assert (await hub.get("/explain"))["conflicts"] == ["batch_size: 4 stays, 8 was asked for"]
+    why = await hub.get("/explain")
+    assert why["conflicts"] == ["batch_size: 4 stays, 8 was asked for"]
+    assert why["reason"].endswith(
+        "; not granted to a second trainer: batch_size: 4 stays, 8 was asked for"
+    )
     assert await places(hub) == {"queued": 1}
     clock.now_s += 61
     assert (await hub.post("/register", registration(batch_size=8)))["set_aside"] == "default.1"
     assert (await hub.get("/info"))["batch_size"] == 8
     assert (await places(hub), await places(hub, "default.1")) == ({}, {"queued": 1})
+
+
+async def test_original_trainer_is_told_that_the_run_it_would_join_has_finished(
+    hub: Hub, clock: Clock
+) -> None:
+    await hub.start(num_steps=1)
+    await hub.post("/register", registration())  # it may join before the last step
+    await hub.post("/scored_data", group(4))
+    assert (await hub.get("/batch"))["batch"]
+    clock.now_s += 20
+    refused = await hub.http.post("/register", json=registration())
+    assert refused.status_code == 409
+    assert refused.json()["detail"] == {
+        "type": "run_finished",
+        "msg": "run 'default' is at step 1 of 1 of a trainer that has called in the last minute: register again in 40 s"
+        " to begin another experiment, or with another run (/runs/NAME)",
+    }
+    clock.now_s += 41
+    assert (await hub.post("/register", registration()))["set_aside"] == "default.1"
 
 
 async def test_original_trainer_goes_on_from_a_later_step(hub: Hub, clock: Clock) -> None:

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from pydantic import ValidationError
 
 from atroposlib.api.run.batching import Blocker, NoBatch, Plan
-from atroposlib.api.run.queue import GroupQueue
+from atroposlib.api.run.queue import GroupQueue, rounded
 from atroposlib.api.schemas import MAX_BATCH_SIZE, Registration
 from atroposlib.scored_data import GroupHeader
 from tests.api.helpers_api import plan_batch, plan_counted
@@ -128,7 +128,11 @@ class QueueAgainstList(RuleBasedStateMachine):
         assert self.queue.total_bytes == sum(g.num_bytes for g in groups)
         assert self.queue.largest_of_all() == max((g.num_sequences for g in groups), default=0)
         assert self.queue.versions() == Counter(map(version_of, groups))
-        assert sorted(map(repr, self.queue.env_ids())) == sorted({repr(g.env_id) for g in groups})
+        supplies = {each: self.queue.num_sequences(each) for each in {g.env_id for g in groups}}
+        assert self.queue.supplies == supplies
+        for multiple in (1, 3, 8):
+            sums = [rounded(supply, multiple) for supply in supplies.values()]
+            assert self.queue.num_rounded(multiple) == sum(sums)
         for env_id in (None, 0, 1, 2, 99):
             of_env = [g for g in groups if g.env_id == env_id]
             assert self.queue.num_sequences(env_id) == sum(g.num_sequences for g in of_env)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from starlette.routing import Route as StarletteRoute
 from starlette.types import Receive, Send
 from starlette.types import Scope as AsgiScope
@@ -256,13 +257,41 @@ async def test_token_for_some_runs_opens_no_other() -> None:
     assert opened == [204, 204, 403, 403, 403, 403]
 
 
-async def test_metrics_of_all_runs_want_a_token_for_all_runs() -> None:
+async def test_metrics_show_the_runs_of_the_token_whatever_the_path() -> None:
     tokens = TokenSet(
-        [token("one", Scope.READ, runs=["default"]), token("all", Scope.READ, runs=None)]
+        [
+            token("admin", Scope.ADMIN),
+            token("all", Scope.READ),
+            token("trainer", Scope.CONSUME, runs=["math"]),
+            token("math", Scope.READ, runs=["math", "absent"]),
+        ]
     )
-    one = await call("GET", "/metrics", tokens=tokens, secret=secret_of("one"))
-    every = await call("GET", "/metrics", tokens=tokens, secret=secret_of("all"))
-    assert (one.status_code, every.status_code) == (403, 204)
+    async with running_hub(tokens=tokens) as hub:
+        for run in ("math", "code"):
+            await hub.http.post(
+                f"/runs/{run}/register",
+                json=registration(),
+                headers={"Authorization": f"Bearer {secret_of('admin')}"},
+            )
+        seen: dict[tuple[str, str], set[str | None]] = {}
+        for name, path in [
+            ("all", "/metrics"),
+            ("math", "/metrics"),
+            ("math", "/runs/math/metrics"),
+        ]:
+            bearer = {"Authorization": f"Bearer {secret_of(name)}"}
+            text = (await hub.http.get(path, headers=bearer)).text
+            families = list(text_string_to_metric_families(text))
+            runs = {sample.labels.get("run") for each in families for sample in each.samples}
+            seen[name, path] = runs
+            assert any(each.name == "atropos_queued_sequences" for each in families)
+        assert seen == {
+            ("all", "/metrics"): {None, "default", "math", "code"},
+            ("math", "/metrics"): {"math"},
+            ("math", "/runs/math/metrics"): {"math"},
+        }
+        bearer = {"Authorization": f"Bearer {secret_of('trainer')}"}
+        assert (await hub.http.get("/metrics", headers=bearer)).status_code == 403
 
 
 # Without tokens

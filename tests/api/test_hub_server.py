@@ -72,7 +72,7 @@ async def test_registration_needs_all_eight_fields(hub: Hub) -> None:
 async def test_second_registration_keeps_the_live_run(
     hub: Hub, caplog: pytest.LogCaptureFixture
 ) -> None:
-    await hub.start(starting_step=5)
+    await hub.start(starting_step=5, num_steps=9)
     first = await hub.post("/scored_data", group(2))
     second = await hub.post("/register", registration(batch_size=999, starting_step=0))
     assert first == {"status": "received"}
@@ -328,7 +328,8 @@ async def test_explain_names_what_is_missing(hub: Hub) -> None:
     explained = await hub.get("/explain")
     assert (explained["blocker"], explained["env_id"], explained["need"]) == ("minimum", 1, 2)
     assert "environment 1" in explained["reason"]
-    assert [each["floor"] for each in explained["environments"]] == [0, 2]
+    floors = {each["env_id"]: each["floor"] for each in explained["environments"]}
+    assert floors == {0: 0, 1: 2}
     await hub.post("/scored_data", group(2, env_id=1))
     assert (await hub.get("/explain"))["batch"] == "ready"
     assert (await hub.balanced_ledger())["queued"] == 3
@@ -539,6 +540,69 @@ async def test_explain_shows_what_came_to_nothing_at_an_environment() -> None:
             assert answer.status_code == 422
         await hub.get(asked)
         assert (await hub.get("/explain"))["environments"][0]["losses"] is None
+
+
+async def test_explain_names_the_environment_that_makes_most_for_nothing() -> None:
+    async with running_hub() as hub:
+        await hub.start(*[environment(desired_name=name) for name in ("drops", "works", "fails")])
+        reports = [
+            ('{"dropped_equal_scores":6000,"dropped_too_long":599,"failed_OSError":9}', 0),
+            ('{"dropped_equal_scores":10000}', 10000),
+            ('{"items_without_groups":5,"failed_OSError":5}', 1),
+        ]
+        for env_id, (losses, kept) in enumerate(reports):
+            asked = (
+                f"/status-env?env_id={env_id}&items_in_flight=8&oldest_item_s=20&losses={losses}"
+            )
+            await hub.get(asked)  # of a client that does not say what it kept
+            assert "items in flight" in (await hub.get("/explain"))["reason"]
+            reports[env_id] = f"{asked}&groups_kept={kept}", kept
+        for asked, _ in reports:
+            await hub.get(asked)
+        drops, fails = (
+            "; drops_0 dropped 6,599 of 6,599 groups: equal_scores",
+            "; fails_0 made no group of 5 of 6 items: failed_OSError",
+        )
+        assert (await hub.get("/explain"))["reason"].endswith(drops)
+        await hub.post("/disconnect-env", {"env_id": 0})
+        assert (await hub.get("/explain"))["reason"].endswith(fails)
+        await hub.post("/scored_data_list", [group(4, env_id=0)])
+        assert (await hub.get("/explain"))["reason"] == "a batch is ready"
+
+
+async def test_explain_shows_a_page_of_the_environments_the_worst_first() -> None:
+    now = 1000.0
+    runs = Runs(policy=RunPolicy(env_timeout_s=60), clock=lambda: now)
+    async with running_hub(runs=runs) as hub:
+        wanted = {"blocks": 2, "silent": 1, "loses": 4, "works": 0, "works too": 5, "left": 3}
+        names = sorted(wanted, key=lambda name: wanted[name])
+        await hub.start(
+            *(
+                environment(desired_name=name, min_batch_allocation=0.5 * (name == "blocks"))
+                for name in names
+            )
+        )
+        await hub.post("/disconnect-env", {"env_id": wanted["left"]})
+        now += 50
+        for name in wanted.keys() - {"silent", "left"}:
+            lost = 3 if name == "loses" else 0
+            await hub.get(
+                f'/status-env?env_id={wanted[name]}&items_in_flight=1&losses={{"failed":{lost}}}'
+            )
+        await hub.post("/scored_data", group(4, env_id=wanted["works"]))
+        now += 20
+        whole = await hub.get("/explain")
+        assert [each["name"][:-2] for each in whole["environments"]] == [
+            *("blocks", "silent", "loses", "works", "works too", "left")
+        ]
+        assert (whole["num_environments"], whole["num_active"]) == (6, 4)
+        part = await hub.get("/explain?offset=1&limit=2")
+        assert part["environments"] == whole["environments"][1:3]
+        rest = {name: value for name, value in part.items() if name != "environments"}
+        assert rest == {name: value for name, value in whole.items() if name != "environments"}
+        assert (await hub.get("/explain?offset=6"))["environments"] == []
+        for refused in ("offset=-1", "limit=1001", "limit=many"):
+            assert (await hub.http.get(f"/explain?{refused}")).status_code == 422
 
 
 async def test_long_poll_of_an_environment_that_died_is_no_sign_of_life() -> None:

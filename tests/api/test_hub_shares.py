@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,18 +16,18 @@ amounts = st.lists(st.tuples(st.floats(0.01, 1.0), st.floats(0.0, 2.0)), min_siz
 def test_fair_shares_fill_a_batch_and_exceed_nothing_queued(
     each: list[tuple[float, float]],
 ) -> None:
-    own = {env_id: share for env_id, (share, _) in enumerate(each)}
-    queued = {env_id: amount for env_id, (_, amount) in enumerate(each)}
+    own, queued = np.array(each).T
     shares = fair_shares(own, queued)
-    assert shares.keys() == own.keys()
-    assert sum(shares.values()) == pytest.approx(min(1.0, sum(queued.values())))
-    assert all(shares[env_id] <= queued[env_id] + 1e-9 for env_id in own)
+    assert shares.sum() == pytest.approx(min(1.0, queued.sum()))
+    assert (shares <= queued + 1e-9).all()
 
 
-def delivered(*, taken: dict[int, int], left: dict[int, int], times: int = 1) -> Shares:
+def delivered(
+    *, taken: dict[int | None, int], left: dict[int | None, int], times: int = 1
+) -> Shares:
     shares = Shares()
     for number in range(times):
-        shares.deliver(number, {0: 0.5, 1: 0.5}, taken=Counter(taken), left=left, batch_size=16)
+        shares.deliver(number, np.array([0.5, 0.5]), taken=taken, left=left, batch_size=16)
     return shares
 
 
@@ -52,6 +51,6 @@ def test_an_environment_that_queued_enough_but_was_passed_over_catches_up() -> N
 def test_only_recent_batches_count() -> None:
     shares = delivered(taken={0: 0, 1: 16}, left={0: 0, 1: 0}, times=NUM_BATCHES)
     for number in range(NUM_BATCHES, 2 * NUM_BATCHES):
-        taken = Counter({0: 8, 1: 8})
-        shares.deliver(number, {0: 0.5, 1: 0.5}, taken=taken, left={0: 0, 1: 0}, batch_size=16)
+        taken = {0: 8, 1: 8}
+        shares.deliver(number, np.array([0.5, 0.5]), taken=taken, left={0: 0, 1: 0}, batch_size=16)
     assert (shares.wanted(0, own=0.5), shares.wanted(1, own=0.5)) == (0.5, 0.5)

@@ -14,6 +14,7 @@ from starlette.routing import Route
 
 from atroposlib.api.schemas import Ledger
 from atroposlib.cli.atropos import main
+from atroposlib.cli.launch import status as status_module
 from atroposlib.cli.launch import view as view_module
 from atroposlib.cli.launch.status import HubReader, is_closed
 from atroposlib.cli.launch.supervisor import Program, launched
@@ -42,6 +43,22 @@ def test_the_status_says_why_there_is_no_batch(
     assert main(["status", hub.url]) == 0
     assert "sums_0 lost: dropped_equal_scores 3" in (said := capsys.readouterr().out)
     assert "a batch is ready" in said
+
+
+def test_the_status_shows_as_many_environments_as_asked_for_page_by_page(
+    hub: HubServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status_module, "MAX_PAGE", 2)
+    hub.register()
+    hub.get("/batch")
+    about = {"desired_name": "sums", "max_token_length": 99, "weight": 1.0, "group_size": 2}
+    for _ in range(7):
+        httpx.post(f"{hub.url}/register-env", json=about).raise_for_status()
+    for asked, shown in ((0, 0), (1, 1), (5, 5), (9, 7)):
+        assert main(["status", hub.url, "--environments", str(asked)]) == 0
+        said = capsys.readouterr().out
+        assert [f"sums_{i} ({i})" in said for i in range(7)] == [i < shown for i in range(7)]
+        assert (f"{7 - shown} more; 7 of 7 are active" in said) == (shown < 7)
 
 
 def test_a_hub_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:

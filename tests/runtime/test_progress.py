@@ -63,7 +63,8 @@ def test_losses_are_named_by_reason_with_what_the_run_waits_for() -> None:
         num_tokens_trained=18,
     )
     assert line(Progress(0.0), 10.0, status) == (
-        "groups 2; sent 1; rate 12.0/min; waiting for the hub; mean score 0.250;"
+        "groups 2; sent 1; rate 12.0/min; waiting for the hub;"
+        " problem made no group of 7 of 9 items: lost_too_short; mean score 0.250;"
         " dropped equal_scores 3, too_long 1; lost too_short 5; turns not continued changed 3;"
         " failed attempts TimeoutError 2;"
         " items without groups 7; in flight 0 of 4; ready 1; trainer waits 12%; staleness 1.5;"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import signal
 import time
 from dataclasses import replace
@@ -383,6 +384,25 @@ async def test_the_hub_knows_what_came_to_nothing_at_an_environment() -> None:
                 == [{"dropped_equal_scores": 3}]
             )
         )
+
+
+async def test_an_environment_that_drops_everything_is_named_in_the_same_words_at_both_ends(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def answer(item: int) -> Any:
+        return make_group(scores=[1.0, 1.0])
+
+    timings = replace(FAST, poll_wait_s=0.05, progress_s=0.01)
+    words = r"dropped (\d+) of \1 groups: equal_scores"
+    with caplog.at_level(logging.INFO, logger="atroposlib.runtime.progress"):
+        async with LoopbackHub(batch_size=4) as hub:
+            await hub.coordinator.deliver()
+            async with hub.serve(num_items=3, answer=answer, timings=timings):
+                reason = rf"0 of 4 sequences are queued; the trainer has .*; \w+_0 {words}"
+                await until(
+                    lambda: re.fullmatch(reason, hub.coordinator.explain().reason) is not None
+                )
+                await until(lambda: re.search(f"; problem {words};", caplog.text) is not None)
 
 
 async def test_original_hub_is_polled_at_the_pace_and_its_bound_holds() -> None:

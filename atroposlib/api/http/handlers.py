@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 import msgspec
-from fastapi import Depends, HTTPException, Request
+from fastapi import Depends, HTTPException, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse, Response
 from pydantic import BaseModel, ValidationError
@@ -224,6 +224,7 @@ async def status_env(request: Request) -> Response:
             query.items_in_flight,
             oldest_s=query.oldest_item_s,
             losses=query.losses,
+            groups_kept=query.groups_kept,
         )
     deadline = time.monotonic() + min(query.wait, _services(request).limits.max_wait_s)
     while (
@@ -423,9 +424,11 @@ async def ledger(run: RunOrBlank) -> schemas.Ledger:
     return run.ledger()
 
 
-async def explain(run: RunOrBlank) -> schemas.Explanation:
+async def explain(
+    run: RunOrBlank, page: Annotated[schemas.ExplainQuery, Query()]
+) -> schemas.Explanation:
     await run.tick()
-    return run.explain()
+    return run.explain(offset=page.offset, limit=page.limit)
 
 
 async def dead(request: Request, run: RunOrBlank) -> Response:
@@ -498,7 +501,8 @@ async def readyz(request: Request) -> schemas.Ready:
 
 async def show_metrics(request: Request) -> Response:
     metrics = _services(request).metrics
-    return Response(metrics.render(), media_type=metrics.content_type)
+    covers = request.scope.get("covers")
+    return Response(metrics.render(covers=covers), media_type=metrics.content_type)
 
 
 # Reading and answering without FastAPI

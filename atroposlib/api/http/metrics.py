@@ -89,9 +89,31 @@ class HubMetrics:
         self.staleness.remove_by_labels({"run": run})
         self.back_pressure.remove_by_labels({"run": run})
 
-    def render(self) -> bytes:
-        """Return all metrics in the text format of `content_type`."""
-        return generate_latest(self._registry)
+    def render(self, *, covers: Callable[[str], bool] | None = None) -> bytes:
+        """Return the metrics in the text format of `content_type`: all, or only those of the runs that are covered."""
+        if covers is None:
+            return generate_latest(self._registry)
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(_SomeRuns(self._registry, covers))
+        return generate_latest(registry)
+
+
+class _SomeRuns(Collector):
+    """What a registry has about some runs; series without a run are about the process, thus about every run."""
+
+    def __init__(self, registry: CollectorRegistry, covers: Callable[[str], bool]) -> None:
+        self._registry = registry
+        self._covers = covers
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._registry.collect():
+            metric.samples = [
+                sample
+                for sample in metric.samples
+                if "run" in sample.labels and self._covers(sample.labels["run"])
+            ]
+            if metric.samples:
+                yield metric
 
 
 class _RunCollector(Collector):

@@ -51,7 +51,7 @@ class Route:
     is_destructive: bool = field(default=False, kw_only=True)
     """Whether only clients on the same machine may call it while the hub has no tokens."""
     is_hub_wide: bool = field(default=False, kw_only=True)
-    """Whether it shows every run, so that a token for some runs is not enough."""
+    """Whether it shows every run, whatever the path names; to a token for some runs, only those."""
     is_local: bool = field(default=False, kw_only=True)
     """Whether every replica answers it itself: it is about the process, not about a run."""
     begins_run: bool = field(default=False, kw_only=True)

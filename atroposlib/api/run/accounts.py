@@ -7,15 +7,18 @@ make the next batch possible could never arrive.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from atroposlib.api.run.batching import Blocker, NoBatch, Plan, sequence_floors
 from atroposlib.api.run.environments import Environment
 from atroposlib.api.run.leases import HeldBatch
+from atroposlib.api.run.queue import rounded
 from atroposlib.api.run.state import RunState
 from atroposlib.api.run.types import Overloaded
 from atroposlib.api.schemas import (
+    DEFAULT_PAGE,
     DeadGroup,
     EnvironmentView,
     EnvStatus,
@@ -58,7 +61,7 @@ class Accounts:
         return Ledger(
             produced=run.num_accepted + run.rejected.total(),
             queued=len(run.queue) + _num_groups(run.leases.to_replay),
-            buffered=sum(len(environment.buffered) for environment in run.environments),
+            buffered=sum(map(len, run.buffers.values())),
             leased=_num_groups(run.leases.leased.values()),
             trained=run.ended[Fate.TRAINED] + _num_groups(run.leases.trained.values()),
             expired=run.ended[Fate.EXPIRED],
@@ -93,8 +96,8 @@ class Accounts:
             for header, reason in list(run.dead)
         )
 
-    def explain(self) -> Explanation:
-        """Explain why there is no batch, or that there is one."""
+    def explain(self, *, offset: int = 0, limit: int = DEFAULT_PAGE) -> Explanation:
+        """Explain why there is no batch, or that there is one, with a page of the environments, the worst first."""
         run, now = self.state, self._clock()
         plan = None if run.trainer is None else run.look()
         waits_s = run.trainer_times.waits_s(now, num_held=run.leases.num_held)
@@ -107,7 +110,7 @@ class Accounts:
         elif isinstance(plan, NoBatch) and not run.leases.to_replay:
             blocker, reason = str(plan.blocker), plan.reason
             env_id, have, need = plan.env_id, plan.have, plan.need
-            buffered = sum(each.num_buffered_sequences for each in run.environments)
+            buffered = sum(map(run.num_buffered_sequences, run.buffers))
             if buffered:
                 reason += f"; {buffered} sequences of odd-sized groups are buffered"
             if num_leased:
@@ -115,7 +118,9 @@ class Accounts:
                 reason += f"; {num_leased} {are} leased to the trainer"
             if waits_s is not None:
                 reason += f"; the trainer has waited for {waits_s:.0f} s"
-            reason += _oldest_item(run, env_id, now=now)
+            reason += _cause(run, env_id, now=now)
+            if run.conflicts:
+                reason += f"; not granted to a second trainer: {', '.join(run.conflicts)}"
         floors = sequence_floors(run.batch_size, run.environments.shares()) if plan else {}
         return Explanation(
             batch="ready" if blocker is None else "none",
@@ -137,6 +142,8 @@ class Accounts:
             max_staleness=run.max_staleness,
             dead=run.dead.reasons(),
             conflicts=run.conflicts,
+            num_environments=len(run.environments),
+            num_active=run.environments.num_active,
             environments=[
                 EnvironmentView(
                     env_id=each.env_id,
@@ -144,13 +151,13 @@ class Accounts:
                     state=_state(each),
                     last_seen_s=now - each.last_seen,
                     queued_sequences=run.queue.num_sequences(each.env_id),
-                    buffered_sequences=each.num_buffered_sequences,
+                    buffered_sequences=run.num_buffered_sequences(each.env_id),
                     floor=floors.get(each.env_id, 0),
                     items_in_flight=each.items_in_flight,
                     oldest_item_s=_age_s(each, now=now),
                     losses=each.losses,
                 )
-                for each in run.environments
+                for each in _worst(run, offset + limit, blocking=env_id)[offset:]
             ],
         )
 
@@ -211,7 +218,7 @@ def env_status(run: RunState, environment: Environment, *, now: float) -> EnvSta
     group_size = max(environment.registration.group_size, run.queue.largest(env_id))
     max_group_size = max(1, run.queue.largest_of_all())
     own = run.queue.num_sequences(env_id)
-    others = run.backlog.of_others(env_id, batch_size=run.batch_size, max_group_size=max_group_size)
+    others = _queued_by_others(run, env_id, max_group_size=max_group_size)
     wanted = run.shares.wanted(env_id, own=run.environments.own_share(environment))
     times, num_held = run.trainer_times, run.leases.num_held
     return EnvStatus(
@@ -231,25 +238,48 @@ def env_status(run: RunState, environment: Environment, *, now: float) -> EnvSta
     )
 
 
+def _queued_by_others(run: RunState, env_id: int, *, max_group_size: int) -> int:
+    """Return the sequences, those of each environment rounded up, less what its minimum claims."""
+    queue = run.queue
+    total = queue.num_rounded(max_group_size) - rounded(queue.num_sequences(env_id), max_group_size)
+    for each, share in run.environments.shares().items():
+        if each != env_id:
+            supply = rounded(queue.num_sequences(each), max_group_size)
+            total -= min(supply, int(run.batch_size * share))
+    return total
+
+
 def _num_groups(batches: Iterable[HeldBatch]) -> int:
     return sum(len(batch.headers) for batch in batches)
 
 
-def _oldest_item(run: RunState, env_id: int | None, *, now: float) -> str:
-    """Name the active environment with the oldest item in flight, of all or of `env_id`; empty if there is none."""
-    ages_s = [
-        (age_s, each)
-        for each in run.environments
-        if each.is_active
-        and env_id in (None, each.env_id)
-        and (age_s := _age_s(each, now=now)) is not None
+def _worst(run: RunState, num: int, *, blocking: int | None) -> list[Environment]:
+    """Return the first `num` environments: the one that blocks, silent ones, those that lose most, the rest."""
+
+    def rank(each: Environment) -> tuple[bool, int, int]:
+        place = 2 if not each.is_connected else not each.is_silent
+        return each.env_id != blocking, place, -each.num_lost
+
+    return heapq.nsmallest(num, run.environments, key=rank)  # equal ones by id
+
+
+def _cause(run: RunState, env_id: int | None, *, now: float) -> str:
+    """Name the active environment, of all or `env_id`, that made most work for nothing, else that of the oldest item in
+    flight; empty if there is none."""
+    asked = run.environments if env_id is None else [run.environments.get(env_id)]
+    active = [each for each in asked if each.is_active]
+    if wasteful := [each for each in active if each.main_loss is not None]:
+        worst = max(wasteful, key=lambda each: each.num_lost)
+        return f"; {worst.name} {worst.main_loss}"
+    began = [
+        (each.oldest_item_since, each) for each in active if each.oldest_item_since is not None
     ]
-    if not ages_s:
+    if not began:
         return ""
-    age_s, oldest = max(ages_s, key=lambda pair: pair[0])
+    since, oldest = min(began, key=lambda pair: pair[0])
     return (
         f"; {oldest.name} has reported {oldest.items_in_flight} items in flight,"
-        f" the oldest started {age_s:.0f} s ago"
+        f" the oldest started {now - since:.0f} s ago"
     )
 
 

@@ -44,6 +44,7 @@ from atroposlib.api.stores.base import (
     StoredBatch,
 )
 from atroposlib.errors import GroupError
+from atroposlib.utils.wording import main_loss
 
 
 class Signal:
@@ -448,12 +449,16 @@ class Coordinator(Accounts):
         *,
         oldest_s: float | None = None,
         losses: Mapping[str, int] | None = None,
+        groups_kept: int | None = None,
     ) -> None:
-        """Record an environment's items in flight, how long ago the oldest began, and what came to nothing."""
+        """Record an environment's items in flight, how long ago the oldest began, and what came of the earlier ones."""
         environment = self.state.environments.get(env_id)
         environment.items_in_flight = num_in_flight
         environment.oldest_item_since = None if oldest_s is None else self._clock() - oldest_s
-        environment.losses = losses
+        environment.losses, environment.num_lost = losses, sum((losses or {}).values())
+        environment.main_loss = None
+        if losses is not None and groups_kept is not None:
+            environment.main_loss = main_loss(losses, num_kept=groups_kept)
 
     # Groups
 

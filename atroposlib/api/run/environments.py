@@ -7,18 +7,20 @@ groups of an inactive environment.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
-from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
-from atroposlib.api.run.queue import GroupQueue
+import numpy as np
+from numpy.typing import NDArray
+
 from atroposlib.api.schemas import RegisterEnv
 from atroposlib.errors import AtroposError
-from atroposlib.scored_data import GroupHeader
 
+FloatArray = NDArray[np.float64]
+"""One number per environment, by id, unless stated otherwise."""
 MIN_ENV_WEIGHT = 0.01
 """Smallest `env_weight` reported to an environment, as in the original."""
 _MAX_WEIGHT = 1e9
@@ -56,14 +58,16 @@ class Environment:
     """Whether it has made no call for longer than the timeout."""
     last_seen: float
     """Injected clock, seconds."""
-    buffered: list[GroupHeader] = field(default_factory=list)
-    """Odd-sized groups that wait for others to make up one full group."""
     items_in_flight: int | None = None
     """At its last status request; None from an original client."""
     oldest_item_since: float | None = None
     """When the oldest of these items began, injected clock; None if there is none."""
     losses: Mapping[str, int] | None = None
     """What came to nothing since its start, as of that request, by reason."""
+    num_lost: int = 0
+    """Sum of the losses."""
+    main_loss: str | None = None
+    """What most of its work came to, if not to groups, as of that request; None also if unknown."""
 
     @property
     def is_active(self) -> bool:
@@ -80,12 +84,8 @@ class Environment:
         weight = min(max(0.0, self.registration.weight), _MAX_WEIGHT)
         return max(0, self.registration.max_token_length) * weight
 
-    @property
-    def num_buffered_sequences(self) -> int:
-        return sum(header.num_sequences for header in self.buffered)
-
     def saved(self) -> dict[str, Any]:
-        """What survives a restart, as JSON; buffered groups are in the store."""
+        """What survives a restart, as JSON."""
         return {
             "registration": self.registration.model_dump(),
             "name": self.name,
@@ -93,14 +93,29 @@ class Environment:
         }
 
 
+class _Sums(NamedTuple):
+    num_active: int
+    demand: float
+    """Of the active ones."""
+    unallocated: float
+    minimums: dict[int, float]
+    own: FloatArray
+    """What `Environments.own_share` returns."""
+
+
 class Environments:
+    """All environments of a run. What each claims is also kept in arrays: sums over thousands take microseconds."""
+
     def __init__(self) -> None:
         self._all: list[Environment] = []
-        self._demand: float | None = None
-        self._num_active: int | None = None
-        self._claimed: float | None = None
+        self._claims = np.zeros((3, 0))
+        """`[3, environment]`, by id: whether it is active, its demand, its share."""
+        self._sums: _Sums | None = None
+        """Of the claims; None: they have changed since."""
+        self._silent_after = -math.inf
+        """No environment becomes silent up to then; injected clock."""
         self.version = 0
-        """Increases with every change of the active environments or their claims."""
+        """Increases with every change of a minimum."""
 
     def __len__(self) -> int:
         return len(self._all)
@@ -152,13 +167,14 @@ class Environments:
                 name=f"{wanted}_{same_name}",
                 last_seen=now,
             )
-            self._all.append(environment)
+            self._add([environment])
         environment.registration = registration
         environment.is_connected = True
         environment.is_silent = False
         environment.last_seen = now
         environment.items_in_flight = environment.oldest_item_since = environment.losses = None
-        self._changed()
+        environment.num_lost, environment.main_loss = 0, None
+        self._update(environment)
         return environment
 
     def _returning(self, registration: RegisterEnv) -> Environment | None:
@@ -173,7 +189,7 @@ class Environments:
 
     def disconnect(self, environment: Environment) -> None:
         environment.is_connected = False
-        self._changed()
+        self._update(environment)
 
     def note_call(self, environment: Environment, *, now: float) -> bool:
         """Record a call; return whether the environment had been silent."""
@@ -181,112 +197,104 @@ class Environments:
         was_silent = environment.is_silent
         if was_silent:
             environment.is_silent = False
-            self._changed()
+            self._update(environment)
         return was_silent
 
     def silence(self, *, now: float, timeout_s: float) -> list[Environment]:
         """Mark as silent and return the active environments without a call for `timeout_s`."""
-        gone = [each for each in self._all if each.is_active and now - each.last_seen > timeout_s]
+        if now <= self._silent_after:
+            return []
+        active = [each for each in self._all if each.is_active]
+        gone = [each for each in active if now - each.last_seen > timeout_s]
         for environment in gone:
             environment.is_silent = True
-        if gone:
-            self._changed()
+            self._update(environment)
+        oldest = min((each.last_seen for each in active if each.is_active), default=now)
+        self._silent_after = oldest + timeout_s  # calls until then only move it to later
         return gone
 
-    def _changed(self) -> None:
-        self.version += 1
-        self._demand = None
-        self._num_active = None
-        self._claimed = None
-
     def adopt(self, earlier: Environments) -> None:
-        """Copy the environments of an earlier experiment, with their ids and nothing buffered; others disconnect."""
+        """Copy the environments of an earlier experiment, with their ids; others disconnect."""
         others = self._all[len(earlier) :]
         for environment in others:
             environment.is_connected = False
-        self._all = [*(replace(each, buffered=[]) for each in earlier), *others]
-        self._changed()
+        self._replace([*map(replace, earlier), *others])
+
+    def restore(self, saved: Iterable[dict[str, Any]], *, now: float) -> None:
+        """Restore what `Environment.saved` returned, by id; every environment gets the full timeout again."""
+        self._replace(
+            [
+                Environment(
+                    env_id=env_id,
+                    registration=RegisterEnv.model_validate(each["registration"]),
+                    name=each["name"],
+                    is_connected=each["is_connected"],
+                    last_seen=now,
+                )
+                for env_id, each in enumerate(saved)
+            ]
+        )
+
+    def _replace(self, environments: Sequence[Environment]) -> None:
+        self._all.clear()
+        self._claims = np.zeros((3, 0))
+        self._sums = None
+        self._silent_after = -math.inf
+        self.version += 1
+        self._add(environments)
+
+    def _add(self, environments: Sequence[Environment]) -> None:
+        self._all += environments
+        self._claims = np.hstack([self._claims, np.zeros((3, len(environments)))])
+        for environment in environments:
+            self._update(environment)
+
+    def _update(self, environment: Environment) -> None:
+        """Take over a change of an environment into the claims."""
+        env_id, share = environment.env_id, environment.share
+        self.version += int(share != self._claims[2, env_id])
+        self._claims[:, env_id] = environment.is_active, environment.demand, share
+        self._sums = None
+
+    def _summed(self) -> _Sums:
+        if self._sums is None:
+            is_active, demands, shares = self._claims
+            num_active, demand, claimed = int(is_active.sum()), demands @ is_active, shares.sum()
+            parts = demands / demand if demand else np.zeros_like(demands)
+            by_weight = np.maximum(MIN_ENV_WEIGHT / max(1, num_active), parts)
+            free = 1.0 - min(1.0, float(claimed))
+            minimums = {int(env_id): float(shares[env_id]) for env_id in np.flatnonzero(shares)}
+            own = free * by_weight + shares
+            self._sums = _Sums(num_active, float(demand), free, minimums, own)
+        return self._sums
 
     @property
     def num_active(self) -> int:
-        if self._num_active is None:
-            self._num_active = sum(environment.is_active for environment in self._all)
-        return self._num_active
+        return self._summed().num_active
 
-    def shares(self) -> dict[int, float]:
+    def shares(self) -> Mapping[int, float]:
         """Minimums of active environments, by id, in order of registration."""
-        return {each.env_id: each.share for each in self._all if each.share > 0}
+        return self._summed().minimums
 
     def unallocated_fraction(self) -> float:
         """Share of a batch that no active environment's minimum claims."""
-        if self._claimed is None:
-            self._claimed = sum(environment.share for environment in self._all)
-        return 1.0 - min(1.0, self._claimed)
+        return self._summed().unallocated
 
     def weight(self, environment: Environment) -> float:
         """The environment's share of the work, compared with the active ones, at least `MIN_ENV_WEIGHT`."""
-        return max(MIN_ENV_WEIGHT, self._part(environment))
+        total = self._summed().demand
+        return max(MIN_ENV_WEIGHT, environment.demand / total if total else 0.0)
 
     def own_share(self, environment: Environment) -> float:
         """Share of a batch that the environment supplies if all others supply theirs: its minimum, and by weight.
 
         An environment without weight counts as a hundredth of an average one.
         """
-        part = max(MIN_ENV_WEIGHT / max(1, self.num_active), self._part(environment))
-        return self.unallocated_fraction() * part + environment.share
+        return float(self._summed().own[environment.env_id])
 
-    def _part(self, environment: Environment) -> float:
-        """The environment's part of the active ones' demand; 0 if none has any."""
-        if self._demand is None:
-            self._demand = sum(each.demand for each in self._all if each.is_active)
-        return environment.demand / self._demand if self._demand else 0.0
-
-    def restore(self, saved: Iterable[dict[str, Any]], *, now: float) -> None:
-        """Restore what `Environment.saved` returned, by id; every environment gets the full timeout again."""
-        self._all = [
-            Environment(
-                env_id=env_id,
-                registration=RegisterEnv.model_validate(each["registration"]),
-                name=each["name"],
-                is_connected=each["is_connected"],
-                last_seen=now,
-            )
-            for env_id, each in enumerate(saved)
-        ]
-        self._changed()
-
-
-class Backlog:
-    """How much work others have queued ahead of an environment, updated per change so that queries are cheap.
-
-    Per environment: queued sequences, rounded up to whole largest groups, less what its minimum claims.
-    """
-
-    def __init__(self, queue: GroupQueue, environments: Environments) -> None:
-        self._queue = queue
-        self._environments = environments
-        self._total = 0
-        self._of: dict[int | None, int] = {}
-        self._basis: tuple[int, int, int] | None = None
-
-    def of_others(self, env_id: int, *, batch_size: int, max_group_size: int) -> int:
-        """Return sequences. Recounts only what changed, or everything if the rounding or a minimum changed."""
-        touched = self._queue.touched
-        basis = (self._environments.version, batch_size, max_group_size)
-        if basis != self._basis:
-            self._basis = basis
-            self._total = 0
-            self._of.clear()
-            touched.update(self._queue.env_ids())
-        for each in touched:
-            rounded = -(-self._queue.num_sequences(each) // max_group_size) * max_group_size
-            environment = self._environments.find(each)
-            claimed = 0 if environment is None else int(batch_size * environment.share)
-            left = max(0, rounded - claimed)
-            self._total += left - self._of.get(each, 0)
-            self._of[each] = left
-        touched.clear()
-        return self._total - self._of.get(env_id, 0)
+    def own_shares(self) -> FloatArray:
+        """`own_share` of the active environments; 0 of the others."""
+        return np.where(self._claims[0] > 0, self._summed().own, 0.0)
 
 
 class Shares:
@@ -298,74 +306,92 @@ class Shares:
     """
 
     def __init__(self) -> None:
-        self._batches: dict[int, dict[int, tuple[float, float]]] = {}
-        """Of recent batches, oldest first: each environment's fair share and the share taken."""
-        self._means: dict[int, tuple[float, float]] = {}
-        """The same, averaged, of each environment that had a share of the last batch."""
+        self._rows: dict[int, int] = {}
+        """Of recent batches, oldest first, by number: the row of its record."""
+        self._records = np.zeros((NUM_BATCHES, 3, 0))
+        """`[row, 3, environment]`: whether it had a share of the batch, its fair share, the share taken; else 0."""
+        self._means = np.zeros((2, 0))
+        """The last two, averaged over the batches in which it had one; 0 unless it had one of the last batch."""
 
     def deliver(
         self,
         number: int,
-        own: Mapping[int, float],
+        own: FloatArray,
         *,
-        taken: Counter[int | None],
-        left: Mapping[int, int],
+        taken: Mapping[int | None, int],
+        left: Mapping[int | None, int],
         batch_size: int,
     ) -> None:
-        """Record a batch: sequences `taken` from each environment of `own`, and those `left` in the queue.
+        """Record a batch: sequences `taken` from each environment, and those `left` in the queue. `own` share 0: none.
 
         A batch that is replayed replaces its earlier record.
         """
         self.forget(number)
-        able = {
-            env_id: (taken[env_id] + left[env_id]) / batch_size
-            + max(0.0, share - self.wanted(env_id, own=share))  # what it was asked to hold back
-            for env_id, share in own.items()
-        }
-        fair = fair_shares(own, able)
-        self._batches[number] = {e: (share, taken[e] / batch_size) for e, share in fair.items()}
-        if len(self._batches) > NUM_BATCHES:
-            del self._batches[next(iter(self._batches))]
+        if len(own) > self._records.shape[2]:
+            records = np.zeros((NUM_BATCHES, 3, len(own)))
+            records[:, :, : self._records.shape[2]] = self._records
+            self._records = records
+            self._update_means()
+        num_taken, num_left = _by_id(taken, len(own)), _by_id(left, len(own))
+        fair, got = self._means
+        wanted = np.minimum(1.0, np.maximum(0.0, np.maximum(own, fair) + GAIN * (fair - got)))
+        held_back = np.maximum(0.0, own - wanted)  # what it was asked to hold back
+        if len(self._rows) == NUM_BATCHES:
+            row = self._rows.pop(next(iter(self._rows)))
+        else:
+            row = next(row for row in range(NUM_BATCHES) if row not in self._rows.values())
+        self._rows[number] = row
+        has_share, fair, share_taken = self._records[row]
+        has_share[:] = own > 0
+        fair[:] = fair_shares(own, (num_taken + num_left) / batch_size + held_back)
+        share_taken[:] = has_share * num_taken / batch_size
         self._update_means()
 
     def forget(self, number: int) -> None:
         """Remove the record of a batch that is delivered again or whose groups were given back."""
-        if self._batches.pop(number, None) is not None:
+        row = self._rows.pop(number, None)
+        if row is not None:
+            self._records[row] = 0.0
             self._update_means()
 
     def wanted(self, env_id: int, *, own: float) -> float:
         """Return the share of a batch, 0 to 1, that an environment with this share of its own should supply."""
-        if env_id not in self._means:
+        if env_id >= self._means.shape[1]:
             return min(1.0, own)
-        fair, taken = self._means[env_id]
-        return min(1.0, max(0.0, max(own, fair) + GAIN * (fair - taken)))
+        fair, taken = self._means[:, env_id].tolist()
+        return float(min(1.0, max(0.0, max(own, fair) + GAIN * (fair - taken))))
 
     def _update_means(self) -> None:
-        batches = list(self._batches.values())
-        for_last = batches[-1] if batches else {}
-        self._means = {}
-        for env_id in for_last:
-            both = (batch[env_id] for batch in batches if env_id in batch)
-            fairs, takens = zip(*both, strict=True)
-            self._means[env_id] = fmean(fairs), fmean(takens)
+        num_batches, fair, taken = self._records.sum(axis=0)
+        last = next(reversed(self._rows.values()), 0)
+        scale = self._records[last, 0] / np.maximum(1, num_batches)
+        self._means = np.array([fair * scale, taken * scale])
 
 
-def fair_shares(own: Mapping[int, float], able: Mapping[int, float]) -> dict[int, float]:
+def _by_id(counts: Mapping[int | None, int], length: int) -> FloatArray:
+    """Return the counts of the environments below `length`; clients may send other ids."""
+    row = [0.0] * length
+    for env_id, count in counts.items():
+        if env_id is not None and 0 <= env_id < length:
+            row[env_id] = count
+    return np.array(row)
+
+
+def fair_shares(own: FloatArray, able: FloatArray) -> FloatArray:
     """Divide a batch by the environments' `own` shares; what one is not able to supply, the others do in proportion.
 
-    >>> fair_shares({0: 0.5, 1: 0.25, 2: 0.25}, {0: 0.1, 1: 1.0, 2: 1.0})
-    {0: 0.1, 1: 0.45, 2: 0.45}
+    >>> fair_shares(np.array([0.5, 0.25, 0.25]), np.array([0.1, 1.0, 1.0])).tolist()
+    [0.1, 0.45, 0.45]
     """
-    shares: dict[int, float] = {}
-    rest = {env_id: share for env_id, share in own.items() if share > 0}
+    shares = np.zeros_like(own)
+    rest = own > 0
     left = 1.0
-    while rest:
-        scale = left / sum(rest.values())
-        short = [env_id for env_id, share in rest.items() if able[env_id] < share * scale]
-        if not short:
-            return shares | {env_id: share * scale for env_id, share in rest.items()}
-        for env_id in short:
-            del rest[env_id]
-            shares[env_id] = able[env_id]
-            left -= able[env_id]
+    while total := (own * rest).sum():
+        parts = own * (left / total)
+        short = rest & (able < parts)
+        if not short.any():
+            return np.where(rest, parts, shares)
+        shares[short] = able[short]
+        left -= able[short].sum()
+        rest &= ~short
     return shares

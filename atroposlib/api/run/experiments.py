@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import enum
 import logging
+import math
 import secrets
 import uuid
 
 from atroposlib.api.run.leases import Steps
 from atroposlib.api.run.state import RunState
+from atroposlib.api.run.types import RunFinished
 from atroposlib.api.schemas import RegisterTrainer, Registration, RegistrationReply, Resume
 from atroposlib.api.stores.base import Fate, Place
 
@@ -54,11 +56,14 @@ def entry_to(run: RunState, asked: RegisterTrainer, *, now: float) -> Entry:
 
 
 def register(run: RunState, asked: RegisterTrainer, *, now: float) -> RegistrationReply:
-    """Register the trainer of this run's experiment: the first one, one that joins, or one that resumes."""
+    """Register the trainer of this run's experiment: the first one, one that joins, or one that resumes.
+
+    Raises `RunFinished` for one that would join after the last step.
+    """
     entry = entry_to(run, asked, now=now)
-    run.trainer_seen = now
     counts: dict[str, int] = {}
     if entry is Entry.JOIN:
+        _check_unfinished(run, asked, now=now)
         _note_conflicts(run, asked)
     else:
         mode = asked.resume
@@ -83,6 +88,7 @@ def register(run: RunState, asked: RegisterTrainer, *, now: float) -> Registrati
             run.current_step,
             asked.num_steps,
         )
+    run.trainer_seen = now
     if asked.experiment is None and asked.resume_step is None:
         return RegistrationReply(uuid=uuid.uuid4().int)  # an original trainer
     return RegistrationReply(
@@ -92,6 +98,18 @@ def register(run: RunState, asked: RegisterTrainer, *, now: float) -> Registrati
         max_staleness=run.max_staleness,
         **counts,
     )
+
+
+def _check_unfinished(run: RunState, asked: RegisterTrainer, *, now: float) -> None:
+    assert run.trainer is not None
+    num_steps = run.trainer.num_steps
+    if asked.experiment is None and 0 < num_steps <= run.current_step:
+        assert run.trainer_seen is not None, "only a live run is joined"
+        left_s = math.ceil(run.trainer_seen + TRAINER_TIMEOUT_S - now)
+        raise RunFinished(
+            f"run {run.name!r} is at step {run.current_step} of {num_steps} of a trainer that has called in the last"
+            f" minute: register again in {left_s} s to begin another experiment, or with another run (/runs/NAME)"
+        )
 
 
 def _note_conflicts(run: RunState, asked: RegisterTrainer) -> None:

@@ -37,8 +37,10 @@ class GroupQueue:
         self.total_tokens = 0
         self.version = 0
         """Increases with every change."""
-        self.touched: set[int | None] = set()
-        """Environments whose groups were added or removed since `Backlog` cleared this."""
+        self._supplies: dict[int | None, int] = {}
+        """Queued sequences by environment; only of those that have some."""
+        self._num_supplying: dict[int, int] = {}
+        """How many environments have so many sequences queued."""
         self._num_groups = 0
         self._lines: defaultdict[int, _Line] = defaultdict(_Line)
         self._environments: defaultdict[int | None, _Line] = defaultdict(_Line)
@@ -58,10 +60,12 @@ class GroupQueue:
         same_version[header.number] = header
         self._lines[header.num_sequences].add(header)
         self._environments[header.env_id].add(header)
+        self._change_supply(header.env_id, header.num_sequences)
         self._count(header, +1)
 
     def remove(self, headers: Iterable[GroupHeader]) -> None:
         """Take groups out. Raises KeyError for one that is not queued."""
+        taken: dict[int | None, int] = {}
         for header in headers:
             version, size, env_id = header.version, header.num_sequences, header.env_id
             del self._versions[version][header.number]
@@ -73,7 +77,10 @@ class GroupQueue:
                 del self._lines[size]
             if not self._environments[env_id]:
                 del self._environments[env_id]
+            taken[env_id] = taken.get(env_id, 0) + size
             self._count(header, -1)
+        for env_id, num_sequences in taken.items():
+            self._change_supply(env_id, -num_sequences)
 
     def _count(self, header: GroupHeader, sign: int) -> None:
         self._num_groups += sign
@@ -81,17 +88,32 @@ class GroupQueue:
         self.total_bytes += sign * header.num_bytes
         self.total_tokens += sign * header.num_tokens
         self.version += 1
-        self.touched.add(header.env_id)
+
+    def _change_supply(self, env_id: int | None, change: int) -> None:
+        before = self._supplies.pop(env_id, 0)
+        after = before + change
+        if after:
+            self._supplies[env_id] = after
+            self._num_supplying[after] = self._num_supplying.get(after, 0) + 1
+        if before:
+            num_left = self._num_supplying.pop(before) - 1
+            if num_left:
+                self._num_supplying[before] = num_left
 
     # Counts
 
-    def env_ids(self) -> Iterable[int | None]:
-        """Environments with queued groups."""
-        return list(self._environments)
+    @property
+    def supplies(self) -> Mapping[int | None, int]:
+        """Queued sequences by environment; only of those that have some."""
+        return self._supplies
 
     def num_sequences(self, env_id: int | None) -> int:
-        own = self._environments.get(env_id)
-        return 0 if own is None else sum(size * num for size, num in own.sizes.items())
+        return self._supplies.get(env_id, 0)
+
+    def num_rounded(self, multiple: int) -> int:
+        """Sequences, those of each environment rounded up to a `multiple`."""
+        counts = self._num_supplying.items()
+        return sum(rounded(supply, multiple) * num for supply, num in counts)
 
     def largest(self, env_id: int | None) -> int:
         """Sequences of the environment's largest queued group; 0 without any."""
@@ -183,6 +205,11 @@ class _Line:
         self.sizes[header.num_sequences] -= 1
         if not self.sizes[header.num_sequences]:
             del self.sizes[header.num_sequences]
+
+
+def rounded(number: int, multiple: int) -> int:
+    """Round up to a multiple."""
+    return -(-number // multiple) * multiple
 
 
 _number = attrgetter("number")

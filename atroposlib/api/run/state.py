@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from atroposlib.api.run.batching import Blocker, NoBatch, Plan, oldest_subset, sequence_floors
-from atroposlib.api.run.environments import Backlog, Environment, Environments, Shares
+from atroposlib.api.run.environments import Environment, Environments, Shares
 from atroposlib.api.run.leases import HeldBatch, LeaseRequest, Leases, TrainerTimes
 from atroposlib.api.run.queue import DeadLetters, GroupQueue
 from atroposlib.api.run.types import Receipt, RunPolicy
@@ -81,7 +81,8 @@ class RunState:
         self.leases = Leases(first_number=first_batch, epoch=epoch)
         self.environments = Environments()
         self.queue = GroupQueue()
-        self.backlog = Backlog(self.queue, self.environments)
+        self.buffers: dict[int, list[GroupHeader]] = {}
+        """By environment, if it has any: odd-sized groups that wait for others to make up one full group."""
         self.dead = DeadLetters()
         self.deliveries: dict[int, int] = {}
         """Per held group: times it was leased without an acknowledgement. Absent: none."""
@@ -128,12 +129,11 @@ class RunState:
         taken: Counter[int | None] = Counter()
         for header in batch.headers:
             taken[header.env_id] += header.num_sequences
-        active = [each for each in self.environments if each.is_active]
         self.shares.deliver(
             batch.row.number,
-            {each.env_id: self.environments.own_share(each) for each in active},
+            self.environments.own_shares(),
             taken=taken,
-            left={each.env_id: self.queue.num_sequences(each.env_id) for each in active},
+            left=self.queue.supplies,
             batch_size=self.batch_size,
         )
         return True
@@ -378,7 +378,7 @@ class RunState:
         self.buffer(group.header)
         if self.queue.version != version:
             self.latest = group.payload
-        return Receipt(env_id=env_id, buffer_size=environment.num_buffered_sequences)
+        return Receipt(env_id=env_id, buffer_size=self.num_buffered_sequences(environment.env_id))
 
     def buffer(self, header: GroupHeader) -> None:
         """Buffer an odd-sized group; queue it with others once they add up to `group_size`."""
@@ -386,17 +386,19 @@ class RunState:
         if environment is None:
             self.enqueue([header])
             return
-        environment.buffered.append(header)
+        buffered = self.buffers.setdefault(environment.env_id, [])
+        buffered.append(header)
         if not self._is_odd(header):
             self.flush_buffer(environment)
             return
         group_size = environment.registration.group_size
-        chosen = oldest_subset([each.num_sequences for each in environment.buffered], group_size)
+        chosen = oldest_subset([each.num_sequences for each in buffered], group_size)
         if chosen:
-            self.enqueue([environment.buffered[index] for index in chosen])
+            self.enqueue([buffered[index] for index in chosen])
             for index in reversed(chosen):
-                del environment.buffered[index]
-        elif environment.num_buffered_sequences > _MAX_BUFFERED_SIZES * group_size:
+                del buffered[index]
+            self._set_buffer(environment.env_id, buffered)
+        elif self.num_buffered_sequences(environment.env_id) > _MAX_BUFFERED_SIZES * group_size:
             self.log.warning(
                 "environment %d (%r) sends groups that do not add up to its group_size of %d; they are queued all the"
                 " same",
@@ -408,8 +410,16 @@ class RunState:
 
     def flush_buffer(self, environment: Environment) -> None:
         """Queue all buffered groups of an environment."""
-        left, environment.buffered = environment.buffered, []
-        self.enqueue(left)
+        self.enqueue(self.buffers.pop(environment.env_id, []))
+
+    def _set_buffer(self, env_id: int, headers: list[GroupHeader]) -> None:
+        if headers:
+            self.buffers[env_id] = headers
+        else:
+            del self.buffers[env_id]
+
+    def num_buffered_sequences(self, env_id: int) -> int:
+        return sum(header.num_sequences for header in self.buffers.get(env_id, ()))
 
     def note_call(self, environment: Environment, *, now: float) -> None:
         if self.environments.note_call(environment, now=now):
@@ -451,9 +461,9 @@ class RunState:
             return []
         stale = self.queue.stale(oldest)
         self.queue.remove(stale)
-        for environment in self.environments:
-            stale += [h for h in environment.buffered if h.version < oldest]
-            environment.buffered = [h for h in environment.buffered if h.version >= oldest]
+        for env_id, buffered in list(self.buffers.items()):
+            stale += [h for h in buffered if h.version < oldest]
+            self._set_buffer(env_id, [h for h in buffered if h.version >= oldest])
         if stale:
             self.log.warning(
                 "%d groups expired, sampled before policy version %d (by environment: %s)",

@@ -28,6 +28,10 @@ class ExperimentReplaced(AtroposError):
     """The groups were sampled for an experiment that is no longer the run's."""
 
 
+class RunFinished(AtroposError):
+    """An original trainer registered right after the last step of another one: its run has no more batches."""
+
+
 class Overloaded(AtroposError):
     """The queue is full. Retry the same request after batches have been delivered."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import ssl
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self, TypeVar
 
@@ -13,7 +14,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from atroposlib.api.schemas import Explanation, HubStatus, Ledger, ReplicaStatus
+from atroposlib.api.schemas import MAX_PAGE, Explanation, HubStatus, Ledger, ReplicaStatus
 from atroposlib.errors import HubRejected, HubUnavailable
 from atroposlib.runtime.losses import listed
 from atroposlib.utils.wording import counted, without_users
@@ -55,17 +56,35 @@ class HubReader:
     async def __aexit__(self, *exc: object) -> None:
         await self._http.aclose()
 
-    async def read(self) -> HubView:
-        """Return the state now; raises HubUnavailable or HubRejected."""
+    async def read(self, *, num_environments: int = 0) -> HubView:
+        """Return the state now, with the `num_environments` worst environments, read in pages.
+
+        Raises HubUnavailable or HubRejected.
+        """
+        explanation = await self._explanation(offset=0, num_left=num_environments)
+        found = explanation.environments
+        while len(found) < min(num_environments, explanation.num_environments):
+            page = await self._explanation(
+                offset=len(found), num_left=num_environments - len(found)
+            )
+            if not page.environments:
+                break  # the run was reset
+            found += page.environments
         return HubView(
-            explanation=await self._get("/explain", Explanation),
+            explanation=explanation,
             ledger=await self._get("/ledger", Ledger),
             replicas=(await self._get("/status", HubStatus)).replicas or [],
         )
 
-    async def _get(self, path: str, model: type[M]) -> M:
+    async def _explanation(self, *, offset: int, num_left: int) -> Explanation:
+        page = {"offset": offset, "limit": min(num_left, MAX_PAGE)}
+        return await self._get("/explain", Explanation, params=page)
+
+    async def _get(
+        self, path: str, model: type[M], *, params: Mapping[str, int] | None = None
+    ) -> M:
         try:
-            answer = await self._http.get(f"{self.url}{path}")
+            answer = await self._http.get(f"{self.url}{path}", params=params)
         except httpx.HTTPError as error:
             reason = str(error) or type(error).__name__
             raise HubUnavailable(f"no answer from the hub at {self.url}: {reason}") from error
@@ -160,6 +179,9 @@ def render_view(view: HubView, *, url: str) -> Group:
     lines += [f"dead: {dead}"] if dead else []
     lines += losses
     lines += [f"not granted: {conflict}" for conflict in seen.conflicts]
+    num_more = seen.num_environments - len(seen.environments)
+    below = Text(f"{num_more:,} more; {seen.num_active:,} of {seen.num_environments:,} are active")
     none_yet = Text("no environment has registered")
-    page = [Text("\n".join(lines)), environments if seen.environments else none_yet]
+    page = [Text("\n".join(lines)), environments if seen.num_environments else none_yet]
+    page += [below] if num_more else []
     return Group(*page, *([hubs] if view.replicas else []))

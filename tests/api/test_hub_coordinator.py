@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import uuid
 from collections import Counter
@@ -438,6 +439,29 @@ async def test_resume_says_how_many_steps_are_no_longer_held() -> None:
         await trained(coordinator)
     reply = await resumed(coordinator, 1)
     assert (reply.forgotten_steps, reply.replayed) == (2, 2)
+
+
+async def test_a_checkpoint_newer_than_the_restored_run_is_reported(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store = MemoryStore()
+    coordinator = await started(batch_size=2, store=store)
+    await coordinator.accept([incoming(2, tag=tag) for tag in range(9)])
+    for _ in range(2):
+        await trained(coordinator)
+    await leased(coordinator)  # trained, and acknowledged, after the backup
+    backup = copy.deepcopy(store)
+    for _ in range(3):
+        await trained(coordinator)
+    assert (await resumed(coordinator, 5)).unknown_steps == 0  # without a restore
+    restored = await restarted(coordinator, backup)
+    assert (await resumed(restored, 2)).unknown_steps == 0
+    assert (await resumed(restored, 5)).unknown_steps == 3
+    assert "the last step known here is 2" in caplog.text
+    assert tags(await trained(restored)) == [2]  # again: the run cannot know better
+    assert (await resumed(restored, 6)).unknown_steps == 0
+    again = await restarted(restored, backup)
+    assert again.explain().unknown_steps == 3
 
 
 async def test_replayed_batches_keep_their_groups_and_order_over_a_restart() -> None:

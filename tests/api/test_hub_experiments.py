@@ -199,6 +199,9 @@ async def test_original_trainer_goes_on_from_a_later_step(hub: Hub, clock: Clock
     clock.now_s += 61
     await hub.post("/register", registration(starting_step=5))
     assert await hub.get("/status") == {"current_step": 5, "queue_size": 1}
+    assert (await hub.get("/explain"))[
+        "unknown_steps"
+    ] == 5  # it had trained on nothing of this hub's
 
 
 async def test_of_two_trainers_that_begin_at_once_the_later_one_has_the_run(hub: Hub) -> None:

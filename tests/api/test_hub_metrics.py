@@ -53,6 +53,7 @@ class Run:
         ),
         environments=SimpleNamespace(num_active=2),
         trainer_times=SimpleNamespace(step_s=2.5, waited_s=30.0),
+        unknown_steps=5,
     )
 
     def __init__(self, policy_version: int | None = 10) -> None:
@@ -106,6 +107,7 @@ def test_scrape_shows_queue_leases_tokens_and_store() -> None:
         "atropos_queued_bytes{run=math}": 9000,
         "atropos_environments_connected{run=math}": 2,
         "atropos_step{run=math}": 6,
+        "atropos_unknown_steps{run=math}": 5,
         "atropos_leases{run=math}": 2,
         "atropos_oldest_lease_age_seconds{run=math}": 41.5,
         "atropos_ingested_tokens_total{run=math}": 5000,

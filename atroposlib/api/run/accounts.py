@@ -137,6 +137,7 @@ class Accounts:
             max_staleness=run.max_staleness,
             dead=run.dead.reasons(),
             conflicts=run.conflicts,
+            unknown_steps=run.unknown_steps,
             environments=[
                 EnvironmentView(
                     env_id=each.env_id,

@@ -62,6 +62,7 @@ def register(run: RunState, asked: RegisterTrainer, *, now: float) -> Registrati
         _note_conflicts(run, asked)
     else:
         mode = asked.resume
+        known_step = None if run.trainer is None else run.leases.known_step
         if run.trainer is None:
             run.leases.steps = Steps(asked.starting_step)
         elif mode is Resume.REPLAY and asked.batch_size != run.batch_size:
@@ -69,6 +70,7 @@ def register(run: RunState, asked: RegisterTrainer, *, now: float) -> Registrati
         if entry is Entry.RESUME:
             step = asked.starting_step if asked.resume_step is None else asked.resume_step
             counts = _resume(run, step, mode)
+            counts["unknown_steps"] = _note_unknown(run, step, known_step=known_step)
             counts["step"] = run.current_step
         run.trainer = Registration.model_validate(
             asked.model_dump(include=set(Registration.model_fields))
@@ -108,6 +110,25 @@ def _note_conflicts(run: RunState, asked: RegisterTrainer) -> None:
         run.current_step,
         f"; not changed for it: {'; '.join(conflicts)}" if conflicts else "",
     )
+
+
+def _note_unknown(run: RunState, step: int, *, known_step: int | None) -> int:
+    """Return, add up and log the steps before the checkpoint that the run does not know to be trained.
+
+    They are not refused: the run has no record of what they trained on, and an original trainer may count other steps.
+    """
+    unknown = 0 if known_step is None else max(0, step - known_step)
+    run.unknown_steps += unknown
+    if unknown:
+        run.log.warning(
+            "the trainer resumes at step %d, but the last step known here is %d, as if a backup was restored: groups"
+            " of %d unknown steps may be trained on again; a checkpoint of step %d or before repeats none",
+            step,
+            known_step,
+            unknown,
+            known_step,
+        )
+    return unknown
 
 
 def _resume(run: RunState, step: int, mode: Resume) -> dict[str, int]:

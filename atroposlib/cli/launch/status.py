@@ -158,6 +158,9 @@ def render_view(view: HubView, *, url: str) -> Group:
     lines = [where, describe_queue(view), batch, ledger]
     lines += [seen.refusal] if seen.refusal else []
     lines += [f"dead: {dead}"] if dead else []
+    if seen.unknown_steps:
+        again = "of which groups may be trained on again"
+        lines.append(f"resumed past {counted(seen.unknown_steps, 'unknown step')}, {again}")
     lines += losses
     lines += [f"not granted: {conflict}" for conflict in seen.conflicts]
     none_yet = Text("no environment has registered")

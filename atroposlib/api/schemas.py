@@ -381,6 +381,8 @@ class Ledger(BaseModel):
     leased: int
     """Handed to a trainer that has not acknowledged them."""
     trained: int
+    delivered_unconfirmed: int = 0
+    """Sent without a lease, and maybe not received: the connection or the hub broke, or it is too early to tell."""
     expired: int
     """Too old to train on."""
     dead: int

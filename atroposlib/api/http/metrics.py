@@ -126,7 +126,14 @@ class _RunCollector(Collector):
             ledger, status, usage = run.ledger(), run.status(), run.store.usage()
             queue, ages_s, times = run.state.queue, run.lease_ages_s(), run.state.trainer_times
             # Gauges, since they can fall: trained when a trainer resumes, dead when groups are requeued.
-            for place in ("queued", "buffered", "leased", "trained", "dead"):
+            for place in (
+                "queued",
+                "buffered",
+                "leased",
+                "trained",
+                "delivered_unconfirmed",
+                "dead",
+            ):
                 text = "Groups by where they are now"
                 gauge("atropos_groups", text, getattr(ledger, place), place=place)
             fates = [

@@ -236,7 +236,7 @@ class Coordinator(Accounts):
     async def deliver(self, lease: LeaseRequest | None = None) -> Delivery | None:
         """Deliver the next exact batch; None if none can be cut yet, or if the trainer has repeated the request since.
 
-        Without `lease` the delivery is plain: the caller ends it with `confirm` or `give_back`.
+        Without `lease` the delivery is plain: the caller ends it with `end_plain` or `give_back`.
         Raises `NotRegistered` before a trainer has registered, `Superseded` for the epoch of an earlier trainer.
         """
         self._check_trainer(lease)
@@ -354,13 +354,19 @@ class Coordinator(Accounts):
         await self._save_and_wake()
         return RejectReply(dead=len(numbers), requeued=requeued)
 
-    async def confirm(self, row: StoredBatch) -> bool:
-        """Count the groups of a plain delivery as trained; False if it was no longer held."""
+    async def end_plain(self, row: StoredBatch) -> bool:
+        """End a plain delivery, whose groups never come again; False if it was no longer held."""
         if not self.state.leases.holds(row):
             return False
-        self.state.free([self.state.leases.leased[row.number]])
+        batch = self.state.leases.leased[row.number]
+        self.state.unconfirmed[row.number] = len(batch.headers)
+        self.state.free([batch])
         await self._save()
         return True
+
+    def note_receipt(self, row: StoredBatch) -> None:
+        """Count the groups of an ended plain delivery as trained; stored with the run's next change."""
+        self.state.unconfirmed.pop(row.number, None)
 
     async def give_back(self, row: StoredBatch) -> None:
         """Return the groups of an interrupted plain delivery to the head of the queue."""

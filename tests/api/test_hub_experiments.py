@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import httpx
 import pytest
 
+from atroposlib.api.run.coordinator import Coordinator
 from atroposlib.api.run.experiments import Entry, choose
 from atroposlib.api.run.hub import AwakeClock
 from atroposlib.api.run.hub import Hub as Runs
@@ -168,6 +169,25 @@ async def test_environments_outlive_the_trainer_and_their_old_groups_are_refused
     assert (await post_group(hub, 2, "second")).is_success
     ledger = await hub.balanced_ledger()
     assert (ledger["queued"], ledger["rejected"]) == (1, {"another_run": 1})
+
+
+async def test_environments_outlive_a_change_of_experiments_that_fails(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await begin(hub, "first")
+    await hub.post("/register-env", environment())
+    await post_group(hub, 1, "first")
+
+    async def fail(*_: Any) -> None:
+        raise StoreBroken("no disk")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Coordinator, "take_over", fail)
+        refused = await hub.http.post("/register", json=registration(experiment="second"))
+        assert refused.status_code == 503
+    assert (await hub.http.get("/status-env", params={"env_id": 0})).is_success
+    assert (await begin(hub, "second"))["epoch"] > 0
+    assert await places(hub, "default.1") == {"queued": 1}
 
 
 async def test_groups_wait_for_the_trainer_that_they_are_for(hub: Hub) -> None:

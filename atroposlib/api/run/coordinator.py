@@ -158,15 +158,23 @@ class Coordinator(Accounts):
             held.leased,
             earlier.current_step,
         )
-        # A batch of the old run that is still being sent must not be mistaken for one of the next run.
-        self.state = RunState(
-            self.name,
-            self.policy,
-            first_batch=earlier.leases.next_number,
-            epoch=earlier.leases.epoch + 1,
-        )
+        self._renew_state()
         await self.store.clear()
         await self._save_and_wake()
+
+    def _renew_state(self) -> None:
+        # A batch of the old run that is still being sent must not be mistaken for one of the next run.
+        leases = self.state.leases
+        self.state = RunState(
+            self.name, self.policy, first_batch=leases.next_number, epoch=leases.epoch + 1
+        )
+
+    async def begin_again(self) -> None:
+        """Clear a run that holds and expects no group; the environments keep their ids."""
+        earlier = self.state.environments
+        self._renew_state()
+        self.state.environments.adopt(earlier)
+        await self._save()
 
     async def take_over(self, earlier: Coordinator) -> None:
         """Adopt the environments of the run's earlier experiment, and invalidate the epochs of its trainers.

@@ -16,7 +16,7 @@ from atroposlib.api.run.coordinator import Coordinator
 from atroposlib.api.run.experiments import Entry, entry_to
 from atroposlib.api.run.types import RunPolicy
 from atroposlib.api.schemas import RegisterTrainer, RegistrationReply
-from atroposlib.api.stores.base import UnreadableRun
+from atroposlib.api.stores.base import OwnedElsewhere, StoreBroken, UnreadableRun
 from atroposlib.api.stores.runs import Kept, MemoryRuns, RunStores
 from atroposlib.errors import AtroposError, ConfigError
 
@@ -180,7 +180,8 @@ class Hub:
         self._changing[name] = task
         return await asyncio.shield(task)
 
-    async def _open(self, name: str) -> Coordinator:
+    async def _open(self, name: str, *, earlier: Coordinator | None = None) -> Coordinator:
+        """Open a run; one that follows an `earlier` experiment takes over its environments."""
         if name in self.runs:
             return self.runs[name]
         if len(self.runs) >= MAX_RUNS:
@@ -200,6 +201,14 @@ class Hub:
             first_epoch=self._last_epochs.get(name, -1) + 1,
         )
         found = await run.open()
+        try:
+            if earlier is not None:
+                await run.take_over(earlier)
+            elif run.state.is_untouched:
+                await self._finish_replacing(run)
+        except BaseException:
+            await run.close()
+            raise
         self._last_epochs.pop(name, None)
         if found:
             self.found.append(found)
@@ -210,14 +219,22 @@ class Hub:
     async def _replace(self, name: str, earlier: Coordinator, kept: Kept | None) -> str | None:
         """Set the experiment of a run aside and replace it with `kept`, or with an empty one.
 
-        Return the name under which the earlier one is kept; None if it never received a group. After a crash in between
-        the run starts empty; the trainer, which got no reply, registers again.
+        Return the name under which the earlier one is kept; None if it never received a group. The environments, which
+        may never register again, are kept at every moment: after a crash in between, `_open` or another attempt of the
+        trainer, which got no reply, completes the replacement.
         """
         self.runs.pop(name, None)
-        summary, is_empty = earlier.summary(), earlier.ledger().produced == 0
         await earlier.close()
+        if kept is None and earlier.ledger().produced == 0:
+            earlier = await self._open(name)  # with what was stored while it was closed
+            if earlier.ledger().produced == 0:
+                await earlier.begin_again()
+                return None
+            await self.runs.pop(name).close()
+        if kept is not None:
+            await (await self.run(kept.name)).take_over(earlier)
         set_aside = None
-        if is_empty:
+        if earlier.ledger().produced == 0:
             await self._stores.forget(name)
         elif await self._stores.holds(name):
             set_aside = await self._stores.set_aside(
@@ -233,15 +250,24 @@ class Hub:
                 " --resume, delete it with run-api --forget %s",
                 name,
                 "begins" if kept is None else "is resumed",
-                summary,
+                earlier.summary(),
                 set_aside,
                 set_aside,
             )
         if kept is not None:
             await self._change(kept.name, lambda: self._bring_back(kept))
-        run = await self._open(name)
-        await run.take_over(earlier)
+        await self._open(name, earlier=earlier)
         return set_aside
+
+    async def _finish_replacing(self, run: Coordinator) -> None:
+        """Give a fresh run the environments of the experiment set aside last: a crash may have cut `_replace` off."""
+        kept = next((each for each in await self._stores.kept() if each.of_run == run.name), None)
+        if kept is not None:
+            try:
+                await run.take_over(await self.run(kept.name))
+                await self.release(kept.name)
+            except (OwnedElsewhere, StoreBroken, UnreadableRun) as e:
+                logger.error("run %s begins without its earlier environments: %s", run.name, e)
 
     async def _bring_back(self, kept: Kept) -> None:
         if (run := self.runs.pop(kept.name, None)) is not None:

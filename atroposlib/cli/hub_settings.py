@@ -73,6 +73,10 @@ class RunApiConfig(BaseModel):
     """The same limit in groups."""
     max_deliveries: int = Field(default=_POLICY.max_deliveries, ge=1)
     """A group delivered this often without an acknowledgement is set aside."""
+    max_runs: int = Field(default=_POLICY.max_runs, ge=1)
+    """Runs that may be open at once; the next one is refused."""
+    idle_run_s: float = Field(default=_POLICY.idle_run_s, gt=0, allow_inf_nan=False)
+    """A run without leases is closed after this time without a request; the next one opens it again."""
     keep_acked_batches: int = Field(default=_POLICY.keep_trained_batches, ge=0)
     """Acknowledged batches kept without a checkpoint, for a trainer that rolls back."""
     list_runs: bool = Field(default=False, alias="list")
@@ -112,6 +116,8 @@ def policy_of(config: RunApiConfig) -> RunPolicy:
         max_queued_bytes=config.max_queued_bytes or default_bytes,
         max_queued_sequences=config.max_queued_sequences,
         max_queued_groups=config.max_queued_groups,
+        max_runs=config.max_runs,
+        idle_run_s=config.idle_run_s,
     )
 
 

@@ -14,6 +14,7 @@ from atroposlib.api.run.coordinator import Coordinator
 from atroposlib.api.run.experiments import Entry, choose
 from atroposlib.api.run.hub import AwakeClock
 from atroposlib.api.run.hub import Hub as Runs
+from atroposlib.api.run.types import RunPolicy
 from atroposlib.api.schemas import RegisterTrainer
 from atroposlib.api.stores.base import GroupStore, SavedRun, StoreBroken
 from atroposlib.api.stores.disk import DiskStore
@@ -293,11 +294,35 @@ async def test_a_kept_run_that_is_being_opened_is_closed_before_it_is_brought_ba
         assert await places(hub) == {"queued": 1}
 
 
-async def test_kept_runs_that_were_looked_at_leave_room_for_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("atroposlib.api.run.hub.MAX_RUNS", 3)
-    async with running_hub() as hub:
+async def test_idle_runs_are_closed_and_the_next_request_opens_them(hub: Hub, clock: Clock) -> None:
+    runs: Runs = hub.app.state.hub
+    for name in ("idle", "leased", "asked"):
+        await hub.post(f"/runs/{name}/register", registration(experiment=name))
+        await hub.get(f"/runs/{name}/batch?lease=1")
+        await hub.post(f"/runs/{name}/register-env", environment())
+        for token in range(3):
+            await hub.post(f"/runs/{name}/scored_data", group(2, token))
+    leased = await hub.get("/runs/leased/batch?lease=1&ttl=80000")
+    acked = await hub.get("/runs/idle/batch?lease=1")
+    ack = f"/runs/idle/batches/{acked['batch_id']}/ack", {"lease_id": acked["lease_id"]}
+    await hub.post(*ack)
+    clock.now_s += 3599
+    await hub.get("/runs/asked/status")
+    await runs.close_idle()
+    assert hub.runs == ["asked", "default", "idle", "leased"]
+    clock.now_s += 2
+    await runs.close_idle()
+    assert hub.runs == ["asked", "default", "leased"]
+    assert await places(hub, "idle") == {"queued": 1, "trained": 2}
+    assert (await hub.http.get("/runs/idle/status-env", params={"env_id": 0})).is_success
+    assert (await hub.get("/runs/idle/status"))["current_step"] == 1
+    assert (await hub.post(*ack))["step"] == 1
+    lease = {"lease_id": leased["lease_id"]}
+    assert (await hub.post(f"/runs/leased/batches/{leased['batch_id']}/ack", lease))["step"] == 1
+
+
+async def test_kept_runs_that_were_looked_at_leave_room_for_others() -> None:
+    async with running_hub(policy=RunPolicy(max_runs=3)) as hub:
         for name in ("first", "second"):
             await begin(hub, name)
             await post_group(hub, 1, name)

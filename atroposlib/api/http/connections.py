@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import select
-import struct
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -195,7 +194,7 @@ class HubProtocol(HttpToolsProtocol):
         if sys.platform != "linux" or connection is None:
             return 0
         queued = fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(4))  # man 7 tcp: SIOCOUTQ
-        return struct.unpack("i", queued)[0] + self.transport.get_write_buffer_size()
+        return int.from_bytes(queued, sys.byteorder) + self.transport.get_write_buffer_size()
 
     def _is_gone(self) -> bool:
         """Whether the client has disconnected, by the socket: a paused transport does not notice."""

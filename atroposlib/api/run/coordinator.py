@@ -110,6 +110,8 @@ class Coordinator(Accounts):
         self.tokens_in = 0
         self.tokens_out = 0
         """Tokens of groups accepted and delivered since the process started."""
+        self.used_at = clock()
+        """When the run was last asked for."""
         self._clock = clock
         self._is_closed = False
         self._is_moved = False

@@ -26,13 +26,12 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_RUN = "default"
 """The run of the paths without `/runs/NAME`."""
-MAX_RUNS = 100
 _MAX_GAP_S = 3.0
 """A longer gap between reads means that the process did not run: it reads the clock at least once a second."""
 
 
 class TooManyRuns(AtroposError):
-    """The hub has `MAX_RUNS` open runs, none of which was set aside."""
+    """The hub has `max_runs` open runs, none of which was set aside."""
 
 
 class AwakeClock:
@@ -68,7 +67,7 @@ class Hub:
         clock: Callable[[], float] | None = None,
     ) -> None:
         self._stores = stores or MemoryRuns()
-        self._policy = policy or RunPolicy()
+        self.policy = policy or RunPolicy()
         self._clock = clock or AwakeClock()
         self._changing: dict[str, asyncio.Task[object]] = {}
         """Runs that are being opened, set aside or deleted; one change of a run at a time."""
@@ -76,6 +75,8 @@ class Hub:
         """Serialises registrations: of two trainers that begin at once, the second sees the first one's experiment."""
         self.runs: dict[str, Coordinator] = {}
         """Open runs by name; only this class changes it."""
+        self.idle: set[str] = set()
+        """Runs that were closed because they were idle."""
         self._last_epochs: dict[str, int] = {}
         """Epochs of deleted runs, so that their trainers are not served by a new run of the same name."""
         self.found: list[str] = []
@@ -113,17 +114,18 @@ class Hub:
     async def find(self, name: str) -> Coordinator | None:
         """Return a run, opened on first use; None if no trainer has created it. The default run always exists."""
         await self._until_unchanging(name)
-        run = self.runs.get(name)
-        if run is None and (name == DEFAULT_RUN or await self._stores.holds(name)):
+        if name in self.runs or name == DEFAULT_RUN or await self._stores.holds(name):
             return await self.run(name)
-        return run
+        return None
 
     async def run(self, name: str = DEFAULT_RUN) -> Coordinator:
         """Return a run, created or opened on first use. Raises `TooManyRuns`, `StoreBroken`, `UnreadableRun`."""
         await self._until_unchanging(name)
-        if (run := self.runs.get(name)) is not None:
-            return run
-        return await self._change(name, lambda: self._open(name))
+        run = self.runs.get(name)
+        if run is None:
+            run = await self._change(name, lambda: self._open(name))
+        run.used_at = self._clock()
+        return run
 
     async def register(self, name: str, registration: RegisterTrainer) -> RegistrationReply:
         """Register a trainer with a run, created on first use.
@@ -184,18 +186,19 @@ class Hub:
         """Open a run; one that follows an `earlier` experiment takes over its environments."""
         if name in self.runs:
             return self.runs[name]
-        if len(self.runs) >= MAX_RUNS:
+        if len(self.runs) >= self.policy.max_runs:
             # A run that was set aside was opened to be looked at, and can be opened again.
             for kept in await self._stores.kept():
                 if kept.name in self.runs:
                     await self.release(kept.name)
-        if len(self.runs) >= MAX_RUNS:
+        if len(self.runs) >= self.policy.max_runs:
             raise TooManyRuns(
-                f"{MAX_RUNS} runs are open; end one with DELETE /runs/NAME before starting {name!r}"
+                f"{self.policy.max_runs} runs are open (--max-runs); end one with DELETE /runs/NAME before starting"
+                f" {name!r}"
             )
         run = Coordinator(
             self._stores.store(name),
-            policy=self._policy,
+            policy=self.policy,
             clock=self._clock,
             name=name,
             first_epoch=self._last_epochs.get(name, -1) + 1,
@@ -214,6 +217,7 @@ class Hub:
             self.found.append(found)
             logger.info("%s", found)
         self.runs[name] = run
+        self.idle.discard(name)
         return run
 
     async def _replace(self, name: str, earlier: Coordinator, kept: Kept | None) -> str | None:
@@ -303,6 +307,16 @@ class Hub:
             await run.reset()
             await run.close()
         await self._stores.forget(name)
+
+    async def close_idle(self) -> None:
+        """Close the runs without leases that nothing has asked for lately; the default run stays open."""
+        for name, run in list(self.runs.items()):
+            idle_s = self._clock() - run.used_at
+            is_busy = name == DEFAULT_RUN or run.state.leases.leased
+            if idle_s > self.policy.idle_run_s and not is_busy:
+                self.idle.add(name)
+                await self.release(name)
+                logger.info("run %s: closed after %.0f s without a request", name, idle_s)
 
     async def tick(self) -> None:
         """Expire leases, groups and environments in every run; then raise the first error, if any."""

@@ -109,8 +109,8 @@ def is_closed(ledger: Ledger) -> bool:
 
 
 def _places(ledger: Ledger) -> dict[str, int]:
-    names = ("trained", "delivered_unconfirmed", "leased", "queued", "buffered")
-    names += ("expired", "dead", "discarded")
+    names = ["trained", "delivered_unconfirmed", "leased", "queued", "buffered"]
+    names += ["expired", "dead", "discarded"]
     found = {name: int(getattr(ledger, name)) for name in names}
     return {**found, "rejected": sum(ledger.rejected.values())}
 

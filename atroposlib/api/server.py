@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 TICK_S = 1.0
 """How often leases, groups and environments are checked for expiry."""
 TIDY_S = 60.0
-"""How often idle runs are closed."""
+"""How often idle runs are closed, and what was set aside is measured."""
 LAG_PERIOD_S = 0.05
 _MAX_FAULTS = 20
 """Faults named in one response."""
@@ -114,7 +114,7 @@ def create_app(
         watchers = [
             *(
                 asyncio.create_task(_repeat(work, every_s=every_s, may_recover=replica is not None))
-                for work, every_s in ((hub.tick, TICK_S), (hub.close_idle, TIDY_S))
+                for work, every_s in ((hub.tick, TICK_S), (hub.tidy, TIDY_S))
             ),
             asyncio.create_task(_watch_lag(metrics)),
             asyncio.create_task(return_memory(batches, bodies.received, bodies.inflated)),

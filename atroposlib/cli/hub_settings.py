@@ -77,6 +77,10 @@ class RunApiConfig(BaseModel):
     """Runs that may be open at once; the next one is refused."""
     idle_run_s: float = Field(default=_POLICY.idle_run_s, gt=0, allow_inf_nan=False)
     """A run without leases is closed after this time without a request; the next one opens it again."""
+    keep_set_aside: int | None = Field(default=_POLICY.keep_set_aside, ge=0)
+    """Earlier experiments kept per run; older ones are deleted. None: all."""
+    keep_set_aside_days: float | None = Field(default=_POLICY.keep_set_aside_days, gt=0)
+    """Delete an earlier experiment this long after it was set aside. None: never."""
     keep_acked_batches: int = Field(default=_POLICY.keep_trained_batches, ge=0)
     """Acknowledged batches kept without a checkpoint, for a trainer that rolls back."""
     list_runs: bool = Field(default=False, alias="list")
@@ -118,6 +122,8 @@ def policy_of(config: RunApiConfig) -> RunPolicy:
         max_queued_groups=config.max_queued_groups,
         max_runs=config.max_runs,
         idle_run_s=config.idle_run_s,
+        keep_set_aside=config.keep_set_aside,
+        keep_set_aside_days=config.keep_set_aside_days,
     )
 
 

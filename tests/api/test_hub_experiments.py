@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -292,6 +293,52 @@ async def test_a_kept_run_that_is_being_opened_is_closed_before_it_is_brought_ba
         await asyncio.gather(looking, resuming)
         assert hub.runs == ["default"]
         assert await places(hub) == {"queued": 1}
+
+
+async def begin_many(hub: Hub, run: str, num_experiments: int) -> None:
+    """Begin experiments with a group each; all but the last are set aside."""
+    for number in range(num_experiments):
+        await hub.post(f"/runs/{run}/register", registration(experiment=f"{run}{number}"))
+        await hub.post(f"/runs/{run}/scored_data", group(2, number))
+
+
+async def kept_by(runs: Runs) -> list[str]:
+    return sorted(each.name for each in await runs._stores.kept())
+
+
+async def test_nothing_set_aside_is_deleted_unless_asked_and_then_the_oldest(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runs: Runs = hub.app.state.hub
+    if isinstance(runs._stores, MemoryRuns):
+        pytest.skip("only the latest is kept")
+    for run, num_experiments in (("default", 4), ("math", 3)):
+        await begin_many(hub, run, num_experiments)
+    run = runs.runs["default"]
+    all_ = ["default.1", "default.2", "default.3", "math.1", "math.2"]
+    later = time.time() + 400 * 86400
+    with monkeypatch.context() as patched:
+        patched.setattr("time.time", lambda: later)
+        await runs.tidy()
+    assert await kept_by(runs) == all_
+    assert len(run.set_aside_bytes) == 3
+    assert min(run.set_aside_bytes) > 0
+    await hub.get("/runs/default.1/status")  # also what is being looked at
+    runs.policy = RunPolicy(keep_set_aside=2)
+    await runs.tidy()
+    assert await kept_by(runs) == all_[1:]
+    assert (run.num_set_aside_deleted, len(run.set_aside_bytes)) == (1, 2)
+    assert "its earlier experiment 'default.1' (step 0, set aside 0.0 days ago)" in caplog.text
+    await hub.post("/register", registration(experiment="default2", resume_step=0))
+    assert await places(hub) == {"queued": 1}
+    runs.policy = RunPolicy(keep_set_aside_days=30.0)
+    await runs.tidy()
+    assert await kept_by(runs) == ["default.2", "default.4", "math.1", "math.2"]
+    monkeypatch.setattr("time.time", lambda: later)
+    await runs.tidy()
+    assert await kept_by(runs) == []
+    assert await places(hub) == {"queued": 1}
+    assert hub.runs == ["default", "math"]
 
 
 async def test_idle_runs_are_closed_and_the_next_request_opens_them(hub: Hub, clock: Clock) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import pytest
@@ -42,6 +42,8 @@ class Run:
 
     tokens_in = 5000
     tokens_out = 3000
+    set_aside_bytes: ClassVar = [100, 50]
+    num_set_aside_deleted = 4
     store = SimpleNamespace(
         usage=lambda: StoreUsage(payload_bytes=10_000, stored_bytes=16_384, free_bytes=None)
     )
@@ -109,6 +111,9 @@ def test_scrape_shows_queue_leases_tokens_and_store() -> None:
         "atropos_environments_connected{run=math}": 2,
         "atropos_step{run=math}": 6,
         "atropos_unknown_steps{run=math}": 5,
+        "atropos_set_aside_runs{run=math}": 2,
+        "atropos_set_aside_bytes{run=math}": 150,
+        "atropos_set_aside_deleted_total{run=math}": 4,
         "atropos_leases{run=math}": 2,
         "atropos_oldest_lease_age_seconds{run=math}": 41.5,
         "atropos_ingested_tokens_total{run=math}": 5000,

@@ -167,6 +167,10 @@ class _RunCollector(Collector):
                 "Median time of the trainer's last steps, without waiting for batches; 0: none yet"
             )
             gauge("atropos_trainer_step_seconds", text, times.step_s or 0.0)
+            gauge("atropos_set_aside_runs", "Earlier experiments kept", len(run.set_aside_bytes))
+            gauge("atropos_set_aside_bytes", "Their stored bytes", sum(run.set_aside_bytes))
+            text = "Earlier experiments deleted, as asked, since the run was opened"
+            counter("atropos_set_aside_deleted", text, run.num_set_aside_deleted)
             counter("atropos_ingested_tokens", "Tokens of groups taken in", run.tokens_in)
             counter("atropos_delivered_tokens", "Tokens of delivered groups", run.tokens_out)
             text = "Time the trainer waited for batches, since the hub started"

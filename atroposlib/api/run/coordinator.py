@@ -112,6 +112,9 @@ class Coordinator(Accounts):
         """Tokens of groups accepted and delivered since the process started."""
         self.used_at = clock()
         """When the run was last asked for."""
+        self.set_aside_bytes: list[int] = []
+        """Sizes of the run's earlier experiments."""
+        self.num_set_aside_deleted = 0
         self._clock = clock
         self._is_closed = False
         self._is_moved = False

@@ -318,6 +318,43 @@ class Hub:
                 await self.release(name)
                 logger.info("run %s: closed after %.0f s without a request", name, idle_s)
 
+    async def delete_surplus(self) -> None:
+        """Measure the earlier experiments of this hub's runs, and delete those beyond what the policy keeps."""
+        days, num = self.policy.keep_set_aside_days, self.policy.keep_set_aside
+        async with self._registering:  # none is brought back meanwhile
+            num_bytes = {run.name: run.num_bytes for run in await self._stores.stored()}
+            left: dict[str, list[int]] = {name: [] for name in (*self.runs, *self.idle)}
+            for kept in await self._stores.kept():
+                sizes = left.get(kept.of_run)
+                if sizes is None:
+                    continue  # another hub's
+                age_days = (time.time() - kept.set_aside_at) / 86400
+                if (num is None or len(sizes) < num) and (days is None or age_days <= days):
+                    sizes.append(num_bytes.get(kept.name, 0))
+                    continue
+                try:
+                    await self.forget(kept.name)
+                except OwnedElsewhere as e:  # somebody looks at it there
+                    logger.info("%s; it is deleted later", e)
+                    continue
+                logger.warning(
+                    "run %s: its earlier experiment %r (step %d, set aside %.1f days ago) is deleted, as"
+                    " --keep-set-aside or --keep-set-aside-days asks",
+                    kept.of_run,
+                    kept.name,
+                    kept.step,
+                    age_days,
+                )
+                if kept.of_run in self.runs:
+                    self.runs[kept.of_run].num_set_aside_deleted += 1
+            for name, run in self.runs.items():
+                run.set_aside_bytes = left.get(name, [])
+
+    async def tidy(self) -> None:
+        """Close idle runs and delete surplus experiments; call it every minute."""
+        await self.close_idle()
+        await self.delete_surplus()
+
     async def tick(self) -> None:
         """Expire leases, groups and environments in every run; then raise the first error, if any."""
         self._clock()  # also without runs: a gap between reads would count as a stop of the process

@@ -57,6 +57,9 @@ class RunPolicy:
     """Open runs of the hub."""
     idle_run_s: float = 3600.0
     """A run without leases is closed after this time without a request; the next one opens it again."""
+    keep_set_aside: int | None = None
+    keep_set_aside_days: float | None = None
+    """Earlier experiments of a run beyond either are deleted, the oldest first."""
 
 
 class Receipt(NamedTuple):

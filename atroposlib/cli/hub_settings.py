@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import ssl
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, model_validator
 
@@ -173,6 +174,41 @@ def check_tls(config: RunApiConfig) -> None:
             context.load_verify_locations(config.ssl_ca_certs)
         except OSError as e:
             raise ConfigError(f"--ssl-ca-certs {config.ssl_ca_certs}: {e}") from e
+
+
+class _Element(NamedTuple):
+    tag: int
+    content: bytes
+
+
+def _elements(der: bytes) -> list[_Element]:
+    """Return the elements that follow each other in DER (X.690, 8.1)."""
+    found = []
+    while der:
+        length, start = der[1], 2
+        if length & 0x80:
+            start += length & 0x7F
+            length = int.from_bytes(der[2:start], "big")
+        found.append(_Element(der[0], der[start : start + length]))
+        der = der[start + length :]
+    return found
+
+
+def certificate_end(path: Path) -> float:
+    """Return when the first certificate of a PEM file ends (RFC 5280, 4.1), in seconds since 1970.
+
+    Raises OSError, and ValueError for a file that holds none.
+    """
+    head, tail = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
+    text = path.read_text()
+    der = ssl.PEM_cert_to_DER_cert(text[text.index(head) : text.index(tail) + len(tail)])
+    [certificate] = _elements(der)
+    fields = _elements(_elements(certificate.content)[0].content)
+    has_version = fields[0].tag == 0xA0  # it is left out of version 1
+    not_after = _elements(fields[3 + has_version].content)[1]
+    century = "20" if not_after.tag == 0x17 else ""  # UTCTime has two digits of the year
+    ends = datetime.strptime(f"{century}{not_after.content.decode()}", "%Y%m%d%H%M%SZ")
+    return ends.replace(tzinfo=UTC).timestamp()
 
 
 def replica_tls(config: RunApiConfig) -> ssl.SSLContext | None:

@@ -76,6 +76,12 @@ class HubMetrics:
             ["outcome"],
             registry=registry,
         )
+        self.certificate_end = Gauge(
+            "atropos_certificate_expiry_timestamp_seconds",
+            "When the certificate in force ends, in seconds since 1970",
+            ["file"],
+            registry=registry,
+        )
         self.held = Gauge(
             "atropos_held_requests", "Requests held while a run is full", registry=registry
         )

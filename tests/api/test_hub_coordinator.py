@@ -457,7 +457,8 @@ async def test_a_checkpoint_newer_than_the_restored_run_is_reported(
     restored = await restarted(coordinator, backup)
     assert (await resumed(restored, 2)).unknown_steps == 0
     assert (await resumed(restored, 5)).unknown_steps == 3
-    assert "the last step known here is 2" in caplog.text
+    assert "a trainer resumes at step 5 (epoch 2): " in caplog.text
+    assert "unknown_steps 3" in caplog.text
     assert tags(await trained(restored)) == [2]  # again: the run cannot know better
     assert (await resumed(restored, 6)).unknown_steps == 0
     again = await restarted(restored, backup)

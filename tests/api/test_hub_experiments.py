@@ -184,7 +184,7 @@ async def test_environments_outlive_a_change_of_experiments_that_fails(
         raise StoreBroken("no disk")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Coordinator, "take_over", fail)
+        patched.setattr(Coordinator, "open", fail)
         refused = await hub.http.post("/register", json=registration(experiment="second"))
         assert refused.status_code == 503
     assert (await hub.http.get("/status-env", params={"env_id": 0})).is_success

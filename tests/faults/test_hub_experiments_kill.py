@@ -80,7 +80,7 @@ async def _change(directory: Path, change: Change) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        *(Change(method) for method in ("set_aside", "open", "take_over")),
+        *(Change(method) for method in ("set_aside", "open")),
         *(Change(each, is_resumed=True) for each in ("take_over", "set_aside", "bring_back")),
         Change("begin_again", is_empty=True),
         *(Change(each, is_resumed=True, is_empty=True) for each in ("forget", "bring_back")),

@@ -7,8 +7,10 @@ extensions named in limits.py are set here.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import select
 import sys
+import termios
 from collections.abc import Callable
 from typing import Any
 
@@ -20,10 +22,6 @@ from atroposlib.api.http.limits import (
     IS_GONE_EXTENSION,
     RECEIPT_EXTENSION,
 )
-
-if sys.platform == "linux":
-    import fcntl
-    import termios
 
 MAX_CONNECTIONS = 4096
 _POLLRDHUP: int | None = getattr(select, "POLLRDHUP", None)

@@ -34,6 +34,7 @@ _STALENESS_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 _LATENCY_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _LAG_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5)
 _MAX_LOGGED_CHARS = 200
+_PLACES = ("queued", "buffered", "leased", "trained", "delivered_unconfirmed", "dead")
 
 
 class HubMetrics:
@@ -132,14 +133,7 @@ class _RunCollector(Collector):
             ledger, status, usage = run.ledger(), run.status(), run.store.usage()
             queue, ages_s, times = run.state.queue, run.lease_ages_s(), run.state.trainer_times
             # Gauges, since they can fall: trained when a trainer resumes, dead when groups are requeued.
-            for place in (
-                "queued",
-                "buffered",
-                "leased",
-                "trained",
-                "delivered_unconfirmed",
-                "dead",
-            ):
+            for place in _PLACES:
                 text = "Groups by where they are now"
                 gauge("atropos_groups", text, getattr(ledger, place), place=place)
             fates = [

@@ -128,10 +128,10 @@ class PlainBatchResponse(BatchResponse):
         super().__init__(body, held, timeout_s=row.ttl_s)
         self._run = run
         self._row = row
-        self._await_receipt: Callable[[Callable[[], None]], None] | None = None
+        self._when_received: Callable[[Callable[[], None]], None] = _at_once
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._await_receipt = scope.get("extensions", {}).get(RECEIPT_EXTENSION)
+        self._when_received = scope.get("extensions", {}).get(RECEIPT_EXTENSION, _at_once)
         await super().__call__(scope, receive, send)
 
     async def _send_all(self, receive: Receive, send: Send) -> None:
@@ -147,12 +147,8 @@ class PlainBatchResponse(BatchResponse):
                 if not watcher.done():
                     is_delivered = await self._run.end_plain(self._row)
                 if is_delivered:
-                    note_receipt = functools.partial(self._run.note_receipt, self._row)
-                    if self._await_receipt is not None:
-                        self._await_receipt(note_receipt)
+                    self._when_received(functools.partial(self._run.note_receipt, self._row))
                     await send({"type": "http.response.body", "body": last})
-                    if self._await_receipt is None:
-                        note_receipt()
         finally:
             watcher.cancel()
             await asyncio.gather(watcher, return_exceptions=True)
@@ -166,6 +162,11 @@ class PlainBatchResponse(BatchResponse):
             if watcher.done():
                 return
         yield b""
+
+
+def _at_once(on_receipt: Callable[[], None]) -> None:
+    """For a server without `RECEIPT_EXTENSION`."""
+    on_receipt()
 
 
 async def _disconnect(receive: Receive) -> None:

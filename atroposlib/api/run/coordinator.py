@@ -119,15 +119,16 @@ class Coordinator(Accounts):
         self._is_closed = False
         self._is_moved = False
 
-    async def open(self) -> str:
+    async def open(self, earlier: Coordinator | None = None) -> str:
         """Restore the run from the store; return a log line about what was found, empty for a fresh store.
 
-        Raises what the store's `open` raises, and `UnreadableRun` for an incomplete document.
+        It takes over from an `earlier` experiment, if there is one. Raises what the store's `open` raises, and
+        `UnreadableRun` for an incomplete document.
         """
         saved = await self.store.open()
         try:
             restore(self.state, saved, now=self._clock())
-            await self._save()
+            await (self._save() if earlier is None else self.take_over(earlier))
         except BaseException:
             await self.store.close()
             raise

@@ -62,7 +62,6 @@ def register(run: RunState, asked: RegisterTrainer, *, now: float) -> Registrati
         _note_conflicts(run, asked)
     else:
         mode = asked.resume
-        known_step = None if run.trainer is None else run.leases.known_step
         if run.trainer is None:
             run.leases.steps = Steps(asked.starting_step)
         elif mode is Resume.REPLAY and asked.batch_size != run.batch_size:
@@ -70,7 +69,6 @@ def register(run: RunState, asked: RegisterTrainer, *, now: float) -> Registrati
         if entry is Entry.RESUME:
             step = asked.starting_step if asked.resume_step is None else asked.resume_step
             counts = _resume(run, step, mode)
-            counts["unknown_steps"] = _note_unknown(run, step, known_step=known_step)
             counts["step"] = run.current_step
         run.trainer = Registration.model_validate(
             asked.model_dump(include=set(Registration.model_fields))
@@ -112,30 +110,14 @@ def _note_conflicts(run: RunState, asked: RegisterTrainer) -> None:
     )
 
 
-def _note_unknown(run: RunState, step: int, *, known_step: int | None) -> int:
-    """Return, add up and log the steps before the checkpoint that the run does not know to be trained.
-
-    They are not refused: the run has no record of what they trained on, and an original trainer may count other steps.
-    """
-    unknown = 0 if known_step is None else max(0, step - known_step)
-    run.unknown_steps += unknown
-    if unknown:
-        run.log.warning(
-            "the trainer resumes at step %d, but the last step known here is %d, as if a backup was restored: groups"
-            " of %d unknown steps may be trained on again; a checkpoint of step %d or before repeats none",
-            step,
-            known_step,
-            unknown,
-            known_step,
-        )
-    return unknown
-
-
 def _resume(run: RunState, step: int, mode: Resume) -> dict[str, int]:
     """Void all leases; replay, requeue or discard every batch that was not trained at or before `step`.
 
     Return the counts for the reply. The policy version stays until the trainer publishes one: it does not count steps.
+    A checkpoint newer than the run, as after a restore, is only reported: an original trainer may count other steps.
     """
+    unknown_steps = 0 if run.trainer is None else max(0, step - run.leases.known_step)
+    run.unknown_steps += unknown_steps
     was_leased = set(run.leases.leased)
     counts = dict.fromkeys(("replayed", "requeued", "discarded"), 0)
     for batch in run.leases.undo(step):
@@ -156,6 +138,7 @@ def _resume(run: RunState, step: int, mode: Resume) -> dict[str, int]:
             run.enqueue(alive)
             counts["requeued"] += len(alive)
     counts["forgotten_steps"] = max(0, run.leases.freed_step - step)
+    counts["unknown_steps"] = unknown_steps
     run.log.log(
         logging.WARNING if any(counts.values()) else logging.INFO,
         "a trainer resumes at step %d (epoch %d): %s",

@@ -16,7 +16,7 @@ from atroposlib.api.run.coordinator import Coordinator
 from atroposlib.api.run.experiments import Entry, entry_to
 from atroposlib.api.run.types import RunPolicy
 from atroposlib.api.schemas import RegisterTrainer, RegistrationReply
-from atroposlib.api.stores.base import OwnedElsewhere, StoreBroken, UnreadableRun
+from atroposlib.api.stores.base import OwnedElsewhere, UnreadableRun
 from atroposlib.api.stores.runs import Kept, MemoryRuns, RunStores
 from atroposlib.errors import AtroposError, ConfigError
 
@@ -183,7 +183,6 @@ class Hub:
         return await asyncio.shield(task)
 
     async def _open(self, name: str, *, earlier: Coordinator | None = None) -> Coordinator:
-        """Open a run; one that follows an `earlier` experiment takes over its environments."""
         if name in self.runs:
             return self.runs[name]
         if len(self.runs) >= self.policy.max_runs:
@@ -203,15 +202,9 @@ class Hub:
             name=name,
             first_epoch=self._last_epochs.get(name, -1) + 1,
         )
-        found = await run.open()
-        try:
-            if earlier is not None:
-                await run.take_over(earlier)
-            elif run.state.is_untouched:
-                await self._finish_replacing(run)
-        except BaseException:
-            await run.close()
-            raise
+        found = await run.open(earlier)
+        if run.state.experiment is None and run.state.leases.epoch == 0:
+            await self._finish_replacing(run)
         self._last_epochs.pop(name, None)
         if found:
             self.found.append(found)
@@ -264,13 +257,13 @@ class Hub:
         return set_aside
 
     async def _finish_replacing(self, run: Coordinator) -> None:
-        """Give a fresh run the environments of the experiment set aside last: a crash may have cut `_replace` off."""
+        """Give a run that follows no other the environments set aside last: a crash may have cut `_replace` off."""
         kept = next((each for each in await self._stores.kept() if each.of_run == run.name), None)
         if kept is not None:
             try:
                 await run.take_over(await self.run(kept.name))
                 await self.release(kept.name)
-            except (OwnedElsewhere, StoreBroken, UnreadableRun) as e:
+            except AtroposError as e:
                 logger.error("run %s begins without its earlier environments: %s", run.name, e)
 
     async def _bring_back(self, kept: Kept) -> None:

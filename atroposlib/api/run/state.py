@@ -102,11 +102,6 @@ class RunState:
         self._note_nothing()
 
     @property
-    def is_untouched(self) -> bool:
-        """Whether no trainer has registered, and the run follows no other, by reset or replacement."""
-        return self.experiment is None and self.leases.epoch == 0
-
-    @property
     def batch_size(self) -> int:
         """Sequences; -1 before a trainer has registered."""
         return -1 if self.trainer is None else self.trainer.batch_size

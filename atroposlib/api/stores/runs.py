@@ -54,9 +54,9 @@ class StoredRun(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     num_bytes: int
-    changed_at: float
-    """Seconds since 1970; 0: unknown."""
     kept: Kept | None
+    changed_at: float = 0.0
+    """Seconds since 1970; 0: unknown."""
 
 
 class RunStores(Protocol):
@@ -119,12 +119,7 @@ class MemoryRuns:
 
     async def stored(self) -> list[StoredRun]:
         return [
-            StoredRun(
-                name=name,
-                num_bytes=store.usage().stored_bytes,
-                changed_at=0.0,
-                kept=self._kept.get(name),
-            )
+            StoredRun(name=name, num_bytes=store.usage().stored_bytes, kept=self._kept.get(name))
             for name, store in sorted(self._stores.items())
         ]
 

@@ -314,7 +314,8 @@ def test_flags_reach_the_policy_of_runs() -> None:
     assert policy_of(RunApiConfig(memory=True)).max_queued_bytes == 4 * 2**30
     assert policy_of(RunApiConfig(store="memory")).max_queued_bytes == 4 * 2**30
     chosen = {"lease_ttl_s": 1.5, "env_timeout_s": 2.5, "max_staleness": 0, "max_deliveries": 7}
-    chosen |= {"max_queued_bytes": 8, "max_queued_sequences": 9}
+    chosen |= {"max_queued_bytes": 8, "max_queued_sequences": 9, "max_runs": 3, "idle_run_s": 9.5}
+    chosen |= {"keep_set_aside": 0, "keep_set_aside_days": 1.5}
     given = RunApiConfig(keep_acked_batches=0, **chosen)  # type: ignore[arg-type]
     assert policy_of(given) == RunPolicy(keep_trained_batches=0, **chosen)  # type: ignore[arg-type]
 

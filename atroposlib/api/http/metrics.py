@@ -152,9 +152,7 @@ class _RunCollector(Collector):
             gauge("atropos_queued_tokens", "Tokens queued", queue.total_tokens)
             gauge("atropos_queued_bytes", "Bytes queued", queue.total_bytes)
             gauge("atropos_step", "Current step", status.current_step)
-            text = (
-                "Steps that trainers resumed from and the hub has no record of, as after a restore"
-            )
+            text = "Steps that trainers resumed from and the hub does not know, as after a restore"
             gauge("atropos_unknown_steps", text, run.state.unknown_steps)
             text = "Environments that called the hub within the environment timeout"
             gauge("atropos_environments_connected", text, run.state.environments.num_active)

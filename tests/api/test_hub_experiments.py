@@ -314,20 +314,20 @@ async def test_nothing_set_aside_is_deleted_unless_asked_and_then_the_oldest(
         pytest.skip("only the latest is kept")
     for run, num_experiments in (("default", 4), ("math", 3)):
         await begin_many(hub, run, num_experiments)
-    run = runs.runs["default"]
+    default = runs.runs["default"]
     all_ = ["default.1", "default.2", "default.3", "math.1", "math.2"]
     later = time.time() + 400 * 86400
     with monkeypatch.context() as patched:
         patched.setattr("time.time", lambda: later)
         await runs.tidy()
     assert await kept_by(runs) == all_
-    assert len(run.set_aside_bytes) == 3
-    assert min(run.set_aside_bytes) > 0
+    assert len(default.set_aside_bytes) == 3
+    assert min(default.set_aside_bytes) > 0
     await hub.get("/runs/default.1/status")  # also what is being looked at
     runs.policy = RunPolicy(keep_set_aside=2)
     await runs.tidy()
     assert await kept_by(runs) == all_[1:]
-    assert (run.num_set_aside_deleted, len(run.set_aside_bytes)) == (1, 2)
+    assert (default.num_set_aside_deleted, len(default.set_aside_bytes)) == (1, 2)
     assert "its earlier experiment 'default.1' (step 0, set aside 0.0 days ago)" in caplog.text
     await hub.post("/register", registration(experiment="default2", resume_step=0))
     assert await places(hub) == {"queued": 1}

@@ -286,6 +286,14 @@ class Leader(Follower):
                 *(reply.replayed or 0, step, reply.forgotten_steps or 0),
             )
 
+        if reply.unknown_steps:
+            logger.warning(
+                "the hub has no record of the last %d steps before step %d, as if a backup was restored: groups that"
+                " they were trained on may come again",
+                reply.unknown_steps,
+                step,
+            )
+
     def _check(self, group: ScoredGroup) -> None:
         try:
             self._require_trainable(group)

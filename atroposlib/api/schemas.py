@@ -92,6 +92,8 @@ class RegistrationReply(BaseModel):
     discarded: int | None = None
     forgotten_steps: int | None = None
     """Steps after `resume_step` whose batches are no longer held: their groups cannot come again."""
+    unknown_steps: int | None = None
+    """Steps before `resume_step` that the hub has no record of, as after a restore: their groups may come again."""
     max_staleness: int | None = None
     """The bound in force, in policy versions; None: none is."""
 
@@ -384,6 +386,8 @@ class Ledger(BaseModel):
     leased: int
     """Handed to a trainer that has not acknowledged them."""
     trained: int
+    delivered_unconfirmed: int = 0
+    """Sent without a lease, and maybe not received: the connection or the hub broke, or it is too early to tell."""
     expired: int
     """Too old to train on."""
     dead: int
@@ -452,6 +456,8 @@ class Explanation(BaseModel):
     """Dead groups by reason; `GET /dead` lists them."""
     conflicts: list[str]
     """What a trainer that joined the live run asked for and does not get."""
+    unknown_steps: int = 0
+    """Steps of which the hub has no record although trainers resumed after them: their groups may come again."""
     oldest_version: int | None = None
     """Of the queued groups."""
     trainer_waits_s: float | None = None

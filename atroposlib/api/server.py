@@ -12,7 +12,7 @@ import dataclasses
 import logging
 import ssl
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, NamedTuple
 
 from fastapi import FastAPI, Request
@@ -63,6 +63,8 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 1.0
 """How often leases, groups and environments are checked for expiry."""
+TIDY_S = 60.0
+"""How often idle runs are closed, and what was set aside is measured."""
 LAG_PERIOD_S = 0.05
 _MAX_FAULTS = 20
 """Faults named in one response."""
@@ -117,7 +119,10 @@ def create_app(
         tracing.is_on()  # imports the exporter, which takes half a second, before the first request
         await (replica or hub).open()
         watchers = [
-            asyncio.create_task(_let_time_pass(hub, may_recover=replica is not None)),
+            *(
+                asyncio.create_task(_repeat(work, every_s=every_s, may_recover=replica is not None))
+                for work, every_s in ((hub.tick, TICK_S), (hub.tidy, TIDY_S))
+            ),
             asyncio.create_task(_watch_lag(metrics)),
             asyncio.create_task(return_memory(batches, bodies.received, bodies.inflated)),
         ]
@@ -246,19 +251,21 @@ class GZipRequestMiddleware(RequestBodies):
         super().__init__(app, same)
 
 
-async def _let_time_pass(hub: Hub, *, may_recover: bool) -> None:
-    """Expire leases, groups and environments even without requests. `may_recover`: broken stores are opened again."""
+async def _repeat(
+    work: Callable[[], Coroutine[Any, Any, None]], *, every_s: float, may_recover: bool
+) -> None:
+    """Do what is due even without requests. `may_recover`: broken stores are opened again."""
     while True:
-        await asyncio.sleep(TICK_S)
+        await asyncio.sleep(every_s)
         try:
-            await hub.tick()
+            await work()
         except StoreBroken:
             if not may_recover:
                 logger.exception("a store is broken; the hub has to be restarted")
                 return
         except Exception:
             # This task is awaited only at shutdown: if it ended, nothing would expire, unnoticed.
-            logger.exception("expiry failed; it is tried again in %.0f s", TICK_S)
+            logger.exception("%s failed; it is tried again in %.0f s", work.__qualname__, every_s)
 
 
 async def _watch_lag(metrics: HubMetrics) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import ssl
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, model_validator
 
@@ -73,6 +74,14 @@ class RunApiConfig(BaseModel):
     """The same limit in groups."""
     max_deliveries: int = Field(default=_POLICY.max_deliveries, ge=1)
     """A group delivered this often without an acknowledgement is set aside."""
+    max_runs: int = Field(default=_POLICY.max_runs, ge=1)
+    """Runs that may be open at once; the next one is refused."""
+    idle_run_s: float = Field(default=_POLICY.idle_run_s, gt=0, allow_inf_nan=False)
+    """A run without leases is closed after this time without a request; the next one opens it again."""
+    keep_set_aside: int | None = Field(default=_POLICY.keep_set_aside, ge=0)
+    """Earlier experiments kept per run; older ones are deleted. None: all."""
+    keep_set_aside_days: float | None = Field(default=_POLICY.keep_set_aside_days, gt=0)
+    """Delete an earlier experiment this long after it was set aside. None: never."""
     keep_acked_batches: int = Field(default=_POLICY.keep_trained_batches, ge=0)
     """Acknowledged batches kept without a checkpoint, for a trainer that rolls back."""
     list_runs: bool = Field(default=False, alias="list")
@@ -112,6 +121,10 @@ def policy_of(config: RunApiConfig) -> RunPolicy:
         max_queued_bytes=config.max_queued_bytes or default_bytes,
         max_queued_sequences=config.max_queued_sequences,
         max_queued_groups=config.max_queued_groups,
+        max_runs=config.max_runs,
+        idle_run_s=config.idle_run_s,
+        keep_set_aside=config.keep_set_aside,
+        keep_set_aside_days=config.keep_set_aside_days,
     )
 
 
@@ -161,6 +174,41 @@ def check_tls(config: RunApiConfig) -> None:
             context.load_verify_locations(config.ssl_ca_certs)
         except OSError as e:
             raise ConfigError(f"--ssl-ca-certs {config.ssl_ca_certs}: {e}") from e
+
+
+class _Element(NamedTuple):
+    tag: int
+    content: bytes
+
+
+def _elements(der: bytes) -> list[_Element]:
+    """Return the elements that follow each other in DER (X.690, 8.1)."""
+    found = []
+    while der:
+        length, start = der[1], 2
+        if length & 0x80:
+            start += length & 0x7F
+            length = int.from_bytes(der[2:start], "big")
+        found.append(_Element(der[0], der[start : start + length]))
+        der = der[start + length :]
+    return found
+
+
+def certificate_end(path: Path) -> float:
+    """Return when the first certificate of a PEM file ends (RFC 5280, 4.1), in seconds since 1970.
+
+    Raises OSError, and ValueError for a file that holds none.
+    """
+    head, tail = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
+    text = path.read_text()
+    der = ssl.PEM_cert_to_DER_cert(text[text.index(head) : text.index(tail) + len(tail)])
+    [certificate] = _elements(der)
+    fields = _elements(_elements(certificate.content)[0].content)
+    has_version = fields[0].tag == 0xA0  # it is left out of version 1
+    not_after = _elements(fields[3 + has_version].content)[1]
+    century = "20" if not_after.tag == 0x17 else ""  # UTCTime has two digits of the year
+    ends = datetime.strptime(f"{century}{not_after.content.decode()}", "%Y%m%d%H%M%SZ")
+    return ends.replace(tzinfo=UTC).timestamp()
 
 
 def replica_tls(config: RunApiConfig) -> ssl.SSLContext | None:

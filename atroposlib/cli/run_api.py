@@ -34,6 +34,7 @@ from atroposlib.api.http.connections import (
     HubProtocol,
 )
 from atroposlib.api.http.decoding import keep_freed_memory
+from atroposlib.api.http.metrics import HubMetrics
 from atroposlib.api.http.security import Scope, TokenSet, add_token
 from atroposlib.api.run.hub import Hub
 from atroposlib.api.run.replica import Replica
@@ -50,6 +51,7 @@ from atroposlib.api.stores.runs import (
 from atroposlib.cli import hub_database
 from atroposlib.cli.hub_settings import (
     RunApiConfig,
+    certificate_end,
     check_exposure,
     check_tls,
     policy_of,
@@ -198,7 +200,9 @@ async def _serve(
     app = create_app(hub, tokens=tokens, replica=replica, replica_tls=replica_tls(config))
     settings = _uvicorn_config(config, app, connections)
     loop = asyncio.get_running_loop()
-    read_again = functools.partial(_reload, config, tokens, settings)
+    metrics: HubMetrics = app.state.services.metrics
+    _show_certificate(config, metrics)
+    read_again = functools.partial(_reload, config, tokens, settings, metrics)
     signal.signal(signal.SIGHUP, lambda *_: loop.call_soon_threadsafe(read_again))
     server = _HubServer(
         settings,
@@ -224,7 +228,22 @@ async def _serve(
     return 0
 
 
-def _reload(config: RunApiConfig, tokens: TokenSet | None, settings: uvicorn.Config) -> None:
+def _show_certificate(config: RunApiConfig, metrics: HubMetrics) -> None:
+    """Show when the certificate ends, if the hub has one."""
+    if config.ssl_certfile is not None:
+        try:
+            ends_at = certificate_end(config.ssl_certfile)
+            metrics.certificate_end.labels(str(config.ssl_certfile)).set(ends_at)
+        except (OSError, ValueError, IndexError) as e:
+            logger.warning("%s: its end cannot be read: %r", config.ssl_certfile, e)
+
+
+def _reload(
+    config: RunApiConfig,
+    tokens: TokenSet | None,
+    settings: uvicorn.Config,
+    metrics: HubMetrics,
+) -> None:
     """Read the token file and the certificate again; what cannot be read stays as it is, and is logged."""
     if tokens is not None and config.tokens is not None:
         try:
@@ -239,6 +258,7 @@ def _reload(config: RunApiConfig, tokens: TokenSet | None, settings: uvicorn.Con
                 config.ssl_certfile, config.ssl_keyfile
             )
             settings.ssl.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+            _show_certificate(config, metrics)
             logger.info("SIGHUP: new connections get the certificate %s", config.ssl_certfile)
         except (OSError, ssl.SSLError) as e:
             logger.error("SIGHUP: the certificate stays as it was: %s", e)

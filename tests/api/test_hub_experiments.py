@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -10,9 +11,11 @@ from typing import Any, ClassVar
 import httpx
 import pytest
 
+from atroposlib.api.run.coordinator import Coordinator
 from atroposlib.api.run.experiments import Entry, choose
 from atroposlib.api.run.hub import AwakeClock
 from atroposlib.api.run.hub import Hub as Runs
+from atroposlib.api.run.types import RunPolicy
 from atroposlib.api.schemas import RegisterTrainer
 from atroposlib.api.stores.base import GroupStore, SavedRun, StoreBroken
 from atroposlib.api.stores.disk import DiskStore
@@ -170,6 +173,25 @@ async def test_environments_outlive_the_trainer_and_their_old_groups_are_refused
     assert (ledger["queued"], ledger["rejected"]) == (1, {"another_run": 1})
 
 
+async def test_environments_outlive_a_change_of_experiments_that_fails(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await begin(hub, "first")
+    await hub.post("/register-env", environment())
+    await post_group(hub, 1, "first")
+
+    async def fail(*_: Any) -> None:
+        raise StoreBroken("no disk")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Coordinator, "open", fail)
+        refused = await hub.http.post("/register", json=registration(experiment="second"))
+        assert refused.status_code == 503
+    assert (await hub.http.get("/status-env", params={"env_id": 0})).is_success
+    assert (await begin(hub, "second"))["epoch"] > 0
+    assert await places(hub, "default.1") == {"queued": 1}
+
+
 async def test_groups_wait_for_the_trainer_that_they_are_for(hub: Hub) -> None:
     early = await post_group(hub, 1, "first")
     assert (early.status_code, early.json()["detail"]["type"]) == (409, "run_reset")
@@ -222,6 +244,9 @@ async def test_original_trainer_goes_on_from_a_later_step(hub: Hub, clock: Clock
     clock.now_s += 61
     await hub.post("/register", registration(starting_step=5))
     assert await hub.get("/status") == {"current_step": 5, "queue_size": 1}
+    assert (await hub.get("/explain"))[
+        "unknown_steps"
+    ] == 5  # it had trained on nothing of this hub's
 
 
 async def test_of_two_trainers_that_begin_at_once_the_later_one_has_the_run(hub: Hub) -> None:
@@ -293,11 +318,81 @@ async def test_a_kept_run_that_is_being_opened_is_closed_before_it_is_brought_ba
         assert await places(hub) == {"queued": 1}
 
 
-async def test_kept_runs_that_were_looked_at_leave_room_for_others(
-    monkeypatch: pytest.MonkeyPatch,
+async def begin_many(hub: Hub, run: str, num_experiments: int) -> None:
+    """Begin experiments with a group each; all but the last are set aside."""
+    for number in range(num_experiments):
+        await hub.post(f"/runs/{run}/register", registration(experiment=f"{run}{number}"))
+        await hub.post(f"/runs/{run}/scored_data", group(2, number))
+
+
+async def kept_by(runs: Runs) -> list[str]:
+    return sorted(each.name for each in await runs._stores.kept())
+
+
+async def test_nothing_set_aside_is_deleted_unless_asked_and_then_the_oldest(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("atroposlib.api.run.hub.MAX_RUNS", 3)
-    async with running_hub() as hub:
+    runs: Runs = hub.app.state.hub
+    if isinstance(runs._stores, MemoryRuns):
+        pytest.skip("only the latest is kept")
+    for run, num_experiments in (("default", 4), ("math", 3)):
+        await begin_many(hub, run, num_experiments)
+    default = runs.runs["default"]
+    all_ = ["default.1", "default.2", "default.3", "math.1", "math.2"]
+    later = time.time() + 400 * 86400
+    with monkeypatch.context() as patched:
+        patched.setattr("time.time", lambda: later)
+        await runs.tidy()
+    assert await kept_by(runs) == all_
+    assert len(default.set_aside_bytes) == 3
+    assert min(default.set_aside_bytes) > 0
+    await hub.get("/runs/default.1/status")  # also what is being looked at
+    runs.policy = RunPolicy(keep_set_aside=2)
+    await runs.tidy()
+    assert await kept_by(runs) == all_[1:]
+    assert (default.num_set_aside_deleted, len(default.set_aside_bytes)) == (1, 2)
+    assert "its earlier experiment 'default.1' (step 0, set aside 0.0 days ago)" in caplog.text
+    await hub.post("/register", registration(experiment="default2", resume_step=0))
+    assert await places(hub) == {"queued": 1}
+    runs.policy = RunPolicy(keep_set_aside_days=30.0)
+    await runs.tidy()
+    assert await kept_by(runs) == ["default.2", "default.4", "math.1", "math.2"]
+    monkeypatch.setattr("time.time", lambda: later)
+    await runs.tidy()
+    assert await kept_by(runs) == []
+    assert await places(hub) == {"queued": 1}
+    assert hub.runs == ["default", "math"]
+
+
+async def test_idle_runs_are_closed_and_the_next_request_opens_them(hub: Hub, clock: Clock) -> None:
+    runs: Runs = hub.app.state.hub
+    for name in ("idle", "leased", "asked"):
+        await hub.post(f"/runs/{name}/register", registration(experiment=name))
+        await hub.get(f"/runs/{name}/batch?lease=1")
+        await hub.post(f"/runs/{name}/register-env", environment())
+        for token in range(3):
+            await hub.post(f"/runs/{name}/scored_data", group(2, token))
+    leased = await hub.get("/runs/leased/batch?lease=1&ttl=80000")
+    acked = await hub.get("/runs/idle/batch?lease=1")
+    ack = f"/runs/idle/batches/{acked['batch_id']}/ack", {"lease_id": acked["lease_id"]}
+    await hub.post(*ack)
+    clock.now_s += 3599
+    await hub.get("/runs/asked/status")
+    await runs.close_idle()
+    assert hub.runs == ["asked", "default", "idle", "leased"]
+    clock.now_s += 2
+    await runs.close_idle()
+    assert hub.runs == ["asked", "default", "leased"]
+    assert await places(hub, "idle") == {"queued": 1, "trained": 2}
+    assert (await hub.http.get("/runs/idle/status-env", params={"env_id": 0})).is_success
+    assert (await hub.get("/runs/idle/status"))["current_step"] == 1
+    assert (await hub.post(*ack))["step"] == 1
+    lease = {"lease_id": leased["lease_id"]}
+    assert (await hub.post(f"/runs/leased/batches/{leased['batch_id']}/ack", lease))["step"] == 1
+
+
+async def test_kept_runs_that_were_looked_at_leave_room_for_others() -> None:
+    async with running_hub(policy=RunPolicy(max_runs=3)) as hub:
         for name in ("first", "second"):
             await begin(hub, name)
             await post_group(hub, 1, name)

@@ -228,3 +228,20 @@ async def test_only_native_clients_are_told_who_serves_the_run(pair: Pair) -> No
         assert answer.headers.get("atropos-replica") == told
     for path in ("/healthz", "/runs/other/healthz"):
         assert (await owner.http.get(path)).headers["atropos-replica"] == str(owner.replica.id)
+
+
+async def test_an_idle_run_stays_closed_until_it_is_asked_for(pair: Pair) -> None:
+    (await pair[0].http.post("/runs/math/register", json=registration())).raise_for_status()
+    owner, other = sorted(pair, key=lambda each: "math" not in each.replica.hub.runs)
+    hub = owner.replica.hub
+    hub.runs["math"].used_at -= 2 * hub.policy.idle_run_s
+    await hub.close_idle()
+    for _ in range(3):
+        for each in (owner, other):
+            await each.replica.renew()
+            await each.replica.sweep()
+            assert "math" not in each.replica.hub.runs
+    for each in (other, owner):
+        status = (await each.http.get("/runs/math/info")).raise_for_status().json()
+        assert status["batch_size"] == 4
+    assert "math" in hub.runs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import pytest
@@ -22,7 +22,8 @@ LEDGER = {
     "queued": 7,
     "buffered": 2,
     "leased": 3,
-    "trained": 60,
+    "trained": 57,
+    "delivered_unconfirmed": 3,
     "expired": 5,
     "dead": 1,
     "discarded": 4,
@@ -41,6 +42,8 @@ class Run:
 
     tokens_in = 5000
     tokens_out = 3000
+    set_aside_bytes: ClassVar = [100, 50]
+    num_set_aside_deleted = 4
     store = SimpleNamespace(
         usage=lambda: StoreUsage(payload_bytes=10_000, stored_bytes=16_384, free_bytes=None)
     )
@@ -53,6 +56,7 @@ class Run:
         ),
         environments=SimpleNamespace(num_active=2),
         trainer_times=SimpleNamespace(step_s=2.5, waited_s=30.0),
+        unknown_steps=5,
     )
 
     def __init__(self, policy_version: int | None = 10) -> None:
@@ -106,6 +110,10 @@ def test_scrape_shows_queue_leases_tokens_and_store() -> None:
         "atropos_queued_bytes{run=math}": 9000,
         "atropos_environments_connected{run=math}": 2,
         "atropos_step{run=math}": 6,
+        "atropos_unknown_steps{run=math}": 5,
+        "atropos_set_aside_runs{run=math}": 2,
+        "atropos_set_aside_bytes{run=math}": 150,
+        "atropos_set_aside_deleted_total{run=math}": 4,
         "atropos_leases{run=math}": 2,
         "atropos_oldest_lease_age_seconds{run=math}": 41.5,
         "atropos_ingested_tokens_total{run=math}": 5000,

@@ -35,6 +35,7 @@ from atroposlib.api.stores.disk import DiskStore
 from atroposlib.api.stores.runs import DirectoryRuns, MemoryRuns, stored_runs
 from atroposlib.cli import run_api
 from atroposlib.cli.atropos import main as main_of_atropos
+from atroposlib.cli.hub_settings import certificate_end
 from atroposlib.cli.run_api import RunApiConfig, _stores, erase, main, policy_of
 from atroposlib.client import TrainerClient, TrainerRegistration
 from atroposlib.errors import ConfigError
@@ -313,7 +314,8 @@ def test_flags_reach_the_policy_of_runs() -> None:
     assert policy_of(RunApiConfig(memory=True)).max_queued_bytes == 4 * 2**30
     assert policy_of(RunApiConfig(store="memory")).max_queued_bytes == 4 * 2**30
     chosen = {"lease_ttl_s": 1.5, "env_timeout_s": 2.5, "max_staleness": 0, "max_deliveries": 7}
-    chosen |= {"max_queued_bytes": 8, "max_queued_sequences": 9}
+    chosen |= {"max_queued_bytes": 8, "max_queued_sequences": 9, "max_runs": 3, "idle_run_s": 9.5}
+    chosen |= {"keep_set_aside": 0, "keep_set_aside_days": 1.5}
     given = RunApiConfig(keep_acked_batches=0, **chosen)  # type: ignore[arg-type]
     assert policy_of(given) == RunPolicy(keep_trained_batches=0, **chosen)  # type: ignore[arg-type]
 
@@ -615,12 +617,17 @@ class Certificate(NamedTuple):
 
 
 def certificate(
-    directory: Path, name: str, *, address: str = "127.0.0.1", authority: Certificate | None = None
+    directory: Path,
+    name: str,
+    *,
+    address: str = "127.0.0.1",
+    authority: Certificate | None = None,
+    days: int = 2,
 ) -> Certificate:
     """A certificate for an address: self-signed, or by an authority, which is such a certificate itself."""
     made = Certificate(directory / f"{name}.pem", directory / f"{name}.key")
-    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2"
-    command += f" -subj /CN={name} -addext subjectAltName=IP:{address}"
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes"
+    command += f" -days {days} -subj /CN={name} -addext subjectAltName=IP:{address}"
     files = ["-out", made.cert, "-keyout", made.key]
     if authority is not None:
         command += " -addext basicConstraints=critical,CA:FALSE"
@@ -629,8 +636,23 @@ def certificate(
     return made
 
 
+@pytest.mark.parametrize("days", [1, 300, 20_000])
+def test_end_of_a_certificate_is_that_which_openssl_shows(tmp_path: Path, days: int) -> None:
+    """In both forms of a date: from 2050 on, the year has four digits."""
+    authority = certificate(tmp_path, "authority")
+    path = certificate(tmp_path, "hub", authority=authority, days=days).cert
+    command = ["openssl", "x509", "-noout", "-enddate", "-in", str(path)]
+    shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    path.write_text(f"hub\n{path.read_text()}{authority.cert.read_text()}")  # a chain
+    assert certificate_end(path) == ssl.cert_time_to_seconds(
+        shown.strip().removeprefix("notAfter=")
+    )
+    with pytest.raises(ValueError, match="substring not found"):
+        certificate_end(authority.key)
+
+
 def test_tokens_and_certificate_are_read_again_on_sighup(tmp_path: Path) -> None:
-    certified, other = (certificate(tmp_path, name) for name in ("hub", "other"))
+    certified, other = certificate(tmp_path, "hub"), certificate(tmp_path, "other", days=9)
     flags = ["--tokens", "tokens.yaml", "--memory", *certified.flags]
     tokens = tmp_path / "tokens.yaml"
 
@@ -660,15 +682,25 @@ def test_tokens_and_certificate_are_read_again_on_sighup(tmp_path: Path) -> None
             while line not in hub.process.stderr.readline():
                 assert hub.process.poll() is None
 
+        def shown_end(authority: Certificate, secret: str) -> float:
+            verify = ssl.create_default_context(cafile=authority.cert)
+            headers = {"Authorization": f"Bearer {secret}"}
+            text = httpx.get(f"{hub.url}/metrics", headers=headers, verify=verify).text
+            [value] = re.findall(r"(?m)^atropos_certificate_expiry\S+ (\S+)$", text)
+            return float(value)
+
         assert statuses(certified) == [200, 401]
+        assert shown_end(certified, "first-secret") == certificate_end(certified.cert)
         written("second-secret")
         shutil.copy(other.cert, certified.cert)
         shutil.copy(other.key, certified.key)
         read_again("new connections get the certificate")
         assert statuses(other) == [401, 200]
+        assert shown_end(other, "second-secret") == certificate_end(other.cert)
         shutil.copy(certificate(tmp_path, "third").cert, certified.cert)
         read_again("the certificate stays as it was")
         assert statuses(other) == [401, 200]
+        assert shown_end(other, "second-secret") == certificate_end(other.cert)
         tokens.write_text("[")
         read_again("the tokens stay as they were")
         assert statuses(other) == [401, 200]

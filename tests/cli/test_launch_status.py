@@ -43,6 +43,10 @@ def test_the_status_says_why_there_is_no_batch(
     assert main(["status", hub.url]) == 0
     assert "sums_0 lost: dropped_equal_scores 3" in (said := capsys.readouterr().out)
     assert "a batch is ready" in said
+    assert "unknown" not in said
+    hub.register(batch_size=4, resume_step=3)
+    assert main(["status", hub.url]) == 0
+    assert "resumed past 3 unknown steps" in capsys.readouterr().out
 
 
 def test_the_status_shows_as_many_environments_as_asked_for_page_by_page(

@@ -250,7 +250,8 @@ def drilled(name: str, drill: tuple[Any, int], *, slow: tuple[Any, int]) -> pyte
 
 
 def assert_balanced(ledger: dict[str, Any]) -> None:
-    places = ("queued", "buffered", "leased", "trained", "expired", "dead", "discarded")
+    places = ("queued", "buffered", "leased", "trained", "delivered_unconfirmed")
+    places += ("expired", "dead", "discarded")
     total = sum(ledger[place] for place in places) + sum(ledger["rejected"].values())
     assert ledger["produced"] == total, ledger
 

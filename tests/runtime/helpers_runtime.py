@@ -173,7 +173,8 @@ class LoopbackHub:
         delivery = await self.coordinator.deliver()
         if delivery is None:
             return 0
-        await self.coordinator.confirm(delivery.row)
+        await self.coordinator.end_plain(delivery.row)
+        self.coordinator.note_receipt(delivery.row)
         return len(delivery.payloads)
 
     def serve(

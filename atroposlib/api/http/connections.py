@@ -7,12 +7,21 @@ extensions named in limits.py are set here.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import select
+import sys
+import termios
+from collections.abc import Callable
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from atroposlib.api.http.limits import ABORT_EXTENSION, CROWDED_EXTENSION, IS_GONE_EXTENSION
+from atroposlib.api.http.limits import (
+    ABORT_EXTENSION,
+    CROWDED_EXTENSION,
+    IS_GONE_EXTENSION,
+    RECEIPT_EXTENSION,
+)
 
 MAX_CONNECTIONS = 4096
 _POLLRDHUP: int | None = getattr(select, "POLLRDHUP", None)
@@ -85,6 +94,7 @@ class HubProtocol(HttpToolsProtocol):
         self._deadline: asyncio.TimerHandle | None = None
         self._is_in_head = True
         self._num_head_bytes = 0
+        self._on_receipt: Callable[[], None] | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -94,7 +104,14 @@ class HubProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._keep_open()
         self._all.remove(self)
+        if exc is None:
+            self._note_receipt()
         super().connection_lost(exc)
+
+    def eof_received(self) -> None:
+        if self._on_receipt is not None and self._num_unreceived_bytes() > 0:
+            self._on_receipt = None  # the client closed before all of the answer had arrived
+        super().eof_received()
 
     def data_received(self, data: bytes) -> None:
         # Bytes between requests, such as empty lines, end uvicorn's keep-alive timer but begin no request.
@@ -112,12 +129,14 @@ class HubProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._note_receipt()
         self._is_in_head = True
         self._num_head_bytes = 0
         self.is_crowded = self.is_crowded and self._all.are_too_many
         extensions: dict[str, Any] = {
             IS_GONE_EXTENSION: self._is_gone,
             ABORT_EXTENSION: self.transport.abort,
+            RECEIPT_EXTENSION: self._await_receipt,
             CROWDED_EXTENSION: self.is_crowded,
         }
         self.scope["extensions"] = extensions
@@ -158,6 +177,22 @@ class HubProtocol(HttpToolsProtocol):
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
+
+    def _await_receipt(self, on_receipt: Callable[[], None]) -> None:
+        self._on_receipt = on_receipt
+
+    def _note_receipt(self) -> None:
+        on_receipt, self._on_receipt = self._on_receipt, None
+        if on_receipt is not None:
+            on_receipt()
+
+    def _num_unreceived_bytes(self) -> int:
+        """Return the bytes written that the client's system has not acknowledged; 0 where that is unknown."""
+        connection = self.transport.get_extra_info("socket")
+        if sys.platform != "linux" or connection is None:
+            return 0
+        queued = fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(4))  # man 7 tcp: SIOCOUTQ
+        return int.from_bytes(queued, sys.byteorder) + self.transport.get_write_buffer_size()
 
     def _is_gone(self) -> bool:
         """Whether the client has disconnected, by the socket: a paused transport does not notice."""

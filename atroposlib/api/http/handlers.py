@@ -88,7 +88,7 @@ def _run_name(request: Request) -> str:
 async def existing_run(request: Request) -> Coordinator:
     """Return the run named in the path. Raises 404 if there is none: only a trainer's registration creates one."""
     name, hub = _run_name(request), _services(request).hub
-    run = hub.runs.get(name) or await hub.find(name)
+    run = await hub.find(name)
     if run is None:
         raise HTTPException(404, f"there is no run {name!r}; POST /register begins it")
     return run
@@ -97,8 +97,7 @@ async def existing_run(request: Request) -> Coordinator:
 async def run_or_blank(request: Request) -> Coordinator:
     """Return the run named in the path, or an empty one if it does not exist."""
     name, hub = _run_name(request), _services(request).hub
-    run = hub.runs.get(name) or await hub.find(name)
-    return run or Coordinator(MemoryStore(), name=name)
+    return await hub.find(name) or Coordinator(MemoryStore(), name=name)
 
 
 Run = Annotated[Coordinator, Depends(existing_run)]

@@ -30,6 +30,9 @@ IS_GONE_EXTENSION = "atropos.is_gone"
 """ASGI extension: a function that returns whether the client disconnected, without reading from it."""
 CROWDED_EXTENSION = "atropos.is_crowded"
 """ASGI extension: whether the connection is beyond the limit and so serves vital routes only."""
+RECEIPT_EXTENSION = "atropos.receipt"
+"""ASGI extension: a function that takes one to call once the answer was received: at the connection's next request, or
+its end without an error. If the connection breaks, it is not called."""
 ABORT_EXTENSION = "atropos.abort"
 """ASGI extension: a function that closes the connection without waiting for the client to read."""
 

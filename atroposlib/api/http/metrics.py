@@ -34,6 +34,7 @@ _STALENESS_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 _LATENCY_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _LAG_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5)
 _MAX_LOGGED_CHARS = 200
+_PLACES = ("queued", "buffered", "leased", "trained", "delivered_unconfirmed", "dead")
 
 
 class HubMetrics:
@@ -74,6 +75,12 @@ class HubMetrics:
             "atropos_forwarded_requests",
             "Requests passed on to the replica that owns the run: answered, failed, or without an owner",
             ["outcome"],
+            registry=registry,
+        )
+        self.certificate_end = Gauge(
+            "atropos_certificate_expiry_timestamp_seconds",
+            "When the certificate in force ends, in seconds since 1970",
+            ["file"],
             registry=registry,
         )
         self.held = Gauge(
@@ -148,7 +155,7 @@ class _RunCollector(Collector):
             ledger, status, usage = run.ledger(), run.status(), run.store.usage()
             queue, ages_s, times = run.state.queue, run.lease_ages_s(), run.state.trainer_times
             # Gauges, since they can fall: trained when a trainer resumes, dead when groups are requeued.
-            for place in ("queued", "buffered", "leased", "trained", "dead"):
+            for place in _PLACES:
                 text = "Groups by where they are now"
                 gauge("atropos_groups", text, getattr(ledger, place), place=place)
             fates = [
@@ -167,6 +174,8 @@ class _RunCollector(Collector):
             gauge("atropos_queued_tokens", "Tokens queued", queue.total_tokens)
             gauge("atropos_queued_bytes", "Bytes queued", queue.total_bytes)
             gauge("atropos_step", "Current step", status.current_step)
+            text = "Steps that trainers resumed from and the hub does not know, as after a restore"
+            gauge("atropos_unknown_steps", text, run.state.unknown_steps)
             text = "Environments that called the hub within the environment timeout"
             gauge("atropos_environments_connected", text, run.state.environments.num_active)
             gauge("atropos_leases", "Open leases", len(ages_s))
@@ -178,6 +187,10 @@ class _RunCollector(Collector):
                 "Median time of the trainer's last steps, without waiting for batches; 0: none yet"
             )
             gauge("atropos_trainer_step_seconds", text, times.step_s or 0.0)
+            gauge("atropos_set_aside_runs", "Earlier experiments kept", len(run.set_aside_bytes))
+            gauge("atropos_set_aside_bytes", "Their stored bytes", sum(run.set_aside_bytes))
+            text = "Earlier experiments deleted, as asked, since the run was opened"
+            counter("atropos_set_aside_deleted", text, run.num_set_aside_deleted)
             counter("atropos_ingested_tokens", "Tokens of groups taken in", run.tokens_in)
             counter("atropos_delivered_tokens", "Tokens of delivered groups", run.tokens_out)
             text = "Time the trainer waited for batches, since the hub started"

@@ -7,13 +7,14 @@ slow clients cannot exhaust the memory. This module also decides whether a plain
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from atroposlib.api.http.limits import ABORT_EXTENSION, ByteBudget, HeldBytes
+from atroposlib.api.http.limits import ABORT_EXTENSION, RECEIPT_EXTENSION, ByteBudget, HeldBytes
 from atroposlib.api.http.payloads import EncodedBody, even_pieces
 from atroposlib.api.run.coordinator import Coordinator
 from atroposlib.api.stores.base import StoredBatch
@@ -114,11 +115,11 @@ class BatchResponse(_PiecewiseResponse):
 
 
 class PlainBatchResponse(BatchResponse):
-    """A batch without a lease, which the hub counts as trained just before it sends the last byte.
+    """A batch without a lease, which the hub counts as delivered just before it sends the last byte.
 
     A client that disconnects before that did not get the batch: its groups go back to the queue. Afterwards the batch
-    is never delivered again, even if the hub crashes. If the connection breaks between the two, the batch is lost:
-    without a lease the hub cannot know.
+    is never delivered again, even if the hub crashes. It counts as trained once the client has received it; if the
+    connection breaks before, it stays `delivered_unconfirmed`: without a lease the hub cannot know.
     """
 
     def __init__(
@@ -127,25 +128,31 @@ class PlainBatchResponse(BatchResponse):
         super().__init__(body, held, timeout_s=row.ttl_s)
         self._run = run
         self._row = row
+        self._when_received: Callable[[Callable[[], None]], None] = _at_once
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._when_received = scope.get("extensions", {}).get(RECEIPT_EXTENSION, _at_once)
+        await super().__call__(scope, receive, send)
 
     async def _send_all(self, receive: Receive, send: Send) -> None:
         watcher = asyncio.create_task(_disconnect(receive))
         last = self._pieces[-1][-1:]
         self._pieces[-1] = self._pieces[-1][:-1]
-        is_trained = False
+        is_delivered = False
         try:
             with self._held:
                 await self._send_pieces(self._drain_while(watcher), send)
                 for _ in range(_TURNS_TO_NOTICE):
                     await asyncio.sleep(0)
                 if not watcher.done():
-                    is_trained = await self._run.confirm(self._row)
-                if is_trained:
+                    is_delivered = await self._run.end_plain(self._row)
+                if is_delivered:
+                    self._when_received(functools.partial(self._run.note_receipt, self._row))
                     await send({"type": "http.response.body", "body": last})
         finally:
             watcher.cancel()
             await asyncio.gather(watcher, return_exceptions=True)
-            if not is_trained:
+            if not is_delivered:
                 await self._run.give_back(self._row)
 
     def _drain_while(self, watcher: asyncio.Task[None]) -> Iterator[bytes]:
@@ -155,6 +162,11 @@ class PlainBatchResponse(BatchResponse):
             if watcher.done():
                 return
         yield b""
+
+
+def _at_once(on_receipt: Callable[[], None]) -> None:
+    """For a server without `RECEIPT_EXTENSION`."""
+    on_receipt()
 
 
 async def _disconnect(receive: Receive) -> None:

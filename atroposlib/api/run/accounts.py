@@ -58,12 +58,15 @@ class Accounts:
     def ledger(self) -> Ledger:
         """Count the groups by place. `produced` is counted independently, so that a leak shows."""
         run = self.state
+        unconfirmed = sum(run.unconfirmed.values())
+        trained = run.ended[Fate.TRAINED] + _num_groups(run.leases.trained.values())
         return Ledger(
             produced=run.num_accepted + run.rejected.total(),
             queued=len(run.queue) + _num_groups(run.leases.to_replay),
             buffered=sum(map(len, run.buffers.values())),
             leased=_num_groups(run.leases.leased.values()),
-            trained=run.ended[Fate.TRAINED] + _num_groups(run.leases.trained.values()),
+            trained=trained - unconfirmed,
+            delivered_unconfirmed=unconfirmed,
             expired=run.ended[Fate.EXPIRED],
             dead=run.ended[Fate.DEAD] + len(run.dead),
             discarded=run.ended[Fate.DISCARDED],
@@ -144,6 +147,7 @@ class Accounts:
             conflicts=run.conflicts,
             num_environments=len(run.environments),
             num_active=run.environments.num_active,
+            unknown_steps=run.unknown_steps,
             environments=[
                 EnvironmentView(
                     env_id=each.env_id,

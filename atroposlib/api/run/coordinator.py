@@ -111,19 +111,25 @@ class Coordinator(Accounts):
         self.tokens_in = 0
         self.tokens_out = 0
         """Tokens of groups accepted and delivered since the process started."""
+        self.used_at = clock()
+        """When the run was last asked for."""
+        self.set_aside_bytes: list[int] = []
+        """Sizes of the run's earlier experiments."""
+        self.num_set_aside_deleted = 0
         self._clock = clock
         self._is_closed = False
         self._is_moved = False
 
-    async def open(self) -> str:
+    async def open(self, earlier: Coordinator | None = None) -> str:
         """Restore the run from the store; return a log line about what was found, empty for a fresh store.
 
-        Raises what the store's `open` raises, and `UnreadableRun` for an incomplete document.
+        It takes over from an `earlier` experiment, if there is one. Raises what the store's `open` raises, and
+        `UnreadableRun` for an incomplete document.
         """
         saved = await self.store.open()
         try:
             restore(self.state, saved, now=self._clock())
-            await self._save()
+            await (self._save() if earlier is None else self.take_over(earlier))
         except BaseException:
             await self.store.close()
             raise
@@ -159,15 +165,23 @@ class Coordinator(Accounts):
             held.leased,
             earlier.current_step,
         )
-        # A batch of the old run that is still being sent must not be mistaken for one of the next run.
-        self.state = RunState(
-            self.name,
-            self.policy,
-            first_batch=earlier.leases.next_number,
-            epoch=earlier.leases.epoch + 1,
-        )
+        self._renew_state()
         await self.store.clear()
         await self._save_and_wake()
+
+    def _renew_state(self) -> None:
+        # A batch of the old run that is still being sent must not be mistaken for one of the next run.
+        leases = self.state.leases
+        self.state = RunState(
+            self.name, self.policy, first_batch=leases.next_number, epoch=leases.epoch + 1
+        )
+
+    async def begin_again(self) -> None:
+        """Clear a run that holds and expects no group; the environments keep their ids."""
+        earlier = self.state.environments
+        self._renew_state()
+        self.state.environments.adopt(earlier)
+        await self._save()
 
     async def take_over(self, earlier: Coordinator) -> None:
         """Adopt the environments of the run's earlier experiment, and invalidate the epochs of its trainers.
@@ -237,7 +251,7 @@ class Coordinator(Accounts):
     async def deliver(self, lease: LeaseRequest | None = None) -> Delivery | None:
         """Deliver the next exact batch; None if none can be cut yet, or if the trainer has repeated the request since.
 
-        Without `lease` the delivery is plain: the caller ends it with `confirm` or `give_back`.
+        Without `lease` the delivery is plain: the caller ends it with `end_plain` or `give_back`.
         Raises `NotRegistered` before a trainer has registered, `Superseded` for the epoch of an earlier trainer.
         """
         self._check_trainer(lease)
@@ -355,13 +369,19 @@ class Coordinator(Accounts):
         await self._save_and_wake()
         return RejectReply(dead=len(numbers), requeued=requeued)
 
-    async def confirm(self, row: StoredBatch) -> bool:
-        """Count the groups of a plain delivery as trained; False if it was no longer held."""
+    async def end_plain(self, row: StoredBatch) -> bool:
+        """End a plain delivery, whose groups never come again; False if it was no longer held."""
         if not self.state.leases.holds(row):
             return False
-        self.state.free([self.state.leases.leased[row.number]])
+        batch = self.state.leases.leased[row.number]
+        self.state.unconfirmed[row.number] = len(batch.headers)
+        self.state.free([batch])
         await self._save()
         return True
+
+    def note_receipt(self, row: StoredBatch) -> None:
+        """Count the groups of an ended plain delivery as trained; stored with the run's next change."""
+        self.state.unconfirmed.pop(row.number, None)
 
     async def give_back(self, row: StoredBatch) -> None:
         """Return the groups of an interrupted plain delivery to the head of the queue."""

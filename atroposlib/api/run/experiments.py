@@ -132,7 +132,10 @@ def _resume(run: RunState, step: int, mode: Resume) -> dict[str, int]:
     """Void all leases; replay, requeue or discard every batch that was not trained at or before `step`.
 
     Return the counts for the reply. The policy version stays until the trainer publishes one: it does not count steps.
+    A checkpoint newer than the run, as after a restore, is only reported: an original trainer may count other steps.
     """
+    unknown_steps = 0 if run.trainer is None else max(0, step - run.leases.known_step)
+    run.unknown_steps += unknown_steps
     was_leased = set(run.leases.leased)
     counts = dict.fromkeys(("replayed", "requeued", "discarded"), 0)
     for batch in run.leases.undo(step):
@@ -153,6 +156,7 @@ def _resume(run: RunState, step: int, mode: Resume) -> dict[str, int]:
             run.enqueue(alive)
             counts["requeued"] += len(alive)
     counts["forgotten_steps"] = max(0, run.leases.freed_step - step)
+    counts["unknown_steps"] = unknown_steps
     run.log.log(
         logging.WARNING if any(counts.values()) else logging.INFO,
         "a trainer resumes at step %d (epoch %d): %s",

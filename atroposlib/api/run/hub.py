@@ -16,7 +16,7 @@ from atroposlib.api.run.coordinator import Coordinator
 from atroposlib.api.run.experiments import Entry, entry_to
 from atroposlib.api.run.types import RunPolicy
 from atroposlib.api.schemas import RegisterTrainer, RegistrationReply
-from atroposlib.api.stores.base import UnreadableRun
+from atroposlib.api.stores.base import OwnedElsewhere, UnreadableRun
 from atroposlib.api.stores.runs import Kept, MemoryRuns, RunStores
 from atroposlib.errors import AtroposError, ConfigError
 
@@ -26,13 +26,12 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_RUN = "default"
 """The run of the paths without `/runs/NAME`."""
-MAX_RUNS = 100
 _MAX_GAP_S = 3.0
 """A longer gap between reads means that the process did not run: it reads the clock at least once a second."""
 
 
 class TooManyRuns(AtroposError):
-    """The hub has `MAX_RUNS` open runs, none of which was set aside."""
+    """The hub has `max_runs` open runs, none of which was set aside."""
 
 
 class AwakeClock:
@@ -68,7 +67,7 @@ class Hub:
         clock: Callable[[], float] | None = None,
     ) -> None:
         self._stores = stores or MemoryRuns()
-        self._policy = policy or RunPolicy()
+        self.policy = policy or RunPolicy()
         self._clock = clock or AwakeClock()
         self._changing: dict[str, asyncio.Task[object]] = {}
         """Runs that are being opened, set aside or deleted; one change of a run at a time."""
@@ -76,6 +75,8 @@ class Hub:
         """Serialises registrations: of two trainers that begin at once, the second sees the first one's experiment."""
         self.runs: dict[str, Coordinator] = {}
         """Open runs by name; only this class changes it."""
+        self.idle: set[str] = set()
+        """Runs that were closed because they were idle."""
         self._last_epochs: dict[str, int] = {}
         """Epochs of deleted runs, so that their trainers are not served by a new run of the same name."""
         self.found: list[str] = []
@@ -113,17 +114,18 @@ class Hub:
     async def find(self, name: str) -> Coordinator | None:
         """Return a run, opened on first use; None if no trainer has created it. The default run always exists."""
         await self._until_unchanging(name)
-        run = self.runs.get(name)
-        if run is None and (name == DEFAULT_RUN or await self._stores.holds(name)):
+        if name in self.runs or name == DEFAULT_RUN or await self._stores.holds(name):
             return await self.run(name)
-        return run
+        return None
 
     async def run(self, name: str = DEFAULT_RUN) -> Coordinator:
         """Return a run, created or opened on first use. Raises `TooManyRuns`, `StoreBroken`, `UnreadableRun`."""
         await self._until_unchanging(name)
-        if (run := self.runs.get(name)) is not None:
-            return run
-        return await self._change(name, lambda: self._open(name))
+        run = self.runs.get(name)
+        if run is None:
+            run = await self._change(name, lambda: self._open(name))
+        run.used_at = self._clock()
+        return run
 
     async def register(self, name: str, registration: RegisterTrainer) -> RegistrationReply:
         """Register a trainer with a run, created on first use.
@@ -180,44 +182,56 @@ class Hub:
         self._changing[name] = task
         return await asyncio.shield(task)
 
-    async def _open(self, name: str) -> Coordinator:
+    async def _open(self, name: str, *, earlier: Coordinator | None = None) -> Coordinator:
         if name in self.runs:
             return self.runs[name]
-        if len(self.runs) >= MAX_RUNS:
+        if len(self.runs) >= self.policy.max_runs:
             # A run that was set aside was opened to be looked at, and can be opened again.
             for kept in await self._stores.kept():
                 if kept.name in self.runs:
                     await self.release(kept.name)
-        if len(self.runs) >= MAX_RUNS:
+        if len(self.runs) >= self.policy.max_runs:
             raise TooManyRuns(
-                f"{MAX_RUNS} runs are open; end one with DELETE /runs/NAME before starting {name!r}"
+                f"{self.policy.max_runs} runs are open (--max-runs); end one with DELETE /runs/NAME before starting"
+                f" {name!r}"
             )
         run = Coordinator(
             self._stores.store(name),
-            policy=self._policy,
+            policy=self.policy,
             clock=self._clock,
             name=name,
             first_epoch=self._last_epochs.get(name, -1) + 1,
         )
-        found = await run.open()
+        found = await run.open(earlier)
+        if run.state.experiment is None and run.state.leases.epoch == 0:
+            await self._finish_replacing(run)
         self._last_epochs.pop(name, None)
         if found:
             self.found.append(found)
             logger.info("%s", found)
         self.runs[name] = run
+        self.idle.discard(name)
         return run
 
     async def _replace(self, name: str, earlier: Coordinator, kept: Kept | None) -> str | None:
         """Set the experiment of a run aside and replace it with `kept`, or with an empty one.
 
-        Return the name under which the earlier one is kept; None if it never received a group. After a crash in between
-        the run starts empty; the trainer, which got no reply, registers again.
+        Return the name under which the earlier one is kept; None if it never received a group. The environments, which
+        may never register again, are kept at every moment: after a crash in between, `_open` or another attempt of the
+        trainer, which got no reply, completes the replacement.
         """
         self.runs.pop(name, None)
-        summary, is_empty = earlier.summary(), earlier.ledger().produced == 0
         await earlier.close()
+        if kept is None and earlier.ledger().produced == 0:
+            earlier = await self._open(name)  # with what was stored while it was closed
+            if earlier.ledger().produced == 0:
+                await earlier.begin_again()
+                return None
+            await self.runs.pop(name).close()
+        if kept is not None:
+            await (await self.run(kept.name)).take_over(earlier)
         set_aside = None
-        if is_empty:
+        if earlier.ledger().produced == 0:
             await self._stores.forget(name)
         elif await self._stores.holds(name):
             set_aside = await self._stores.set_aside(
@@ -233,15 +247,24 @@ class Hub:
                 " --resume, delete it with run-api --forget %s",
                 name,
                 "begins" if kept is None else "is resumed",
-                summary,
+                earlier.summary(),
                 set_aside,
                 set_aside,
             )
         if kept is not None:
             await self._change(kept.name, lambda: self._bring_back(kept))
-        run = await self._open(name)
-        await run.take_over(earlier)
+        await self._open(name, earlier=earlier)
         return set_aside
+
+    async def _finish_replacing(self, run: Coordinator) -> None:
+        """Give a run that follows no other the environments set aside last: a crash may have cut `_replace` off."""
+        kept = next((each for each in await self._stores.kept() if each.of_run == run.name), None)
+        if kept is not None:
+            try:
+                await run.take_over(await self.run(kept.name))
+                await self.release(kept.name)
+            except AtroposError as e:
+                logger.error("run %s begins without its earlier environments: %s", run.name, e)
 
     async def _bring_back(self, kept: Kept) -> None:
         if (run := self.runs.pop(kept.name, None)) is not None:
@@ -277,6 +300,53 @@ class Hub:
             await run.reset()
             await run.close()
         await self._stores.forget(name)
+
+    async def close_idle(self) -> None:
+        """Close the runs without leases that nothing has asked for lately; the default run stays open."""
+        for name, run in list(self.runs.items()):
+            idle_s = self._clock() - run.used_at
+            is_busy = name == DEFAULT_RUN or run.state.leases.leased
+            if idle_s > self.policy.idle_run_s and not is_busy:
+                self.idle.add(name)
+                await self.release(name)
+                logger.info("run %s: closed after %.0f s without a request", name, idle_s)
+
+    async def delete_surplus(self) -> None:
+        """Measure the earlier experiments of this hub's runs, and delete those beyond what the policy keeps."""
+        days, num = self.policy.keep_set_aside_days, self.policy.keep_set_aside
+        async with self._registering:  # none is brought back meanwhile
+            num_bytes = {run.name: run.num_bytes for run in await self._stores.stored()}
+            left: dict[str, list[int]] = {name: [] for name in (*self.runs, *self.idle)}
+            for kept in await self._stores.kept():
+                sizes = left.get(kept.of_run)
+                if sizes is None:
+                    continue  # another hub's
+                age_days = (time.time() - kept.set_aside_at) / 86400
+                if (num is None or len(sizes) < num) and (days is None or age_days <= days):
+                    sizes.append(num_bytes.get(kept.name, 0))
+                    continue
+                try:
+                    await self.forget(kept.name)
+                except OwnedElsewhere as e:  # somebody looks at it there
+                    logger.info("%s; it is deleted later", e)
+                    continue
+                logger.warning(
+                    "run %s: its earlier experiment %r (step %d, set aside %.1f days ago) is deleted, as"
+                    " --keep-set-aside or --keep-set-aside-days asks",
+                    kept.of_run,
+                    kept.name,
+                    kept.step,
+                    age_days,
+                )
+                if kept.of_run in self.runs:
+                    self.runs[kept.of_run].num_set_aside_deleted += 1
+            for name, run in self.runs.items():
+                run.set_aside_bytes = left.get(name, [])
+
+    async def tidy(self) -> None:
+        """Close idle runs and delete surplus experiments; call it every minute."""
+        await self.close_idle()
+        await self.delete_surplus()
 
     async def tick(self) -> None:
         """Expire leases, groups and environments in every run; then raise the first error, if any."""

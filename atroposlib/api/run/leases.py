@@ -290,6 +290,12 @@ class Leases:
 
     # Resuming
 
+    @property
+    def known_step(self) -> int:
+        """The last step that is known to be trained, by count or by the steps that trainers acknowledged."""
+        counted = self.steps.current - len(self.leased)
+        return max([counted, self.freed_step, *(batch.row.step for batch in self.trained.values())])
+
     def undo(self, step: int) -> list[HeldBatch]:
         """Void all leases; remove and return, by step, every batch not trained at or before `step`."""
         self.epoch += 1

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from uuid import UUID
 
 from atroposlib.api.run.coordinator import Signal
-from atroposlib.api.run.hub import DEFAULT_RUN, MAX_RUNS, Hub
+from atroposlib.api.run.hub import DEFAULT_RUN, Hub
 from atroposlib.api.run.types import NoOwner
 from atroposlib.api.stores.base import OwnedElsewhere, StoreBroken, UnreadableRun
 
@@ -67,7 +67,7 @@ class Replica:
         self._free_since: dict[str, float] = {}
         """When a run was first seen without an owner."""
         self._wanted: set[str] = set()
-        """Runs that were set aside and have been asked for."""
+        """Runs that were set aside, or closed because they were idle, and have been asked for."""
         self._broken: set[str] = set()
         """Open runs whose store failed."""
         self._unreadable: set[str] = set()
@@ -236,9 +236,10 @@ class Replica:
         return name not in self.ownership.runs and name != DEFAULT_RUN
 
     def _want(self, name: str) -> None:
-        """Ask the sweep for a run without an owner that it would not adopt by itself."""
+        """Ask the sweep for a run that it would not adopt by itself."""
         run = self.ownership.runs.get(name)
-        if run is not None and run.is_kept and name not in self._wanted and self._is_free(run):
+        is_kept = run is not None and run.is_kept and self._is_free(run)
+        if (is_kept or name in self.hub.idle) and name not in self._wanted:
             self._wanted.add(name)
             self._due.set()
 
@@ -312,7 +313,10 @@ class Replica:
         return run.owner is None or self.ownership.owner_of(run.name) is None
 
     def _should_adopt(self, run: OwnedRun) -> bool:
-        if self.hub.has(run.name) or run.name in self._unreadable or len(self.hub.runs) >= MAX_RUNS:
+        is_full = len(self.hub.runs) >= self.hub.policy.max_runs
+        if self.hub.has(run.name) or run.name in self._unreadable or is_full:
+            return False
+        if run.name in self.hub.idle and run.name not in self._wanted:
             return False
         if run.owner == self.id:
             return True

@@ -75,6 +75,8 @@ class RunState:
         self.shares = Shares()
         self.conflicts: list[str] = []
         """What a trainer that joined the live run asked for and does not get."""
+        self.unknown_steps = 0
+        """Steps that trainers resumed from and this run has no record of; see `experiments`."""
         self.has_started = False
         """Whether the trainer has asked for a batch; environments may register from then on."""
         self.policy_version: int | None = None
@@ -92,6 +94,8 @@ class RunState:
         self.num_accepted = 0
         self.num_duplicates = 0
         self.ended: Counter[Fate] = Counter()
+        self.unconfirmed: dict[int, int] = {}
+        """Groups in plain batches that were sent, but maybe not received, by batch; -1: those of earlier processes."""
         self.rejected: Counter[str] = Counter()
         self._plan: Plan | NoBatch | None = None
         self._planned_for: tuple[int, ...] = ()
@@ -195,6 +199,8 @@ class RunState:
             "experiment": self.experiment,
             "has_started": self.has_started,
             "policy_version": self.policy_version,
+            "unknown_steps": self.unknown_steps,
+            "unconfirmed": sum(self.unconfirmed.values()),
             "rejected": dict(self.rejected),
             "duplicates": self.num_duplicates,
         }
@@ -511,6 +517,8 @@ def _restore_document(
             run.note_environment(environment)
     run.has_started = document["has_started"]
     run.policy_version = document["policy_version"]
+    run.unknown_steps = document.get("unknown_steps", 0)  # older versions write neither
+    run.unconfirmed = {-1: document.get("unconfirmed", 0)}
     run.leases.restore(document)
     run.rejected = Counter(document["rejected"])
     run.num_duplicates = document["duplicates"]

@@ -38,7 +38,7 @@ class Overloaded(AtroposError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPolicy:
-    """Timeouts and bounds of a run. None: no bound."""
+    """Timeouts and bounds of a run, and of the runs of one hub. None: no bound."""
 
     lease_ttl_s: float = 900.0
     """Longer than a training step; a trainer renews it while it works."""
@@ -57,6 +57,13 @@ class RunPolicy:
     max_queued_groups: int | None = 250_000
     """Beyond any of them, groups are refused until batches leave; see `accounts`. A queued group takes 0.8 KiB of
     memory beside its payload."""
+    max_runs: int = 100
+    """Open runs of the hub."""
+    idle_run_s: float = 3600.0
+    """A run without leases is closed after this time without a request; the next one opens it again."""
+    keep_set_aside: int | None = None
+    keep_set_aside_days: float | None = None
+    """Earlier experiments of a run beyond either are deleted, the oldest first."""
 
 
 class Receipt(NamedTuple):

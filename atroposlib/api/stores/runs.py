@@ -54,9 +54,9 @@ class StoredRun(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     num_bytes: int
-    changed_at: float
-    """Seconds since 1970."""
     kept: Kept | None
+    changed_at: float = 0.0
+    """Seconds since 1970; 0: unknown."""
 
 
 class RunStores(Protocol):
@@ -76,6 +76,9 @@ class RunStores(Protocol):
 
     async def kept(self) -> list[Kept]:
         """The experiments that were set aside, the latest first."""
+
+    async def stored(self) -> list[StoredRun]:
+        """The stored runs with their sizes, by name."""
 
     def store(self, name: str) -> GroupStore:
         """Return the store of a run, not yet opened. Called once per run, and again after any method below."""
@@ -113,6 +116,12 @@ class MemoryRuns:
 
     async def kept(self) -> list[Kept]:
         return list(self._kept.values())[::-1]
+
+    async def stored(self) -> list[StoredRun]:
+        return [
+            StoredRun(name=name, num_bytes=store.usage().stored_bytes, kept=self._kept.get(name))
+            for name, store in sorted(self._stores.items())
+        ]
 
     def store(self, name: str) -> GroupStore:
         return self._stores.setdefault(name, MemoryStore())
@@ -160,6 +169,9 @@ class DirectoryRuns:
     async def kept(self) -> list[Kept]:
         found = [marker.kept for _, marker in stored_markers(self._root) if marker.kept is not None]
         return sorted(found, key=lambda kept: kept.set_aside_at, reverse=True)
+
+    async def stored(self) -> list[StoredRun]:
+        return await asyncio.to_thread(stored_runs, self._root)
 
     def store(self, name: str) -> GroupStore:
         """Raises `ConfigError` if the directory of that name is not a run."""

@@ -128,7 +128,8 @@ def is_closed(ledger: Ledger) -> bool:
 
 
 def _places(ledger: Ledger) -> dict[str, int]:
-    names = ("trained", "leased", "queued", "buffered", "expired", "dead", "discarded")
+    names = ["trained", "delivered_unconfirmed", "leased", "queued", "buffered"]
+    names += ["expired", "dead", "discarded"]
     found = {name: int(getattr(ledger, name)) for name in names}
     return {**found, "rejected": sum(ledger.rejected.values())}
 
@@ -177,6 +178,9 @@ def render_view(view: HubView, *, url: str) -> Group:
     lines = [where, describe_queue(view), batch, ledger]
     lines += [seen.refusal] if seen.refusal else []
     lines += [f"dead: {dead}"] if dead else []
+    if seen.unknown_steps:
+        again = "of which groups may be trained on again"
+        lines.append(f"resumed past {counted(seen.unknown_steps, 'unknown step')}, {again}")
     lines += losses
     lines += [f"not granted: {conflict}" for conflict in seen.conflicts]
     num_more = seen.num_environments - len(seen.environments)

@@ -46,7 +46,10 @@ class RunApiConfig(BaseModel):
     durability: Literal["power", "process"] = "power"
     """Whether accepted groups survive loss of power, or only the end of the process."""
     min_free_bytes: int | None = Field(default=None, ge=0)
-    """Refuse groups if less than this would remain free on the disk. None: 2 % of the disk, at least 1 GiB."""
+    """Refuse groups if less than this would remain free on the disk, also that of a database on this machine.
+    None: 2 % of the disk, at least 1 GiB."""
+    max_database_bytes: int | None = Field(default=None, ge=1)
+    """With --database: refuse groups if it would be larger. None: no bound, except on this machine."""
     token: SecretStr | None = None
     """One token with all rights; prefer ATROPOS_HUB_TOKEN, which process lists do not show."""
     tokens: Path | None = None

@@ -138,6 +138,8 @@ def serve(argv: Sequence[str] | None) -> int:
         raise ConfigError("--scopes and --runs describe a token to make: they need --add-token")
     if database is None and config.advertise is not None:
         raise ConfigError("--advertise: only hubs that share a --database call each other")
+    if database is None and config.max_database_bytes is not None:
+        raise ConfigError("--max-database-bytes bounds a --database; a disk has --min-free-bytes")
     tokens = tokens_of(config)
     unused = "--reload does nothing; restart the hub to load new code" if config.reload else None
     for warning in filter(None, (unused, check_exposure(config, tokens))):
@@ -273,7 +275,13 @@ def _replica(
         return None
     derived = hub_database.reachable_address(config.host, port, scheme=scheme)
     address = (config.advertise or derived).rstrip("/")
-    return hub_database.replica_of(database, policy=policy_of(config), address=address)
+    return hub_database.replica_of(
+        database,
+        policy=policy_of(config),
+        address=address,
+        max_bytes=config.max_database_bytes,
+        min_free_bytes=config.min_free_bytes,
+    )
 
 
 async def _erase(config: RunApiConfig, database: str | None, *, only: str | None = None) -> str:
@@ -301,7 +309,6 @@ def _database(config: RunApiConfig) -> str | None:
         "store",
         "data_dir",
         "durability",
-        "min_free_bytes",
     } & config.model_fields_set
     return hub_database.url_of(
         config.database, conflicting=["--" + name.replace("_", "-") for name in sorted(others)]

@@ -48,6 +48,8 @@ class RunApiConfig(BaseModel):
     min_free_bytes: int | None = Field(default=None, ge=0)
     """Refuse groups if less than this would remain free on the disk, also that of a database on this machine.
     None: 2 % of the disk, at least 1 GiB."""
+    max_memory_bytes: int | None = Field(default=None, ge=1)
+    """With --memory: refuse groups if all runs would take more. None: half of the machine's memory."""
     max_database_bytes: int | None = Field(default=None, ge=1)
     """With --database: refuse groups if it would be larger. None: no bound, except on this machine."""
     token: SecretStr | None = None

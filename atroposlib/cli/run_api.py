@@ -138,6 +138,8 @@ def serve(argv: Sequence[str] | None) -> int:
         raise ConfigError("--scopes and --runs describe a token to make: they need --add-token")
     if database is None and config.advertise is not None:
         raise ConfigError("--advertise: only hubs that share a --database call each other")
+    if config.store != "memory" and config.max_memory_bytes is not None:
+        raise ConfigError("--max-memory-bytes bounds a hub with --memory")
     if database is None and config.max_database_bytes is not None:
         raise ConfigError("--max-database-bytes bounds a --database; a disk has --min-free-bytes")
     tokens = tokens_of(config)
@@ -296,6 +298,7 @@ def _stores(config: RunApiConfig, on_failure: Callable[[BaseException], None]) -
         data_dir=config.data_dir,
         durability=Durability(config.durability),
         min_free_bytes=config.min_free_bytes,
+        max_memory_bytes=config.max_memory_bytes,
         on_failure=on_failure,
     )
     stores: RunStores = STORES.load(config.store)(settings)

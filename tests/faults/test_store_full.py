@@ -318,26 +318,28 @@ async def produce(url: str, numbers: Iterator[int], stop: asyncio.Event) -> list
 
 
 async def drain_a_full_hub(hub: HubProcess, *, flag: str) -> None:
-    """Fill the hub twice, with a slow trainer, which is then fast; every group is trained once."""
+    """Fill the hub, whose trainer is slow, then fast: groups are accepted again, and each is trained once."""
     trainer = Drain(hub.url, pause_s=0.3)
     training = asyncio.create_task(asyncio.to_thread(trainer.run))
     await eventually(lambda: hub.get("/explain")["batch_size"], timeout_s=10, what="a trainer")
     stop, numbers = asyncio.Event(), itertools.count()
     producing = [asyncio.create_task(produce(hub.url, numbers, stop)) for _ in range(3)]
 
-    def is_refusing() -> bool:
+    def produced() -> int:
         assert not training.done(), training.result()
-        return hub.get("/explain")["refusal"] is not None
+        return int(hub.get("/ledger")["produced"])
 
-    for _ in range(2):
-        trainer.pause_s = 0.3
-        await eventually(is_refusing, timeout_s=20, what="a full store", interval_s=0.1)
-        assert f"change {flag}" in hub.get("/explain")["refusal"]
-        trainer.pause_s = 0.0
-        await eventually(lambda: not is_refusing(), timeout_s=20, what="room", interval_s=0.1)
+    await eventually(
+        lambda: hub.get("/explain")["refusal"], timeout_s=20, what="no room", interval_s=0.1
+    )
+    assert f"change {flag}" in hub.get("/explain")["refusal"]
+    assert hub.get("/readyz")["status"] == "degraded"
+    enough = produced() + 200
+    trainer.pause_s = 0.0
+    await eventually(lambda: produced() > enough, timeout_s=20, what="room", interval_s=0.1)
     stop.set()
-    trainer.must_end.set()
     sent = itertools.chain(*await asyncio.gather(*producing))
+    trainer.must_end.set()
     await training
     assert trainer.trained == Counter(sent)
 

@@ -121,7 +121,7 @@ class Accounts:
             batch="ready" if blocker is None else "none",
             blocker=blocker,
             reason=reason,
-            refusal=self.store.usage().refusal,
+            refusal=self.refusal(),
             env_id=env_id,
             have=have,
             need=need,
@@ -153,6 +153,10 @@ class Accounts:
                 for each in run.environments
             ],
         )
+
+    def refusal(self) -> str | None:
+        """Return why groups are refused for want of space; None: they are not."""
+        return self.store.usage().refusal
 
     def overload(self) -> str | None:
         """Return why the run accepts no group now; None if it may accept some: `_check_room` decides per group."""

@@ -10,8 +10,8 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 from atroposlib.api.http.security import Scope, TokenSet
-from atroposlib.api.run.hub import DEFAULT_RUN
-from atroposlib.api.run.types import RunPolicy
+from atroposlib.api.run.hub import DEFAULT_RUN, MAX_RUNS
+from atroposlib.api.run.types import Quota, RunPolicy
 from atroposlib.api.stores.kinds import STORES
 from atroposlib.errors import ConfigError
 from atroposlib.http_guard import is_loopback
@@ -76,6 +76,13 @@ class RunApiConfig(BaseModel):
     """The same limit in sequences."""
     max_queued_groups: int | None = Field(default=_POLICY.max_queued_groups, ge=1)
     """The same limit in groups."""
+    max_runs: int = Field(default=MAX_RUNS, ge=1)
+    """Runs that are open at a time; a trainer that begins another gets 403."""
+    max_token_runs: int | None = Field(default=None, ge=0)
+    """Of these, begun by one token that has no max_runs in the --tokens file. None: half of --max-runs."""
+    max_token_bytes: int | None = Field(default=None, ge=0)
+    """Refuse groups to runs begun by one token if they would hold more; max_bytes in the --tokens file. Beyond queued
+    groups a run keeps up to 2 GiB. None: no bound."""
     max_deliveries: int = Field(default=_POLICY.max_deliveries, ge=1)
     """A group delivered this often without an acknowledgement is set aside."""
     keep_acked_batches: int = Field(default=_POLICY.keep_trained_batches, ge=0)
@@ -124,7 +131,15 @@ def tokens_of(config: RunApiConfig) -> TokenSet | None:
     if config.token is not None and config.tokens is not None:
         raise ConfigError("--token and --tokens: give one of them")
     if config.tokens is not None:
-        return TokenSet.load(config.tokens)
+        tokens = TokenSet.load(config.tokens)
+        max_runs = config.max_token_runs
+        tokens.default_quota = Quota(
+            max_runs=max(1, config.max_runs // 2) if max_runs is None else max_runs,
+            max_bytes=config.max_token_bytes,
+        )
+        return tokens
+    if config.max_token_runs is not None or config.max_token_bytes is not None:
+        raise ConfigError("--max-token-runs and --max-token-bytes need --tokens")
     secret = os.environ.get(TOKEN_VARIABLE) or None
     if config.token is not None:
         secret = config.token.get_secret_value()

@@ -239,7 +239,7 @@ async def test_a_database_of_its_greatest_size_takes_changes_and_no_groups(
         assert 4 <= num_stored < 8
         refusal = store.usage().refusal or ""
         for text in (refusal, str(answers[-1])):
-            assert "the database takes" in text
+            assert "the database uses" in text
             assert "MiB are missing" in text
             assert f"change --max-database-bytes (now {max_bytes})" in text
         for number in range(num_stored):

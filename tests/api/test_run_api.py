@@ -293,6 +293,7 @@ def test_port_in_use_names_the_port_and_the_cure(command: Command) -> None:
         (["--store", "memory", "--list"], "--list is for runs on disk or in a database"),
         (["--max-memory-bytes", "1"], "--max-memory-bytes bounds a hub with --memory"),
         (["--max-database-bytes", "1"], "a disk has --min-free-bytes"),
+        (["--max-token-runs", "1"], "need --tokens"),
         (["--store", "memroy"], "did you mean memory? valid: disk, memory"),
         (["--ssl-keyfile", "k"], "--ssl-certfile"),
         (["--ssl-certfile", "absent.pem"], "absent.pem"),

@@ -387,7 +387,8 @@ async def checkpoint(run: Run, reached: schemas.Checkpoint) -> schemas.Checkpoin
 async def register(
     request: Request, registration: schemas.RegisterTrainer
 ) -> schemas.RegistrationReply:
-    return await _services(request).hub.register(_run_name(request), registration)
+    token = request.scope.get("token_name")
+    return await _services(request).hub.register(_run_name(request), registration, token=token)
 
 
 async def set_policy(run: Run, policy: schemas.PolicyUpdate) -> schemas.Acknowledgement:

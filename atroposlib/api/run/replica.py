@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from uuid import UUID
 
 from atroposlib.api.run.coordinator import Signal
-from atroposlib.api.run.hub import DEFAULT_RUN, MAX_RUNS, Hub
+from atroposlib.api.run.hub import DEFAULT_RUN, Hub
 from atroposlib.api.run.types import NoOwner
 from atroposlib.api.stores.base import OwnedElsewhere, StoreBroken, UnreadableRun
 
@@ -312,7 +312,8 @@ class Replica:
         return run.owner is None or self.ownership.owner_of(run.name) is None
 
     def _should_adopt(self, run: OwnedRun) -> bool:
-        if self.hub.has(run.name) or run.name in self._unreadable or len(self.hub.runs) >= MAX_RUNS:
+        is_full = len(self.hub.runs) >= self.hub.max_runs
+        if self.hub.has(run.name) or run.name in self._unreadable or is_full:
             return False
         if run.owner == self.id:
             return True

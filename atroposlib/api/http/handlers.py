@@ -496,7 +496,7 @@ async def readyz(request: Request) -> schemas.Ready:
 
 def _ready(hub: Hub, durability: Durability) -> schemas.Ready:
     # Without the reason: anyone may ask.
-    is_full = any(run.refusal() for run in hub.runs.values())
+    is_full = any(run.store.usage().refusal for run in hub.runs.values())
     return schemas.Ready(status="degraded" if is_full else "ready", durability=durability.value)
 
 

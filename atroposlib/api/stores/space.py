@@ -116,22 +116,28 @@ class Space:
         refusals = (bound.refusal(num_bytes + self._taken_bytes) for bound in self._bounds)
         return next(filter(None, refusals), None)
 
-    def note(self, bounds: Sequence[Bound], *, pending_bytes: int = 0) -> None:
-        """Take over a measurement, which lacks `pending_bytes` that were taken; log that groups are refused."""
+    def note(self, bounds: Sequence[Bound]) -> None:
+        """Take over a measurement; log, now and then, that groups are refused."""
         with self._lock:
-            self._bounds, self._taken_bytes = bounds, pending_bytes
+            self._bounds, self._taken_bytes = bounds, 0
         refusal, now_s = self.refusal(), time.monotonic()
         if refusal is not None and now_s - self._warned_s >= _WARNING_PAUSE_S:
             self._warned_s = now_s
             logger.warning("%s", refusal)
 
 
-def free_bound(place: str, *, free_bytes: int, kept_bytes: int, min_free_bytes: int) -> Bound:
-    """Return the bound of a disk that has `free_bytes` left, of which groups leave `kept_bytes`."""
+def free_bound(directory: Path, *, min_free_bytes: int | None, ballast_bytes: int) -> Bound:
+    """Measure the disk of `directory`: `min_free_bytes` (None: 2 %, at least 1 GiB) and `ballast_bytes` stay free.
+
+    Raises `OSError` if it is not there.
+    """
+    disk = shutil.disk_usage(directory)
+    min_free = max(disk.total // 50, 1 << 30) if min_free_bytes is None else min_free_bytes
+    kept = min_free + ballast_bytes
     return Bound(
-        text=f"{place} has {free_bytes >> 20} MiB left and {mib(kept_bytes)} MiB must stay free",
-        left_bytes=free_bytes - kept_bytes,
-        flag=f"--min-free-bytes (now {min_free_bytes})",
+        text=f"the disk of {directory} has {disk.free >> 20} MiB left and {mib(kept)} MiB must stay free",
+        left_bytes=disk.free - kept,
+        flag=f"--min-free-bytes (now {min_free})",
     )
 
 
@@ -144,15 +150,10 @@ def used_bound(user: str, *, used_bytes: int, max_bytes: int, flag: str) -> Boun
     )
 
 
-def min_free_of(directory: Path, asked: int | None) -> int:
-    """Return the bytes that stay free on the disk of `directory`: `asked`, or 2 %, at least 1 GiB."""
-    return max(shutil.disk_usage(directory).total // 50, 1 << 30) if asked is None else asked
-
-
 class DiskSpace(Space):
     """Free space on the disk of `directory`, which holds the ballast.
 
-    `min_free_bytes` stay free (None: see `min_free_of`).
+    `min_free_bytes` stay free (None: see `free_bound`).
     """
 
     def __init__(
@@ -165,21 +166,19 @@ class DiskSpace(Space):
     ) -> None:
         super().__init__()
         self.directory = directory
-        self._asked_min_free_bytes = min_free_bytes
+        self._min_free_bytes = min_free_bytes
         self._clock = clock
         self._ballast_path = directory / BALLAST
         self._ballast_bytes = ballast_bytes
         self._has_ballast = False
         self._ballast_fault = ""
         """Why the ballast could not be written last."""
-        self._min_free_bytes = 0
         self._measured_s = float("-inf")
 
     def prepare(self) -> None:
         """Look for the ballast; if the disk is full, release it for recovery."""
         path = self._ballast_path
         with self._lock:
-            self._min_free_bytes = min_free_of(self.directory, self._asked_min_free_bytes)
             total = shutil.disk_usage(self.directory).total
             self._ballast_bytes = min(self._ballast_bytes, total // 8)
             self._has_ballast = path.exists() and path.stat().st_size == self._ballast_bytes
@@ -196,20 +195,22 @@ class DiskSpace(Space):
         """Measure the free space, and restore the ballast if there is room for it."""
         with self._lock:
             self._measured_s = self._clock()
-            free = free_bytes(self.directory)
-            if not self._has_ballast and free >= self._min_free_bytes + self._ballast_bytes:
+            bound = self._bound()
+            if not self._has_ballast and bound.left_bytes >= 0:
                 self._take_ballast()
-                free = free_bytes(self.directory)
-            self.note(self._bounds_of(free))
+                bound = self._bound()
+                if not self._has_ballast and bound.left_bytes >= 0:
+                    text = f"{self._ballast_path} cannot be written: {self._ballast_fault}"
+                    flag = "the quota of the disk"
+                    bound = Bound(text=text, left_bytes=-self._ballast_bytes, flag=flag)
+            self.note([bound])
 
-    def _bounds_of(self, free: int) -> list[Bound]:
-        min_free = self._min_free_bytes
-        kept = min_free + (0 if self._has_ballast else self._ballast_bytes)
-        if self._has_ballast or free < kept:
-            place = f"the disk of {self.directory}"
-            return [free_bound(place, free_bytes=free, kept_bytes=kept, min_free_bytes=min_free)]
-        text = f"{self._ballast_path} cannot be written: {self._ballast_fault}"
-        return [Bound(text=text, left_bytes=-self._ballast_bytes, flag="the quota of the disk")]
+    def _bound(self) -> Bound:
+        return free_bound(
+            self.directory,
+            min_free_bytes=self._min_free_bytes,
+            ballast_bytes=0 if self._has_ballast else self._ballast_bytes,
+        )
 
     @contextlib.contextmanager
     def without_ballast(self) -> Iterator[None]:

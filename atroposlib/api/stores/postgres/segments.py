@@ -59,7 +59,7 @@ class Segments:
         """Bytes of each segment, kept by the store."""
         self.places: dict[int, Location] = {}
         """By group number. A group that is moved has a place at every moment."""
-        self.held: dict[int, _Segment] = {}
+        self._held: dict[int, _Segment] = {}
         """Segments with held groups."""
 
     def take_over(self, effects: Effects) -> None:
@@ -73,7 +73,7 @@ class Segments:
         """Record where a group is, and that it left where it was before."""
         before = self.places.get(number)
         self.places[number] = place
-        segment = self.held.setdefault(place.segment, _Segment())
+        segment = self._held.setdefault(place.segment, _Segment())
         segment.num_groups += 1
         segment.live_bytes += place.length
         if before is not None:
@@ -84,22 +84,22 @@ class Segments:
         self._leave(self.places.pop(number))
 
     def _leave(self, place: Location) -> None:
-        segment = self.held[place.segment]
+        segment = self._held[place.segment]
         segment.num_groups -= 1
         segment.live_bytes -= place.length
         if not segment.num_groups:
-            del self.held[place.segment]
+            del self._held[place.segment]
 
     def payload_bytes(self) -> int:
-        return sum(segment.live_bytes for segment in list(self.held.values()))
+        return sum(segment.live_bytes for segment in list(self._held.values()))
 
     def empty(self, *, current: int | None) -> list[int]:
         """The segments without a held group, except `current`, to which groups are still added."""
-        return [n for n in self.sizes if n not in self.held and n != current]
+        return [n for n in self.sizes if n not in self._held and n != current]
 
     def sparse(self, now_s: float, *, current: int | None) -> Iterator[int]:
         """Yield segments of which little has been held for `_SPARSE_S`; each again only after the same time."""
-        for number, segment in list(self.held.items()):
+        for number, segment in list(self._held.items()):
             if number == current or segment.live_bytes >= _SPARSE_SHARE * self.sizes.get(number, 0):
                 segment.sparse_since_s = None
             elif segment.sparse_since_s is None:

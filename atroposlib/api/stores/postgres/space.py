@@ -11,7 +11,6 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,14 +18,7 @@ import asyncpg
 
 from atroposlib.api.stores.base import StoreBroken
 from atroposlib.api.stores.postgres.sessions import on_connection
-from atroposlib.api.stores.space import (
-    Bound,
-    Space,
-    free_bound,
-    free_bytes,
-    min_free_of,
-    used_bound,
-)
+from atroposlib.api.stores.space import Bound, Space, free_bound, used_bound
 
 logger = logging.getLogger(__name__)
 
@@ -45,18 +37,25 @@ select pg_database_size(current_database()) as used, coalesce((
 ) as directory
 """
 """`directory` is null unless the server is on this machine and the role may see its settings."""
-# Unlogged, so that it costs no WAL; a crash of the server empties it, and it is filled again.
-_FILL: Final = """
-drop table if exists ballast;
+_DROP: Final = f"""
+select pg_advisory_xact_lock({0x62616C6C617374});
+set local lock_timeout = '100ms';
+drop table if exists ballast
+"""
+_CREATE: Final = """
 create unlogged table ballast (filling bytea not null) with (autovacuum_enabled = false);
 alter table ballast alter column filling set storage external
 """
+"""Unlogged, so that it costs no WAL; a crash of the server empties it, and it is filled again."""
+_FILL: Final = (
+    "insert into ballast select convert_to(repeat('x', $1), 'UTF8') from generate_series(1, $2)"
+)
 
 
 class DatabaseSpace(Space):
     """Groups are refused if the database would be larger than `max_bytes`, or leave less than `min_free_bytes` free.
 
-    `max_bytes` None: no such bound. `min_free_bytes`: of the disk of a server on this machine; None: `min_free_of`.
+    `max_bytes` None: no such bound. `min_free_bytes`: of the disk of a server on this machine; None: see `free_bound`.
     """
 
     def __init__(self, *, max_bytes: int | None = None, min_free_bytes: int | None = None) -> None:
@@ -64,21 +63,11 @@ class DatabaseSpace(Space):
         self._max_bytes = max_bytes
         self._min_free_bytes = min_free_bytes
         self._ballast_bytes = min(_BALLAST_BYTES, (max_bytes or sys.maxsize) // 8)
-        self._pending_bytes = 0
-        """Taken by transactions that have not ended."""
         self._fault = ""
         """Of the disk that was full; empty once the ballast is there."""
         self._fill_from_s = float("-inf")
         self._pool: asyncpg.Pool | None = None
         self._watching: asyncio.Task[None] | None = None
-
-    def take(self, num_bytes: int) -> None:
-        super().take(num_bytes)
-        self._pending_bytes += num_bytes
-
-    def settle(self, num_bytes: int) -> None:
-        """Note that so many bytes that were taken are written, or will not be."""
-        self._pending_bytes -= num_bytes
 
     async def open(self, pool: asyncpg.Pool) -> None:
         """Measure the database of `pool`, and again every `MEASURE_S` until `close`."""
@@ -91,6 +80,16 @@ class DatabaseSpace(Space):
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.wait([self._watching])
+
+    async def release_ballast(self, *, fault: str) -> None:
+        """Drop the ballast for changes that found the disk full; groups are refused until there is room for it.
+
+        Does nothing if no measurement would find that room.
+        """
+        if self._pool is not None:
+            self._fault = fault
+            self.note([self._full()])
+            await self._replace_ballast(self._pool, num_bytes=0)
 
     async def _watch(self, pool: asyncpg.Pool) -> None:
         while True:
@@ -106,55 +105,34 @@ class DatabaseSpace(Space):
             pool, lambda connection: connection.fetchrow(_MEASURE), who="the size of the database"
         )
         missing = max(0, self._ballast_bytes - row["ballast"])
-        self._fault = self._fault if missing else ""
-        bounds = self._bounds_of(row, kept_bytes=missing)
+        bounds = self._bounds_of(row, ballast_bytes=missing)
         has_room = all(bound.left_bytes >= 0 for bound in bounds)
-        if self._fault:
-            bounds.append(self._full_bound())
-        self.note(bounds, pending_bytes=self._pending_bytes)
+        self._fault = self._fault if missing else ""
+        self.note([*bounds, self._full()] if self._fault else bounds)
         if missing and has_room and time.monotonic() >= self._fill_from_s:
-            self._fill_from_s = time.monotonic() + _FILL_PAUSE_S
-            with self._noting_a_full_disk():
-                await on_connection(pool, self._fill_ballast, who="the ballast")
+            await self._replace_ballast(pool, num_bytes=self._ballast_bytes)
 
-    @contextlib.contextmanager
-    def _noting_a_full_disk(self) -> Iterator[None]:
-        """Log an error of the database about the ballast, which is looked at again at the next measurement."""
-        try:
-            yield
-        except asyncpg.PostgresError as e:
-            logger.warning("the ballast of the database: %s", e)
-            self._fault = str(e) if isinstance(e, asyncpg.DiskFullError) else self._fault
-
-    def _bounds_of(self, row: Any, *, kept_bytes: int) -> list[Bound]:
-        """Return the bounds by a measurement; groups leave `kept_bytes` for the ballast."""
+    def _bounds_of(self, row: Any, *, ballast_bytes: int) -> list[Bound]:
         bounds = []
         if self._max_bytes is not None:
+            used_bytes, flag = row["used"] + ballast_bytes, "--max-database-bytes"
             bounds.append(
                 used_bound(
-                    "the database",
-                    used_bytes=row["used"] + kept_bytes,
-                    max_bytes=self._max_bytes,
-                    flag="--max-database-bytes",
+                    "the database", used_bytes=used_bytes, max_bytes=self._max_bytes, flag=flag
                 )
             )
         if row["directory"] is not None:
-            try:
-                free = free_bytes(Path(row["directory"]))
-                min_free = min_free_of(Path(row["directory"]), self._min_free_bytes)
-            except OSError:
-                return bounds  # of a container: not visible here
-            bounds.append(
-                free_bound(
-                    "the disk of the database",
-                    free_bytes=free,
-                    kept_bytes=min_free + kept_bytes,
-                    min_free_bytes=min_free,
+            with contextlib.suppress(OSError):  # of a container: not visible here
+                bounds.append(
+                    free_bound(
+                        Path(row["directory"]),
+                        min_free_bytes=self._min_free_bytes,
+                        ballast_bytes=ballast_bytes,
+                    )
                 )
-            )
         return bounds
 
-    def _full_bound(self) -> Bound:
+    def _full(self) -> Bound:
         """Return the bound of a disk that was full, until the ballast is there again."""
         return Bound(
             text=f"the disk of the database is full ({self._fault})",
@@ -162,34 +140,19 @@ class DatabaseSpace(Space):
             flag=f"--max-database-bytes (now {self._max_bytes})",
         )
 
-    async def _fill_ballast(self, connection: Any) -> None:
-        async with connection.transaction():
-            # One hub at a time; the others see it at their next measurement.
-            if await connection.fetchval("select pg_try_advisory_xact_lock(hashtext('ballast'))"):
-                await connection.execute("set local lock_timeout = '100ms'")
-                await connection.execute(_FILL)
-                await connection.execute(
-                    "insert into ballast select convert_to(repeat('x', $1), 'UTF8')"
-                    " from generate_series(1, $2)",
-                    _CHUNK_BYTES,
-                    -(-self._ballast_bytes // _CHUNK_BYTES),
-                )
+    async def _replace_ballast(self, pool: asyncpg.Pool, *, num_bytes: int) -> None:
+        """Drop the ballast; if `num_bytes` is not 0, make another. Logs errors of the database: it is tried again."""
 
-    async def release_ballast(self, *, fault: str) -> None:
-        """Drop the ballast for changes that found the disk full; groups are refused until there is room for it.
-
-        Does nothing if no measurement would find that room.
-        """
-        if self._pool is None:
-            return
-
-        async def drop(connection: Any) -> None:
+        async def replace(connection: Any) -> None:
             async with connection.transaction():
-                await connection.execute("set local lock_timeout = '100ms'")
-                await connection.execute("drop table if exists ballast")
+                await connection.execute(_DROP)
+                if num_bytes:
+                    await connection.execute(_CREATE)
+                    await connection.execute(_FILL, _CHUNK_BYTES, -(-num_bytes // _CHUNK_BYTES))
 
-        self._fault = fault
         self._fill_from_s = time.monotonic() + _FILL_PAUSE_S
-        self.note([self._full_bound()])
-        with self._noting_a_full_disk():
-            await on_connection(self._pool, drop, who="the ballast")
+        try:
+            await on_connection(pool, replace, who="the ballast")
+        except asyncpg.PostgresError as e:
+            logger.warning("the ballast of the database stays as it is: %s", e)
+            self._fault = str(e) if isinstance(e, asyncpg.DiskFullError) else self._fault

@@ -169,21 +169,12 @@ class PostgresStore(JobStore):
 
         If there is no room, refuse the appends: changes that end groups free room, and must be written.
         """
-        taken_bytes = 0
         for job in jobs:
-            num_bytes = sum(len(group.payload) for group in job.groups)
             try:
-                if num_bytes:
-                    self._space.take(num_bytes)
-                    taken_bytes += num_bytes
+                self._space.take(sum(len(group.payload) for group in job.groups))
             except StoreFull as e:
-                job.answer = e
-        try:
-            await self._write_jobs([job for job in jobs if job.answer is None])
-        finally:
-            self._space.settle(taken_bytes)
-
-    async def _write_jobs(self, jobs: Sequence[Job]) -> None:
+                job.answer = e if job.change is None else None
+        jobs = [job for job in jobs if job.answer is None]
         if not jobs:
             return
         try:
@@ -303,8 +294,8 @@ class PostgresStore(JobStore):
 
     async def _look_after(self, now_s: float) -> None:
         """Move the last groups of segments that nearly all have left, and drop those without held groups."""
-        if self._space.refusal() is not None and self._open_segment not in self._segments.held:
-            self._open_segment = None  # empty, and could take the room that groups wait for
+        if self._space.refusal() and self._open_segment in self._segments.empty(current=None):
+            self._open_segment = None  # it takes room that groups wait for
         for number in self._segments.sparse(now_s, current=self._open_segment):
             await self._move_last_groups(number)
         await self._drop_empty_segments()

@@ -211,7 +211,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def ballast_bytes(runs: PostgresRuns) -> int:
-    found = "select coalesce(pg_total_relation_size(to_regclass('ballast')), 0)"
+    found = "select coalesce(pg_total_relation_size(to_regclass('atropos_ballast')), 0)"
     return int(await runs._pool.fetchval(found))
 
 
@@ -260,7 +260,7 @@ async def test_changes_that_find_the_disk_full_get_the_room_of_the_ballast(
         await store.append([new_group(0)])
         await runs._pool.execute(
             "create function refuse() returns trigger language plpgsql as $$ begin"
-            " if to_regclass('ballast') is not null then raise 'no room' using errcode = '53100'; end if;"
+            " if to_regclass('atropos_ballast') is not null then raise 'no room' using errcode = '53100'; end if;"
             " return old; end $$;"
             "create trigger refuse before delete on groups for each row execute function refuse()"
         )

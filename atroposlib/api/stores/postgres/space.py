@@ -30,7 +30,7 @@ _FILL_PAUSE_S: Final = 10.0
 _MEASURE: Final = """
 select pg_database_size(current_database()) as used, coalesce((
   select pg_total_relation_size(oid) from pg_class
-  where relnamespace = current_schema()::regnamespace and relname = 'ballast'
+  where relnamespace = current_schema()::regnamespace and relname = 'atropos_ballast'
 ), 0) as ballast, (
   select setting from pg_settings
   where name = 'data_directory' and inet_server_addr() is not distinct from inet_client_addr()
@@ -40,16 +40,14 @@ select pg_database_size(current_database()) as used, coalesce((
 _DROP: Final = f"""
 select pg_advisory_xact_lock({0x62616C6C617374});
 set local lock_timeout = '100ms';
-drop table if exists ballast
+drop table if exists atropos_ballast
 """
 _CREATE: Final = """
-create unlogged table ballast (filling bytea not null) with (autovacuum_enabled = false);
-alter table ballast alter column filling set storage external
+create unlogged table atropos_ballast (filling bytea not null) with (autovacuum_enabled = false);
+alter table atropos_ballast alter column filling set storage external
 """
 """Unlogged, so that it costs no WAL; a crash of the server empties it, and it is filled again."""
-_FILL: Final = (
-    "insert into ballast select convert_to(repeat('x', $1), 'UTF8') from generate_series(1, $2)"
-)
+_FILL: Final = "insert into atropos_ballast select convert_to(repeat('x', $1), 'UTF8') from generate_series(1, $2)"
 
 
 class DatabaseSpace(Space):

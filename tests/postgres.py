@@ -96,7 +96,7 @@ class Cluster:
             "fsync": "on" if self._is_synced else "off",
             "max_connections": 200,
             "max_wal_size": f"{self._max_wal_mib}MB",
-            "min_wal_size": "32MB",
+            "min_wal_size": f"{min(80, self._max_wal_mib // 2)}MB",
         }
         command: Sequence[str] = [str(self._programs / "postgres"), "-D", str(self._data)]
         settings = [part for name, value in flags.items() for part in ("-c", f"{name}={value}")]

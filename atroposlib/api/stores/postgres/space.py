@@ -71,6 +71,10 @@ class DatabaseSpace(Space):
         """Measure the database of `pool`, and again every `MEASURE_S` until `close`."""
         self._pool = pool
         await self._measure(pool)
+        if self.room_bytes is None:
+            logger.warning(
+                "nothing bounds the database, and a server whose disk is full ends: give --max-database-bytes"
+            )
         self._watching = asyncio.create_task(self._watch(pool))
 
     async def close(self) -> None:

@@ -8,7 +8,7 @@ import urllib.parse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from atroposlib.api.run.hub import MAX_RUNS, Hub
+from atroposlib.api.run.hub import Hub
 from atroposlib.api.run.replica import Replica
 from atroposlib.api.run.types import RunPolicy
 from atroposlib.api.stores.base import OwnedElsewhere
@@ -65,7 +65,6 @@ def replica_of(
     *,
     policy: RunPolicy,
     address: str,
-    max_runs: int = MAX_RUNS,
     max_bytes: int | None = None,
     min_free_bytes: int | None = None,
 ) -> Replica:
@@ -78,7 +77,7 @@ def replica_of(
 
     space = DatabaseSpace(max_bytes=max_bytes, min_free_bytes=min_free_bytes)
     runs = runs_in(url, space=space)
-    replica = Replica(Hub(runs, policy=policy, max_runs=max_runs), runs.owners, address=address)
+    replica = Replica(Hub(runs, policy=policy), runs.owners, address=address)
     runs.on_failure = replica.note_broken
     return replica
 

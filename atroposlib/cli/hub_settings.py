@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 from atroposlib.api.http.security import Scope, TokenSet
-from atroposlib.api.run.hub import DEFAULT_RUN, MAX_RUNS
+from atroposlib.api.run.hub import DEFAULT_RUN
 from atroposlib.api.run.types import Quota, RunPolicy
 from atroposlib.api.stores.kinds import STORES
 from atroposlib.errors import ConfigError
@@ -76,15 +76,15 @@ class RunApiConfig(BaseModel):
     """The same limit in sequences."""
     max_queued_groups: int | None = Field(default=_POLICY.max_queued_groups, ge=1)
     """The same limit in groups."""
-    max_runs: int = Field(default=MAX_RUNS, ge=1)
-    """Runs that are open at a time; a trainer that begins another gets 403."""
+    max_deliveries: int = Field(default=_POLICY.max_deliveries, ge=1)
+    """A group delivered this often without an acknowledgement is set aside."""
+    max_runs: int = Field(default=_POLICY.max_runs, ge=1)
+    """Runs that may be open at once; the next one is refused."""
     max_token_runs: int | None = Field(default=None, ge=0)
     """Of these, begun by one token that has no max_runs in the --tokens file. None: half of --max-runs."""
     max_token_bytes: int | None = Field(default=None, ge=0)
     """Refuse groups to runs begun by one token if they would hold more; max_bytes in the --tokens file. Beyond queued
     groups a run keeps up to 2 GiB. None: no bound."""
-    max_deliveries: int = Field(default=_POLICY.max_deliveries, ge=1)
-    """A group delivered this often without an acknowledgement is set aside."""
     keep_acked_batches: int = Field(default=_POLICY.keep_trained_batches, ge=0)
     """Acknowledged batches kept without a checkpoint, for a trainer that rolls back."""
     list_runs: bool = Field(default=False, alias="list")
@@ -124,6 +124,7 @@ def policy_of(config: RunApiConfig) -> RunPolicy:
         max_queued_bytes=config.max_queued_bytes or default_bytes,
         max_queued_sequences=config.max_queued_sequences,
         max_queued_groups=config.max_queued_groups,
+        max_runs=config.max_runs,
     )
 
 

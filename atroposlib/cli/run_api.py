@@ -198,7 +198,7 @@ async def _serve(
     if replica is not None:
         hub = replica.hub
     else:
-        hub = Hub(_stores(config, on_failure), policy=policy_of(config), max_runs=config.max_runs)
+        hub = Hub(_stores(config, on_failure), policy=policy_of(config))
     app = create_app(hub, tokens=tokens, replica=replica, replica_tls=replica_tls(config))
     settings = _uvicorn_config(config, app, connections)
     loop = asyncio.get_running_loop()
@@ -281,7 +281,6 @@ def _replica(
         database,
         policy=policy_of(config),
         address=address,
-        max_runs=config.max_runs,
         max_bytes=config.max_database_bytes,
         min_free_bytes=config.min_free_bytes,
     )

@@ -13,7 +13,7 @@ import pytest
 from atroposlib.api.run.experiments import Entry, choose
 from atroposlib.api.run.hub import AwakeClock, TooManyRuns
 from atroposlib.api.run.hub import Hub as Runs
-from atroposlib.api.run.types import Quota
+from atroposlib.api.run.types import Quota, RunPolicy
 from atroposlib.api.schemas import RegisterTrainer
 from atroposlib.api.stores.base import GroupStore, SavedRun, StoreBroken
 from atroposlib.api.stores.disk import DiskStore
@@ -272,7 +272,7 @@ async def test_a_kept_run_that_is_being_opened_is_closed_before_it_is_brought_ba
 
 
 async def test_kept_runs_that_were_looked_at_leave_room_for_others() -> None:
-    async with running_hub(runs=Runs(max_runs=3)) as hub:
+    async with running_hub(policy=RunPolicy(max_runs=3)) as hub:
         for name in ("first", "second"):
             await begin(hub, name)
             await post_group(hub, 1, name)

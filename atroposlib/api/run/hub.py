@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_RUN = "default"
 """The run of the paths without `/runs/NAME`."""
-MAX_RUNS = 100
 _MAX_GAP_S = 3.0
 """A longer gap between reads means that the process did not run: it reads the clock at least once a second."""
 
@@ -68,15 +67,12 @@ class Hub:
         *,
         policy: RunPolicy | None = None,
         clock: Callable[[], float] | None = None,
-        max_runs: int = MAX_RUNS,
     ) -> None:
-        self.max_runs = max_runs
-        """Open at a time."""
         self.quota_of: Callable[[str], Quota] = lambda token: Quota()
         """The quota of a token, by its name; set by the application."""
         self._rooms: dict[str, Space] = {}
         self._stores = stores or MemoryRuns()
-        self._policy = policy or RunPolicy()
+        self.policy = policy or RunPolicy()
         self._clock = clock or AwakeClock()
         self._changing: dict[str, asyncio.Task[object]] = {}
         """Runs that are being opened, set aside or deleted; one change of a run at a time."""
@@ -220,19 +216,19 @@ class Hub:
     async def _open(self, name: str) -> Coordinator:
         if name in self.runs:
             return self.runs[name]
-        if len(self.runs) >= self.max_runs:
+        if len(self.runs) >= self.policy.max_runs:
             # A run that was set aside was opened to be looked at, and can be opened again.
             for kept in await self._stores.kept():
                 if kept.name in self.runs:
                     await self.release(kept.name)
-        if len(self.runs) >= self.max_runs:
+        if len(self.runs) >= self.policy.max_runs:
             raise TooManyRuns(
-                f"{self.max_runs} runs are open; end one with DELETE /runs/NAME before starting {name!r}, or change"
-                " --max-runs"
+                f"{self.policy.max_runs} runs are open (--max-runs); end one with DELETE /runs/NAME before starting"
+                f" {name!r}"
             )
         run = Coordinator(
             self._stores.store(name),
-            policy=self._policy,
+            policy=self.policy,
             clock=self._clock,
             name=name,
             first_epoch=self._last_epochs.get(name, -1) + 1,

@@ -312,7 +312,7 @@ class Replica:
         return run.owner is None or self.ownership.owner_of(run.name) is None
 
     def _should_adopt(self, run: OwnedRun) -> bool:
-        is_full = len(self.hub.runs) >= self.hub.max_runs
+        is_full = len(self.hub.runs) >= self.hub.policy.max_runs
         if self.hub.has(run.name) or run.name in self._unreadable or is_full:
             return False
         if run.owner == self.id:

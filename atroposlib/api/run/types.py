@@ -34,7 +34,7 @@ class Overloaded(AtroposError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPolicy:
-    """Timeouts and bounds of a run. None: no bound."""
+    """Timeouts and bounds of a run, and of the runs of one hub. None: no bound."""
 
     lease_ttl_s: float = 900.0
     """Longer than a training step; a trainer renews it while it works."""
@@ -53,6 +53,8 @@ class RunPolicy:
     max_queued_groups: int | None = 250_000
     """Beyond any of them, groups are refused until batches leave; see `accounts`. A queued group takes 0.8 KiB of
     memory beside its payload."""
+    max_runs: int = 100
+    """Open runs of the hub."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

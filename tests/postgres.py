@@ -42,14 +42,18 @@ class Cluster:
     """One PostgreSQL that listens on a loopback port; any local user may connect as the superuser `hub`.
 
     `is_synced` False does not force writes to the disk: a killed process loses nothing, a loss of power would.
+    `max_wal_mib`: more or less what the log of a server takes.
     """
 
-    def __init__(self, directory: Path, *, is_synced: bool = False) -> None:
+    def __init__(
+        self, directory: Path, *, is_synced: bool = False, max_wal_mib: int = 1024
+    ) -> None:
         programs = binaries()
         assert programs is not None, "PostgreSQL is not installed"
         self._programs = programs
         self._directory = directory
         self._is_synced = is_synced
+        self._max_wal_mib = max_wal_mib
         # initdb and postgres refuse to run as root.
         self._user: dict[str, Any] = {}
         if os.geteuid() == 0:
@@ -63,6 +67,10 @@ class Cluster:
     @property
     def _data(self) -> Path:
         return self._directory / "data"
+
+    @property
+    def is_running(self) -> bool:
+        return self._server is not None and self._server.poll() is None
 
     @property
     def pid(self) -> int:
@@ -87,6 +95,8 @@ class Cluster:
             "unix_socket_directories": "",
             "fsync": "on" if self._is_synced else "off",
             "max_connections": 200,
+            "max_wal_size": f"{self._max_wal_mib}MB",
+            "min_wal_size": f"{min(80, self._max_wal_mib // 2)}MB",
         }
         command: Sequence[str] = [str(self._programs / "postgres"), "-D", str(self._data)]
         settings = [part for name, value in flags.items() for part in ("-c", f"{name}={value}")]
@@ -131,11 +141,13 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def running_cluster(*, is_synced: bool = False, directory: Path | None = None) -> Iterator[Cluster]:
+def running_cluster(
+    *, is_synced: bool = False, directory: Path | None = None, max_wal_mib: int = 1024
+) -> Iterator[Cluster]:
     """A started cluster in a directory below `directory`, which another user must reach; both end with the block."""
     below = Path(tempfile.mkdtemp(prefix="atropos-postgres-", dir=directory))
     try:
-        cluster = Cluster(below, is_synced=is_synced)
+        cluster = Cluster(below, is_synced=is_synced, max_wal_mib=max_wal_mib)
         cluster.start()
         try:
             yield cluster

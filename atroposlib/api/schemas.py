@@ -370,7 +370,8 @@ class Requeued(Acknowledgement):
 
 
 class Ready(BaseModel):
-    status: Literal["ready"] = "ready"
+    status: Literal["ready", "degraded"]
+    """`degraded`: batches are delivered, and groups are refused for want of space."""
     durability: str
     """What an accepted group survives: `power`, `process` or `memory`."""
 
@@ -441,7 +442,7 @@ class Explanation(BaseModel):
     """`no_trainer`, `too_few`, `minimum` or `sizes`."""
     reason: str
     refusal: str | None = None
-    """Why the store refuses groups now; None: it does not."""
+    """Why groups are refused now for want of space, and the flag that changes it; None: they are not."""
     env_id: int | None = None
     """The environment that must queue more."""
     have: int | None = None

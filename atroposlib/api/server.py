@@ -111,6 +111,8 @@ def create_app(
     """
     hub = hub or Hub()
     limits = limits or HubLimits()
+    if tokens is not None:
+        hub.quota_of = tokens.quota_of
     codec = GroupCodec()
     metrics = HubMetrics(lambda: hub.runs)
 

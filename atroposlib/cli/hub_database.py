@@ -17,6 +17,7 @@ from atroposlib.errors import ConfigError, require
 
 if TYPE_CHECKING:
     from atroposlib.api.stores.postgres.runs import PostgresRuns
+    from atroposlib.api.stores.postgres.space import DatabaseSpace
 
 DATABASE_VARIABLE: Final = "ATROPOS_DATABASE"
 
@@ -59,20 +60,37 @@ def shown(url: str) -> str:
     return f"{parts.scheme}://{user.partition(':')[0]}{at}{place}{parts.path}"
 
 
-def replica_of(url: str, *, policy: RunPolicy, address: str) -> Replica:
-    """Return a hub as one of those that share the database; the others reach it at the URL `address`."""
-    runs = runs_in(url)
+def replica_of(
+    url: str,
+    *,
+    policy: RunPolicy,
+    address: str,
+    max_bytes: int | None = None,
+    min_free_bytes: int | None = None,
+) -> Replica:
+    """Return a hub as one of those that share the database; the others reach it at the URL `address`.
+
+    `max_bytes`, `min_free_bytes`: when it refuses groups, see `DatabaseSpace`.
+    """
+    require("asyncpg", extra="postgres")
+    from atroposlib.api.stores.postgres.space import DatabaseSpace
+
+    space = DatabaseSpace(max_bytes=max_bytes, min_free_bytes=min_free_bytes)
+    runs = runs_in(url, space=space)
     replica = Replica(Hub(runs, policy=policy), runs.owners, address=address)
     runs.on_failure = replica.note_broken
     return replica
 
 
-def runs_in(url: str) -> PostgresRuns:
-    """Return the runs of a database, not yet opened. Raises `MissingDependency` without the driver."""
+def runs_in(url: str, *, space: DatabaseSpace | None = None) -> PostgresRuns:
+    """Return the runs of a database, not yet opened; `space` None: for a command.
+
+    Raises `MissingDependency` without the driver.
+    """
     require("asyncpg", extra="postgres")
     from atroposlib.api.stores.postgres.runs import PostgresRuns
 
-    return PostgresRuns(url)
+    return PostgresRuns(url, space=space)
 
 
 def reachable_address(host: str, port: int, *, scheme: str) -> str:

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, mo
 
 from atroposlib.api.http.security import Scope, TokenSet
 from atroposlib.api.run.hub import DEFAULT_RUN
-from atroposlib.api.run.types import RunPolicy
+from atroposlib.api.run.types import Quota, RunPolicy
 from atroposlib.api.stores.kinds import STORES
 from atroposlib.errors import ConfigError
 from atroposlib.http_guard import is_loopback
@@ -47,7 +47,12 @@ class RunApiConfig(BaseModel):
     durability: Literal["power", "process"] = "power"
     """Whether accepted groups survive loss of power, or only the end of the process."""
     min_free_bytes: int | None = Field(default=None, ge=0)
-    """Refuse groups if less than this would remain free on the disk. None: 2 % of the disk, at least 1 GiB."""
+    """Refuse groups if less than this would remain free on the disk, also that of a database on this machine.
+    None: 2 % of the disk, at least 1 GiB."""
+    max_memory_bytes: int | None = Field(default=None, ge=1)
+    """With --memory: refuse groups if all runs would take more. None: half of the machine's memory."""
+    max_database_bytes: int | None = Field(default=None, ge=1)
+    """With --database: refuse groups if it would be larger. None: no bound, except on this machine."""
     token: SecretStr | None = None
     """One token with all rights; prefer ATROPOS_HUB_TOKEN, which process lists do not show."""
     tokens: Path | None = None
@@ -82,6 +87,11 @@ class RunApiConfig(BaseModel):
     """Earlier experiments kept per run; older ones are deleted. None: all."""
     keep_set_aside_days: float | None = Field(default=_POLICY.keep_set_aside_days, gt=0)
     """Delete an earlier experiment this long after it was set aside. None: never."""
+    max_token_runs: int | None = Field(default=None, ge=0)
+    """Of these, begun by one token that has no max_runs in the --tokens file. None: half of --max-runs."""
+    max_token_bytes: int | None = Field(default=None, ge=0)
+    """Refuse groups to runs begun by one token if they would hold more; max_bytes in the --tokens file. Beyond queued
+    groups a run keeps up to 2 GiB. None: no bound."""
     keep_acked_batches: int = Field(default=_POLICY.keep_trained_batches, ge=0)
     """Acknowledged batches kept without a checkpoint, for a trainer that rolls back."""
     list_runs: bool = Field(default=False, alias="list")
@@ -132,7 +142,15 @@ def tokens_of(config: RunApiConfig) -> TokenSet | None:
     if config.token is not None and config.tokens is not None:
         raise ConfigError("--token and --tokens: give one of them")
     if config.tokens is not None:
-        return TokenSet.load(config.tokens)
+        tokens = TokenSet.load(config.tokens)
+        max_runs = config.max_token_runs
+        tokens.default_quota = Quota(
+            max_runs=max(1, config.max_runs // 2) if max_runs is None else max_runs,
+            max_bytes=config.max_token_bytes,
+        )
+        return tokens
+    if config.max_token_runs is not None or config.max_token_bytes is not None:
+        raise ConfigError("--max-token-runs and --max-token-bytes need --tokens")
     secret = os.environ.get(TOKEN_VARIABLE) or None
     if config.token is not None:
         secret = config.token.get_secret_value()

@@ -140,6 +140,10 @@ def serve(argv: Sequence[str] | None) -> int:
         raise ConfigError("--scopes and --runs describe a token to make: they need --add-token")
     if database is None and config.advertise is not None:
         raise ConfigError("--advertise: only hubs that share a --database call each other")
+    if config.store != "memory" and config.max_memory_bytes is not None:
+        raise ConfigError("--max-memory-bytes bounds a hub with --memory")
+    if database is None and config.max_database_bytes is not None:
+        raise ConfigError("--max-database-bytes bounds a --database; a disk has --min-free-bytes")
     tokens = tokens_of(config)
     unused = "--reload does nothing; restart the hub to load new code" if config.reload else None
     for warning in filter(None, (unused, check_exposure(config, tokens))):
@@ -293,7 +297,13 @@ def _replica(
         return None
     derived = hub_database.reachable_address(config.host, port, scheme=scheme)
     address = (config.advertise or derived).rstrip("/")
-    return hub_database.replica_of(database, policy=policy_of(config), address=address)
+    return hub_database.replica_of(
+        database,
+        policy=policy_of(config),
+        address=address,
+        max_bytes=config.max_database_bytes,
+        min_free_bytes=config.min_free_bytes,
+    )
 
 
 async def _erase(config: RunApiConfig, database: str | None, *, only: str | None = None) -> str:
@@ -308,6 +318,7 @@ def _stores(config: RunApiConfig, on_failure: Callable[[BaseException], None]) -
         data_dir=config.data_dir,
         durability=Durability(config.durability),
         min_free_bytes=config.min_free_bytes,
+        max_memory_bytes=config.max_memory_bytes,
         on_failure=on_failure,
     )
     stores: RunStores = STORES.load(config.store)(settings)
@@ -321,7 +332,6 @@ def _database(config: RunApiConfig) -> str | None:
         "store",
         "data_dir",
         "durability",
-        "min_free_bytes",
     } & config.model_fields_set
     return hub_database.url_of(
         config.database, conflicting=["--" + name.replace("_", "-") for name in sorted(others)]

@@ -555,7 +555,9 @@ async def test_queue_over_its_bound_refuses_only_while_a_batch_can_be_cut() -> N
     await coordinator.accept([incoming(3, tag=1), incoming(3, tag=2)])
     assert coordinator.overload() is None  # 3 + 3 is no batch of 4: what is missing must get in
     await coordinator.accept([incoming(1, tag=3)])
-    assert coordinator.overload() == "7 sequences are queued, the bound is 6"
+    assert (
+        coordinator.overload() == "7 sequences are queued, the bound is 6 (--max-queued-sequences)"
+    )
     with pytest.raises(Overloaded):
         await coordinator.accept([incoming(1, tag=4)])
     assert tags(await coordinator.deliver()) == [1, 3]
@@ -781,7 +783,9 @@ async def test_the_number_of_queued_groups_is_bounded() -> None:
     coordinator = await started(batch_size=2, policy=RunPolicy(max_queued_groups=3))
     for tag in range(3):
         await coordinator.accept([incoming(1, tag=tag)])
-    with pytest.raises(Overloaded, match="3 groups are queued, the bound is 3"):
+    with pytest.raises(
+        Overloaded, match=r"3 groups are queued, the bound is 3 \(--max-queued-groups\)"
+    ):
         await coordinator.accept([incoming(1)])
     assert await coordinator.deliver() is not None
     await coordinator.accept([incoming(1)])

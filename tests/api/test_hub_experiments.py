@@ -13,9 +13,9 @@ import pytest
 
 from atroposlib.api.run.coordinator import Coordinator
 from atroposlib.api.run.experiments import Entry, choose
-from atroposlib.api.run.hub import AwakeClock
+from atroposlib.api.run.hub import AwakeClock, TooManyRuns
 from atroposlib.api.run.hub import Hub as Runs
-from atroposlib.api.run.types import RunPolicy
+from atroposlib.api.run.types import Quota, RunPolicy
 from atroposlib.api.schemas import RegisterTrainer
 from atroposlib.api.stores.base import GroupStore, SavedRun, StoreBroken
 from atroposlib.api.stores.disk import DiskStore
@@ -404,6 +404,21 @@ async def test_kept_runs_that_were_looked_at_leave_room_for_others() -> None:
         assert full.json()["detail"]["type"] == "too_many_runs"
         refused = await hub.http.post("/runs/one-too-many/register", json=registration())
         assert refused.json()["detail"]["type"] == "too_many_runs"
+
+
+async def test_runs_count_for_the_token_that_began_them_also_after_a_restart() -> None:
+    stores = MemoryRuns()
+    first = RegisterTrainer(**registration(experiment="first"))
+    for number in range(2):
+        runs = Runs(stores)
+        runs.quota_of = lambda token: Quota(max_runs=1)
+        await runs.open()
+        for _ in range(2):  # a repeated registration begins nothing
+            await runs.register("a", first, token="team")
+        with pytest.raises(TooManyRuns, match="token 'team' has 1 open run;"):
+            await runs.register(f"b{number}", first, token="team")
+        await runs.register(f"c{number}", first, token=f"other {number}")
+        await runs.close()
 
 
 async def test_epochs_of_a_deleted_run_continue_after_an_opening_that_failed() -> None:

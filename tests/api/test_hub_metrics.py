@@ -68,6 +68,9 @@ class Run:
     def status(self) -> Any:
         return self._status
 
+    def refusal(self) -> None:
+        return None
+
     def lease_ages_s(self) -> list[float]:
         return [3.0, 41.5]
 
@@ -122,6 +125,7 @@ def test_scrape_shows_queue_leases_tokens_and_store() -> None:
         "atropos_store_bytes{kind=stored,run=math}": 16_384,
     }
     assert {key: found.get(key) for key in expected} == expected
+    assert found["atropos_store_full{run=math}"] == 0
     assert "atropos_store_free_bytes{run=math}" not in found  # not bounded is not zero
 
 

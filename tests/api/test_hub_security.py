@@ -8,8 +8,10 @@ import logging
 import re
 import stat
 from pathlib import Path
+from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.routing import Route as StarletteRoute
@@ -20,10 +22,12 @@ from atroposlib.api.http.handlers import ROUTES
 from atroposlib.api.http.metrics import HubMetrics, Observe
 from atroposlib.api.http.routes import Route, split_run
 from atroposlib.api.http.security import Access, Scope, Token, TokenSet, add_token
+from atroposlib.api.run.types import Quota
 from atroposlib.api.server import create_app
 from atroposlib.errors import ConfigError
 from tests.api.helpers_api import (
     Answers,
+    Hub,
     environment,
     group,
     registration,
@@ -255,6 +259,40 @@ async def test_token_for_some_runs_opens_no_other() -> None:
         ]
     ]
     assert opened == [204, 204, 403, 403, 403, 403]
+
+
+async def test_a_token_begins_as_many_runs_and_holds_as_many_bytes_as_its_quota() -> None:
+    small = msgspec.structs.replace(token("small", *EVERY_SCOPE), max_bytes=1000)
+    tokens = TokenSet([small, token("other", *EVERY_SCOPE)])
+    tokens.default_quota = Quota(max_runs=2)
+    hub_tokens = {
+        name: {"Authorization": f"Bearer {secret_of(name)}"} for name in ("small", "other")
+    }
+
+    async def post(hub: Hub, path: str, body: Any, *, by: str) -> httpx.Response:
+        native = {"Atropos-Client": "test"}
+        return await hub.http.post(path, json=body, headers=hub_tokens[by] | native)
+
+    async with running_hub(tokens=tokens) as hub:
+        for name in ("a", "b"):
+            reply = await post(hub, f"/runs/{name}/register", registration(), by="small")
+            assert reply.is_success
+        refused = await post(hub, "/runs/c/register", registration(), by="small")
+        assert (refused.status_code, refused.json()["detail"]["type"]) == (403, "too_many_runs")
+        assert "--max-token-runs (now 2)" in refused.json()["detail"]["msg"]
+        assert (await post(hub, "/runs/c/register", registration(), by="other")).is_success
+        answers = [
+            await post(hub, f"/runs/{name}/scored_data", group(4), by="other") for name in "abc" * 5
+        ]
+        assert {answer.status_code for answer in answers[2::3]} == {200}
+        assert {answer.status_code for answer in answers[-3:-1]} == {507}
+        explained = await hub.http.get("/runs/b/explain", headers=hub_tokens["other"])
+        for text in (answers[-2].json()["detail"]["msg"], explained.json()["refusal"]):
+            assert "token 'small' uses 1 of 1 MiB" in text
+            assert "change max_bytes in the token file or --max-token-bytes (now 1000)" in text
+        assert (await hub.http.get("/runs/a/batch", headers=hub_tokens["small"])).json()["batch"]
+        tokens.default_quota = Quota()
+        assert (await post(hub, "/runs/d/register", registration(), by="small")).is_success
 
 
 async def test_metrics_show_the_runs_of_the_token_whatever_the_path() -> None:

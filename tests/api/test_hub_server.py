@@ -20,6 +20,7 @@ from atroposlib.api.stores.base import Change, Durability, GroupStore, StoreBrok
 from atroposlib.api.stores.disk import DiskStore
 from atroposlib.api.stores.memory import MemoryStore
 from atroposlib.api.stores.runs import DirectoryRuns, MemoryRuns
+from atroposlib.api.stores.space import Bound, Space
 from atroposlib.errors import ConfigError
 from atroposlib.scored_data import Strictness, check_group
 from atroposlib.wire import CONTENT_TYPE_PACKED, join_packed, pack_group, split_packed, unpack_group
@@ -339,6 +340,33 @@ async def test_ready_hub_says_what_an_accepted_group_survives(hub: Hub) -> None:
     assert await hub.get("/readyz") == {"status": "ready", "durability": "memory"}
     assert (await hub.http.delete("/runs/default")).is_success
     assert await hub.get("/readyz") == {"status": "ready", "durability": "memory"}
+
+
+async def test_full_hub_refuses_groups_says_why_and_delivers_batches() -> None:
+    bound = Bound(text="all groups in memory may take 1 MiB", left_bytes=1000, flag="--some-flag")
+    async with running_hub(runs=Runs(MemoryRuns(Space([bound])))) as hub:
+        await hub.start()
+        refused, num_stored = None, 0
+        while refused is None:
+            answer = await hub.http.post(
+                "/scored_data", json=group(4), headers={"Atropos-Client": "test"}
+            )
+            refused = None if answer.is_success else answer
+            num_stored += refused is None
+        assert num_stored >= 2
+        detail = refused.json()["detail"]
+        assert (refused.status_code, detail["type"]) == (507, "store_full")
+        reason = "all groups in memory may take 1 MiB; 1 MiB are missing. Make room, or change --some-flag"
+        for text in (detail["msg"], (await hub.get("/explain"))["refusal"]):
+            assert text == f"groups are refused: {reason}"
+        assert (await hub.get("/readyz"))["status"] == "degraded"
+        assert 'atropos_store_full{run="default"} 1.0' in (await hub.http.get("/metrics")).text
+        for _ in range(num_stored):
+            assert len((await hub.get("/batch"))["batch"]) == 1
+        await hub.post("/checkpoints", {"step": num_stored})
+        assert (
+            await hub.http.post("/scored_data", json=group(4), headers={"Atropos-Client": "test"})
+        ).is_success
 
 
 # Waiting for a batch

@@ -23,9 +23,12 @@ from atroposlib.api.stores.base import (
     SavedRun,
     StoredBatch,
     StoredGroup,
+    StoreFull,
 )
 from atroposlib.api.stores.disk import DiskStore
 from atroposlib.api.stores.memory import MemoryStore
+from atroposlib.api.stores.runs import MemoryRuns
+from atroposlib.api.stores.space import Bound, Space
 from atroposlib.scored_data import GroupHeader
 
 Make = Callable[[], GroupStore]
@@ -234,6 +237,23 @@ async def test_usage_follows_what_is_held(store: GroupStore) -> None:
     assert store.usage().stored_bytes >= 1500
     await store.commit(Change(ends=[End(number=0, fate=Fate.TRAINED)]))
     assert store.usage().payload_bytes == 500
+
+
+async def test_runs_in_memory_share_a_bound_and_give_back_what_they_took() -> None:
+    runs = MemoryRuns(Space([Bound(text="memory", left_bytes=1000, flag="--flag")]))
+    first, second = runs.store("first"), runs.store("second")
+    await first.append([new_group(0, bytes(400)), new_group(1, bytes(400))])
+    assert await first.append([new_group(1, bytes(400))]) == [Appended.DUPLICATE]
+    with pytest.raises(StoreFull):
+        await second.append([new_group(0, bytes(100)), new_group(1, bytes(101))])
+    assert second.usage().payload_bytes == 0
+    assert await second.append([new_group(0, bytes(200))]) == [Appended.STORED]
+    assert [store.usage().free_bytes for store in (first, second)] == [0, 0]
+    assert first.usage().refusal is not None
+    await first.commit(Change(ends=[End(number=0, fate=Fate.TRAINED)]))
+    assert second.usage().free_bytes == 400
+    await runs.forget("first")
+    assert (second.usage().free_bytes, second.usage().refusal) == (800, None)
 
 
 async def test_clear_forgets_everything_ids_included(store: GroupStore, reopen: Reopen) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -16,21 +17,25 @@ from atroposlib.api.stores.base import (  # noqa: E402
     CorruptGroups,
     End,
     Fate,
+    GroupStore,
     OwnedElsewhere,
     StoreBroken,
     StoreFull,
     TermLost,
 )
 from atroposlib.api.stores.postgres import sessions  # noqa: E402
+from atroposlib.api.stores.postgres import space as database_space  # noqa: E402
 from atroposlib.api.stores.postgres.runs import PostgresRuns  # noqa: E402
+from atroposlib.api.stores.postgres.space import DatabaseSpace  # noqa: E402
 from atroposlib.api.stores.postgres.store import PostgresStore  # noqa: E402
 from tests.api.test_hub_stores import new_group, stored  # noqa: E402
 from tests.builders.clocks import Clock  # noqa: E402
+from tests.faults.drivers import eventually  # noqa: E402
 
 
 @asynccontextmanager
-async def opened(url: str) -> AsyncIterator[PostgresRuns]:
-    runs = PostgresRuns(url)
+async def opened(url: str, *, space: DatabaseSpace | None = None) -> AsyncIterator[PostgresRuns]:
+    runs = PostgresRuns(url, space=space, segment_bytes=4 << 20)
     await runs.open()
     await runs.owners.join("http://hub")
     try:
@@ -196,6 +201,77 @@ async def test_a_full_database_refuses_groups_while_changes_work(
     assert [type(answer) for answer in answers] == [StoreFull, type(None)]
     await runs._pool.execute("drop trigger refuse on groups")
     assert await store.append([new_group(1)]) == [Appended.STORED]
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure, and restore a ballast of 1 MiB, all the time."""
+    monkeypatch.setattr(database_space, "MEASURE_S", 0.02)
+    monkeypatch.setattr(database_space, "_FILL_PAUSE_S", 0.0)
+    monkeypatch.setattr(database_space, "_BALLAST_BYTES", 1 << 20)
+
+
+async def ballast_bytes(runs: PostgresRuns) -> int:
+    found = "select coalesce(pg_total_relation_size(to_regclass('atropos_ballast')), 0)"
+    return int(await runs._pool.fetchval(found))
+
+
+async def until_groups_are_accepted(store: GroupStore) -> None:
+    await eventually(lambda: store.usage().refusal is None, timeout_s=10, what="room")
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_database_of_its_greatest_size_takes_changes_and_no_groups(
+    runs: PostgresRuns, postgres_url: str
+) -> None:
+    used = await runs._pool.fetchval("select pg_database_size(current_database())")
+    max_bytes = used + (8 << 20)
+    space = DatabaseSpace(max_bytes=max_bytes, min_free_bytes=0)
+    async with opened(postgres_url, space=space) as bounded:
+        assert await ballast_bytes(bounded) >= 1 << 20
+        store = bounded.store("run")
+        await store.open()
+        assert store.usage().refusal is None
+        groups = [new_group(number, random.randbytes(1 << 20)) for number in range(20)]
+        answers = await asyncio.gather(
+            *map(store.append, [[group] for group in groups]), return_exceptions=True
+        )
+        stored_ones = [n for n, answer in enumerate(answers) if answer == [Appended.STORED]]
+        [refused, *_] = [answer for answer in answers if isinstance(answer, StoreFull)]
+        # What is being written during a measurement may count twice, or not at all.
+        assert 4 <= len(stored_ones) < 12
+        refusal = store.usage().refusal or ""
+        for text in (refusal, str(refused)):
+            assert "the database uses" in text
+            assert "MiB are missing" in text
+            assert f"change --max-database-bytes (now {max_bytes})" in text
+        for number in stored_ones:
+            await store.commit(ends(number))
+        await until_groups_are_accepted(store)
+        await store.append([new_group(20, bytes(1 << 20))])
+        await store.close()
+
+
+@pytest.mark.usefixtures("quick")
+async def test_changes_that_find_the_disk_full_get_the_room_of_the_ballast(
+    postgres_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(postgres_url, space=DatabaseSpace(min_free_bytes=0)) as runs:
+        store = runs.store("run")
+        await store.open()
+        await store.append([new_group(0)])
+        await runs._pool.execute(
+            "create function refuse() returns trigger language plpgsql as $$ begin"
+            " if to_regclass('atropos_ballast') is not null then raise 'no room' using errcode = '53100'; end if;"
+            " return old; end $$;"
+            "create trigger refuse before delete on groups for each row execute function refuse()"
+        )
+        await store.commit(ends(0))
+        assert "groups are refused: the disk of the database is full (no room)" in caplog.text
+        await until_groups_are_accepted(store)
+        assert await ballast_bytes(runs) >= 1 << 20
+        assert await store.append([new_group(1)]) == [Appended.STORED]
+        await store.close()
 
 
 async def test_calls_wait_for_a_database_that_ends_their_connections(

@@ -387,7 +387,8 @@ async def checkpoint(run: Run, reached: schemas.Checkpoint) -> schemas.Checkpoin
 async def register(
     request: Request, registration: schemas.RegisterTrainer
 ) -> schemas.RegistrationReply:
-    return await _services(request).hub.register(_run_name(request), registration)
+    token = request.scope.get("token_name")
+    return await _services(request).hub.register(_run_name(request), registration, token=token)
 
 
 async def set_policy(run: Run, policy: schemas.PolicyUpdate) -> schemas.Acknowledgement:
@@ -490,12 +491,18 @@ async def readyz(request: Request) -> schemas.Ready:
     if replica is not None:
         if not hub.is_open or not replica.is_trusted:
             raise HTTPException(503, "starting, stopping, or without its database")
-        return schemas.Ready(durability=Durability.POWER.value)
+        return _ready(hub, Durability.POWER)
     # `hub.run` recreates the default run after a DELETE.
     run = await hub.run() if hub.is_open else None
     if run is None or run.arrivals.is_closed:
         raise HTTPException(503, "starting or stopping")
-    return schemas.Ready(durability=run.store.durability.value)
+    return _ready(hub, run.store.durability)
+
+
+def _ready(hub: Hub, durability: Durability) -> schemas.Ready:
+    # Without the reason: anyone may ask.
+    is_full = any(run.store.usage().refusal for run in hub.runs.values())
+    return schemas.Ready(status="degraded" if is_full else "ready", durability=durability.value)
 
 
 async def show_metrics(request: Request) -> Response:

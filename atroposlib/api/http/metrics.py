@@ -183,6 +183,8 @@ class _RunCollector(Collector):
             gauge("atropos_oldest_lease_age_seconds", text, max(ages_s, default=0.0))
             text = "Bytes left before the store is full"
             gauge("atropos_store_free_bytes", text, usage.free_bytes)
+            text = "Whether groups are refused for want of space"
+            gauge("atropos_store_full", text, run.refusal() is not None)
             text = (
                 "Median time of the trainer's last steps, without waiting for batches; 0: none yet"
             )

@@ -26,6 +26,7 @@ from starlette.types import Scope as AsgiScope
 from atroposlib.api.http.limits import CROWDED_EXTENSION, RETRY_AFTER_S
 from atroposlib.api.http.routes import Route, RouteTable, split_run
 from atroposlib.api.http.routes import Scope as Scope
+from atroposlib.api.run.types import Quota
 from atroposlib.api.stores.runs import RUN_NAME
 from atroposlib.errors import ConfigError
 from atroposlib.http_guard import CROSS_SITE, foreign_host, is_cross_site, is_loopback
@@ -50,6 +51,9 @@ class Token(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """None: every run."""
     expires: datetime.date | None = None
     """The first day, in UTC, on which it is refused; None: never."""
+    max_runs: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    max_bytes: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    """See `Quota`; None: as of every token."""
 
     def allows(self, scopes: Collection[Scope]) -> bool:
         return Scope.ADMIN in self.scopes or not self.scopes.isdisjoint(scopes)
@@ -63,10 +67,12 @@ class TokenSet:
 
     def __init__(self, tokens: Iterable[Token]) -> None:
         self._tokens = tuple(tokens)
+        self.default_quota = Quota()
+        """Of tokens that have none of their own."""
 
     @classmethod
     def load(cls, path: Path) -> TokenSet:
-        """Read a JSON or YAML list of `{name, sha256, scopes, runs, expires}`; the last two are optional.
+        """Read a JSON or YAML list of `Token`s, of which name, sha256 and scopes are required.
 
         Raises ConfigError, which never quotes a secret.
         """
@@ -100,6 +106,17 @@ class TokenSet:
             if hmac.compare_digest(token.sha256, digest):
                 found = token
         return found
+
+    def quota_of(self, name: str) -> Quota:
+        """Return the quota of the token of that name; the default if it was deleted meanwhile."""
+        own = next((token for token in self._tokens if token.name == name), None)
+        quota = self.default_quota
+        if own is None:
+            return quota
+        return Quota(
+            max_runs=quota.max_runs if own.max_runs is None else own.max_runs,
+            max_bytes=quota.max_bytes if own.max_bytes is None else own.max_bytes,
+        )
 
 
 def add_token(

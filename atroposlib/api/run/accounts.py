@@ -8,6 +8,7 @@ make the next batch possible could never arrive.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
@@ -29,6 +30,7 @@ from atroposlib.api.schemas import (
     WandbInfo,
 )
 from atroposlib.api.stores.base import Fate, GroupStore, NewGroup
+from atroposlib.api.stores.space import Space
 
 _FAR_BEYOND: Final = 2
 """Multiple of the bound from which on only groups that the next batch needs are accepted."""
@@ -46,6 +48,7 @@ class Accounts:
     state: RunState
     store: GroupStore
     _clock: Callable[[], float]
+    _room_of: Callable[[str | None], Space | None]
 
     def status(self) -> HubStatus:
         run = self.state
@@ -129,7 +132,7 @@ class Accounts:
             batch="ready" if blocker is None else "none",
             blocker=blocker,
             reason=reason,
-            refusal=self.store.usage().refusal,
+            refusal=self.refusal() or self.overload(),
             env_id=env_id,
             have=have,
             need=need,
@@ -164,6 +167,11 @@ class Accounts:
                 for each in _worst(run, offset + limit, blocking=env_id)[offset:]
             ],
         )
+
+    def refusal(self) -> str | None:
+        """Return why groups are refused for want of space; None: they are not."""
+        room = self._room_of(self.state.token)
+        return (room and room.refusal()) or self.store.usage().refusal
 
     def overload(self) -> str | None:
         """Return why the run accepts no group now; None if it may accept some: `_check_room` decides per group."""
@@ -302,17 +310,17 @@ def _state(environment: Environment) -> str:
 def _excess(run: RunState) -> _Excess | None:
     """Return the first bound that is reached. Groups beyond the staleness bound would be too old when delivered."""
     policy, staleness = run.policy, run.max_staleness
-    bounds = [policy.max_queued_sequences]
+    sequences = [(policy.max_queued_sequences, "--max-queued-sequences")]
     if staleness is not None and run.trainer is not None:
-        bounds.append((staleness + 1) * run.batch_size)
-    max_sequences = min((bound for bound in bounds if bound is not None), default=None)
-    for unit, used, bound in [
+        sequences.append(((staleness + 1) * run.batch_size, "max_staleness"))
+    max_sequences = min(sequences, key=lambda each: math.inf if each[0] is None else each[0])
+    for unit, used, (bound, flag) in [
         ("sequences", run.queue.total_sequences, max_sequences),
-        ("bytes", run.queue.total_bytes, policy.max_queued_bytes),
-        ("groups", len(run.queue), policy.max_queued_groups),
+        ("bytes", run.queue.total_bytes, (policy.max_queued_bytes, "--max-queued-bytes")),
+        ("groups", len(run.queue), (policy.max_queued_groups, "--max-queued-groups")),
     ]:
         if bound is not None and used >= bound:
-            reason = f"{used} {unit} are queued, the bound is {bound}"
+            reason = f"{used} {unit} are queued, the bound is {bound} ({flag})"
             return _Excess(reason, used / max(1, bound))
     return None
 

@@ -43,6 +43,7 @@ from atroposlib.api.stores.base import (
     StoreBroken,
     StoredBatch,
 )
+from atroposlib.api.stores.space import Space
 from atroposlib.errors import GroupError
 from atroposlib.utils.wording import main_loss
 
@@ -98,7 +99,9 @@ class Coordinator(Accounts):
         clock: Callable[[], float] = time.monotonic,
         name: str = "default",
         first_epoch: int = 0,
+        room_of: Callable[[str | None], Space | None] = lambda token: None,
     ) -> None:
+        """`room_of`: returns the room of all runs that a token, by its name, began; None: not bounded."""
         self.name = name
         self.policy = policy or RunPolicy()
         self.store = store
@@ -117,6 +120,7 @@ class Coordinator(Accounts):
         """Sizes of the run's earlier experiments."""
         self.num_set_aside_deleted = 0
         self._clock = clock
+        self._room_of = room_of
         self._is_closed = False
         self._is_moved = False
 
@@ -495,6 +499,8 @@ class Coordinator(Accounts):
         for index, group in enumerate(groups):
             self._check_size(group.header.num_sequences, _at(index, groups), num_groups=len(groups))
         self._check_room(groups)
+        if (room := self._room_of(self.state.token)) is not None:
+            room.take(sum(len(group.payload) for group in groups))
         # A cancelled caller must not leave groups in the store that memory does not know.
         return await asyncio.shield(asyncio.create_task(self._take_in(groups)))
 

@@ -14,11 +14,13 @@ from typing import TypeVar
 
 from atroposlib.api.run.coordinator import Coordinator
 from atroposlib.api.run.experiments import Entry, entry_to
-from atroposlib.api.run.types import RunPolicy
+from atroposlib.api.run.types import Quota, RunPolicy
 from atroposlib.api.schemas import RegisterTrainer, RegistrationReply
 from atroposlib.api.stores.base import OwnedElsewhere, UnreadableRun
 from atroposlib.api.stores.runs import Kept, MemoryRuns, RunStores
+from atroposlib.api.stores.space import Space, used_bound
 from atroposlib.errors import AtroposError, ConfigError
+from atroposlib.utils.wording import counted
 
 T = TypeVar("T")
 
@@ -31,7 +33,7 @@ _MAX_GAP_S = 3.0
 
 
 class TooManyRuns(AtroposError):
-    """The hub has `max_runs` open runs, none of which was set aside."""
+    """The hub has `max_runs` open runs, none of which was set aside, or the token has begun as many as it may."""
 
 
 class AwakeClock:
@@ -66,6 +68,9 @@ class Hub:
         policy: RunPolicy | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
+        self.quota_of: Callable[[str], Quota] = lambda token: Quota()
+        """The quota of a token, by its name; set by the application."""
+        self._rooms: dict[str, Space] = {}
         self._stores = stores or MemoryRuns()
         self.policy = policy or RunPolicy()
         self._clock = clock or AwakeClock()
@@ -127,8 +132,10 @@ class Hub:
         run.used_at = self._clock()
         return run
 
-    async def register(self, name: str, registration: RegisterTrainer) -> RegistrationReply:
-        """Register a trainer with a run, created on first use.
+    async def register(
+        self, name: str, registration: RegisterTrainer, *, token: str | None = None
+    ) -> RegistrationReply:
+        """Register a trainer with a run, created on first use; what it begins counts for `token`, a name.
 
         If the trainer begins or resumes another experiment than the run's, that one (empty if it is not kept) replaces
         the current one, which is set aside and named in the reply. Raises `TooManyRuns`, `StoreBroken`, and ConfigError
@@ -141,6 +148,8 @@ class Hub:
                     f"{name!r} is an earlier experiment of the run {kept_here[0].of_run!r}, set aside: register with"
                     f" that run, or delete it first (run-api --forget {name})"
                 )
+            if token is not None and name not in self.runs and not await self._stores.holds(name):
+                self._check_quota(token)
             run = await self.run(name)
             kept = await self._kept(name, registration, run)
             set_aside = None
@@ -150,9 +159,34 @@ class Hub:
             if kept is not None or (current is not None and is_another):
                 set_aside = await self._change(name, lambda: self._replace(name, run, kept))
                 run = await self.run(name)
+            if begins or run.state.token is None:
+                run.state.token = token
             reply = await run.register(registration)
         reply.set_aside = set_aside
         return reply
+
+    def _begun_by(self, token: str) -> list[Coordinator]:
+        return [run for run in self.runs.values() if run.state.token == token]
+
+    def _check_quota(self, token: str) -> None:
+        """Raise `TooManyRuns` unless the token may begin another run."""
+        num_runs, max_runs = len(self._begun_by(token)), self.quota_of(token).max_runs
+        if max_runs is not None and num_runs >= max_runs:
+            raise TooManyRuns(
+                f"token {token!r} has {counted(num_runs, 'open run')}; end one with DELETE /runs/NAME, or change"
+                f" max_runs in the token file or --max-token-runs (now {max_runs})"
+            )
+
+    def _room_of(self, token: str | None) -> Space | None:
+        """Return the room of all runs that a token began; None if it is not bounded."""
+        max_bytes = None if token is None else self.quota_of(token).max_bytes
+        if token is None or max_bytes is None:
+            return None
+        used = sum(run.store.usage().payload_bytes for run in self._begun_by(token))
+        flag = "max_bytes in the token file or --max-token-bytes"
+        room = self._rooms.setdefault(token, Space())
+        room.note([used_bound(f"token {token!r}", used_bytes=used, max_bytes=max_bytes, flag=flag)])
+        return room
 
     async def _kept(
         self, name: str, registration: RegisterTrainer, run: Coordinator
@@ -201,6 +235,7 @@ class Hub:
             clock=self._clock,
             name=name,
             first_epoch=self._last_epochs.get(name, -1) + 1,
+            room_of=self._room_of,
         )
         found = await run.open(earlier)
         if run.state.experiment is None and run.state.leases.epoch == 0:

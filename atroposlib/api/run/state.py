@@ -69,6 +69,8 @@ class RunState:
         self.trainer: Registration | None = None
         self.experiment: str | None = None
         """Id of the training that the run holds; None before a trainer has registered."""
+        self.token: str | None = None
+        """Name of the token whose trainer began the experiment."""
         self.trainer_seen: float | None = None
         """Time of the trainer's last call, injected clock; None: none since this process opened the run."""
         self.trainer_times = TrainerTimes()
@@ -197,6 +199,7 @@ class RunState:
         """Encode what may change with every batch; the trainer and environments are facts, written when they change."""
         document = {
             "experiment": self.experiment,
+            "token": self.token,
             "has_started": self.has_started,
             "policy_version": self.policy_version,
             "unknown_steps": self.unknown_steps,
@@ -506,6 +509,7 @@ def _restore_document(
             registration = each["registration"]
             registration["desired_name"] = registration["desired_name"][:MAX_ENV_NAME_CHARS]
     run.experiment = document.get("experiment")
+    run.token = document.get("token")
     run.environments.restore(environments, now=now)
     if trainer is not None:
         run.trainer = Registration.model_validate(trainer)

@@ -66,6 +66,15 @@ class RunPolicy:
     """Earlier experiments of a run beyond either are deleted, the oldest first."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quota:
+    """What the open runs that one token began may be and hold, on one hub process. None: no bound."""
+
+    max_runs: int | None = None
+    max_bytes: int | None = None
+    """Payloads of held groups, the trained and the dead ones that a run keeps included."""
+
+
 class Receipt(NamedTuple):
     """What became of one accepted group."""
 

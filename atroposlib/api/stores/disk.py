@@ -116,7 +116,7 @@ class DiskStore(JobStore):
     def usage(self) -> StoreUsage:
         return replace(
             self._usage,
-            free_bytes=max(0, self._space.room_bytes + self._free_bytes - self._growth_bytes),
+            free_bytes=max(0, self._room_bytes + self._free_bytes - self._growth_bytes),
             refusal=self._space.refusal(self._growth_bytes),
         )
 
@@ -251,8 +251,12 @@ class DiskStore(JobStore):
         self._growth_bytes = self._file.growth_bytes
 
     @property
+    def _room_bytes(self) -> int:
+        return self._space.room_bytes or 0  # None: not measured yet
+
+    @property
     def _is_tight(self) -> bool:
-        return self._space.room_bytes < TIGHT_BYTES
+        return self._room_bytes < TIGHT_BYTES
 
     def _checkpoint_if_due(self) -> None:
         """Move what the WAL holds into the file, unless that would take the space that later changes need."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 from atroposlib.api.stores.base import Durability, GroupStore
 from atroposlib.api.stores.disk import DiskStore
 from atroposlib.api.stores.runs import DirectoryRuns, MemoryRuns, RunStores
-from atroposlib.api.stores.space import DiskSpace
+from atroposlib.api.stores.space import Bound, DiskSpace, Space, mib
 from atroposlib.errors import ConfigError
 from atroposlib.utils.entry_points import Registry
 
@@ -29,13 +30,19 @@ class StoreSettings:
     durability: Durability
     min_free_bytes: int | None
     """Of the disk; None: the store's default."""
+    max_memory_bytes: int | None = None
+    """Of a store in memory; None: half of the machine's."""
     on_failure: Callable[[BaseException], None]
     """To be called once if the store breaks; the hub then ends."""
 
 
 def in_memory(settings: StoreSettings) -> RunStores:
     """Runs that end with the process."""
-    return MemoryRuns()
+    machine_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    max_bytes = settings.max_memory_bytes or machine_bytes // 2
+    text = f"all groups in memory may take {mib(max_bytes)} MiB"
+    flag = f"--max-memory-bytes (now {max_bytes})"
+    return MemoryRuns(Space([Bound(text=text, left_bytes=max_bytes, flag=flag)]))
 
 
 def on_disk(settings: StoreSettings) -> RunStores:

@@ -17,6 +17,7 @@ from atroposlib.api.stores.base import (
     StoredGroup,
     StoreUsage,
 )
+from atroposlib.api.stores.space import Space
 
 
 class MemoryStore:
@@ -24,10 +25,14 @@ class MemoryStore:
 
     durability = Durability.MEMORY
 
-    def __init__(self) -> None:
+    def __init__(self, space: Space | None = None) -> None:
+        """`space`: shared by all runs of a hub; None: not bounded."""
+        self._space = space or Space()
+        self._num_bytes = 0
         self._forget()
 
     def _forget(self) -> None:
+        self._space.give_back(self._num_bytes)
         self._groups: dict[int, StoredGroup] = {}
         self._payloads: dict[int, bytes] = {}
         self._digests: dict[str, bytes] = {}
@@ -49,7 +54,13 @@ class MemoryStore:
         )
 
     async def append(self, groups: Sequence[NewGroup]) -> list[Appended]:
-        return [self._append_one(group) for group in groups]
+        new = (group for group in groups if group.header.group_id not in self._digests)
+        num_bytes = sum(len(group.payload) for group in new)
+        before = self._num_bytes
+        self._space.take(num_bytes)
+        outcomes = [self._append_one(group) for group in groups]
+        self._space.give_back(num_bytes - (self._num_bytes - before))
+        return outcomes
 
     def _append_one(self, group: NewGroup) -> Appended:
         header, number = group.header, group.header.number
@@ -78,7 +89,9 @@ class MemoryStore:
             group_id = self._groups.pop(end.number).header.group_id
             if not self._digests[group_id]:
                 del self._digests[group_id]
-            self._num_bytes -= len(self._payloads.pop(end.number))
+            num_bytes = len(self._payloads.pop(end.number))
+            self._num_bytes -= num_bytes
+            self._space.give_back(num_bytes)
             self._ended[end.fate] += 1
         for batch in change.batches:
             self._batches[batch.number] = batch
@@ -92,7 +105,12 @@ class MemoryStore:
         return [self._payloads[number] for number in numbers]
 
     def usage(self) -> StoreUsage:
-        return StoreUsage(payload_bytes=self._num_bytes, stored_bytes=self._num_bytes)
+        return StoreUsage(
+            payload_bytes=self._num_bytes,
+            stored_bytes=self._num_bytes,
+            free_bytes=self._space.room_bytes,
+            refusal=self._space.refusal(),
+        )
 
     async def clear(self) -> None:
         self._forget()

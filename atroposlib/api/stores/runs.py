@@ -17,6 +17,7 @@ import msgspec
 
 from atroposlib.api.stores.base import GroupStore
 from atroposlib.api.stores.memory import MemoryStore
+from atroposlib.api.stores.space import Space
 from atroposlib.errors import ConfigError
 from atroposlib.utils.files import replace_file, sync_to_disk
 
@@ -98,7 +99,9 @@ class RunStores(Protocol):
 class MemoryRuns:
     """Runs that end with the process. To bound memory, only the latest earlier experiment of each run is kept."""
 
-    def __init__(self) -> None:
+    def __init__(self, space: Space | None = None) -> None:
+        """`space`: of all runs together; None: not bounded."""
+        self._space = space
         self._stores: dict[str, MemoryStore] = {}
         self._kept: dict[str, Kept] = {}
 
@@ -124,7 +127,7 @@ class MemoryRuns:
         ]
 
     def store(self, name: str) -> GroupStore:
-        return self._stores.setdefault(name, MemoryStore())
+        return self._stores.setdefault(name, MemoryStore(self._space))
 
     async def set_aside(
         self, name: str, *, experiment: str, step: int, resumed: Kept | None
@@ -143,7 +146,8 @@ class MemoryRuns:
         self._stores[kept.of_run] = self._stores.pop(kept.name)
 
     async def forget(self, name: str) -> None:
-        self._stores.pop(name, None)
+        if (store := self._stores.pop(name, None)) is not None:
+            await store.clear()
         self._kept.pop(name, None)
 
 

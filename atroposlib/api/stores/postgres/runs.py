@@ -20,6 +20,7 @@ from atroposlib.api.stores.postgres import rows
 from atroposlib.api.stores.postgres.owners import LAPSE_S, Owners, Term, application_name
 from atroposlib.api.stores.postgres.schema import migrate
 from atroposlib.api.stores.postgres.sessions import connect, on_connection, open_pool, waiting
+from atroposlib.api.stores.postgres.space import DatabaseSpace
 from atroposlib.api.stores.postgres.store import MAX_DROPS, PostgresStore
 from atroposlib.api.stores.runs import Kept, StoredRun, kept_as
 
@@ -39,9 +40,13 @@ class PostgresRuns:
     _control: asyncpg.Pool
     """For the list of runs: payloads never keep it waiting. Both set by `open`."""
 
-    def __init__(self, url: str, *, segment_bytes: int = 64 << 20) -> None:
+    def __init__(
+        self, url: str, *, space: DatabaseSpace | None = None, segment_bytes: int = 64 << 20
+    ) -> None:
+        """`space` None: not bounded, and without a ballast."""
         self._url = url
         self.on_failure: Callable[[str, BaseException], None] | None = None
+        self._space = space
         self._segment_bytes = segment_bytes
         self._is_connected = False
         self.owners = Owners(functools.partial(connect, url))
@@ -63,6 +68,8 @@ class PostgresRuns:
         try:
             await migrate(self._control)
             self._pool = await open_pool(self._url, name=name, max_size=_MAX_CONNECTIONS)
+            if self._space is not None:
+                await self._space.open(self._control)
         except BaseException:
             self._control.terminate()
             raise
@@ -75,6 +82,8 @@ class PostgresRuns:
         if not self._is_connected:
             return
         self._is_connected = False
+        if self._space is not None:
+            await self._space.close()
         try:
             await self.owners.leave()
         except StoreBroken as e:
@@ -109,6 +118,7 @@ class PostgresRuns:
             name,
             pool=self._pool,
             owners=self.owners,
+            space=self._space,
             on_failure=self.on_failure and functools.partial(self.on_failure, name),
             segment_bytes=self._segment_bytes,
         )

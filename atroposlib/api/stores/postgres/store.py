@@ -32,6 +32,7 @@ from atroposlib.api.stores.postgres.owners import Owners, Term
 from atroposlib.api.stores.postgres.rows import Merged
 from atroposlib.api.stores.postgres.segments import Effects, Location, Segments
 from atroposlib.api.stores.postgres.sessions import on_connection
+from atroposlib.api.stores.postgres.space import DatabaseSpace
 from atroposlib.api.stores.writing import Job, JobStore
 
 T = TypeVar("T")
@@ -55,7 +56,7 @@ class _Effects(Effects):
 
 
 class PostgresStore(JobStore):
-    """One run of a database; `pool` and `owners` are shared by all runs of a replica.
+    """One run of a database; `pool`, `owners` and `space` (None: not bounded) are shared by all runs of a replica.
 
     An error of `on_failure` may be `TermLost`.
     """
@@ -71,6 +72,7 @@ class PostgresStore(JobStore):
         *,
         pool: asyncpg.Pool,
         owners: Owners,
+        space: DatabaseSpace | None = None,
         on_failure: Callable[[BaseException], None] | None = None,
         segment_bytes: int = 64 << 20,
         clock: Callable[[], float] = time.monotonic,
@@ -87,6 +89,7 @@ class PostgresStore(JobStore):
         self._run_name = name
         self._pool = pool
         self._owners = owners
+        self._space = space or DatabaseSpace()
         self._segment_bytes = segment_bytes
         self._serial = 0
         """Of the last transaction."""
@@ -131,7 +134,10 @@ class PostgresStore(JobStore):
 
     def usage(self) -> StoreUsage:
         return StoreUsage(
-            payload_bytes=self._segments.payload_bytes(), stored_bytes=sum(self._sizes.values())
+            payload_bytes=self._segments.payload_bytes(),
+            stored_bytes=sum(self._sizes.values()),
+            free_bytes=self._space.room_bytes,
+            refusal=self._space.refusal(),
         )
 
     async def _fetch(self, wanted: Mapping[int, Location]) -> dict[int, bytes]:
@@ -163,22 +169,33 @@ class PostgresStore(JobStore):
 
         If there is no room, refuse the appends: changes that end groups free room, and must be written.
         """
+        for job in jobs:
+            try:
+                self._space.take(sum(len(group.payload) for group in job.groups))
+            except StoreFull as e:
+                job.answer = e if job.change is None else None
+        jobs = [job for job in jobs if job.answer is None]
+        if not jobs:
+            return
         try:
-            await self._transact(lambda connection: self._apply(connection, jobs, None))
+            await self._transact(lambda connection: self._apply(connection, jobs))
         except asyncpg.InsufficientResourcesError as e:
             logger.warning("groups cannot be stored in the database now: %s", e)
-            refusal = StoreFull(f"the database cannot store groups now: {e}")
-            await self._transact(lambda connection: self._apply(connection, jobs, refusal))
+            if isinstance(e, asyncpg.DiskFullError):
+                await self._space.release_ballast(fault=str(e))
+            changes = [job for job in jobs if job.change is not None]
+            await self._transact(lambda connection: self._apply(connection, changes))
+            for job in jobs:
+                if job.change is None:
+                    job.answer = StoreFull(f"the database cannot store groups now: {e}")
 
-    async def _apply(
-        self, connection: Any, jobs: Sequence[Job], refusal: StoreFull | None
-    ) -> _Effects:
+    async def _apply(self, connection: Any, jobs: Sequence[Job]) -> _Effects:
         effects = _Effects(self._segments)
         segment = self._open_segment
         for batch in _batched(jobs):
             groups = [group for job in batch if job.change is None for group in job.groups]
             outcomes: list[Appended] = []
-            if groups and refusal is None:
+            if groups:
                 if segment is None:
                     segment = effects.segment = self._last_segment + 1
                     await rows.create_segment(connection, self._term.run_id, segment)
@@ -196,8 +213,6 @@ class PostgresStore(JobStore):
                         job.answer = e
                     else:
                         merged.add(job.change)
-                elif refusal is not None:
-                    job.answer = refusal
                 else:
                     job.answer = outcomes[: len(job.groups)]
                     del outcomes[: len(job.groups)]
@@ -279,6 +294,8 @@ class PostgresStore(JobStore):
 
     async def _look_after(self, now_s: float) -> None:
         """Move the last groups of segments that nearly all have left, and drop those without held groups."""
+        if self._space.refusal() and self._open_segment in self._segments.empty(current=None):
+            self._open_segment = None  # it takes room that groups wait for
         for number in self._segments.sparse(now_s, current=self._open_segment):
             await self._move_last_groups(number)
         await self._drop_empty_segments()

@@ -1,6 +1,7 @@
 # Functions of the jobs of one run, sourced by each.
 # $RUN_DIR/addresses/NAME holds the address of an instance; $RUN_DIR/done/NAME marks a job that has ended with status 0.
-# The address of a node is its first IP address; set NODE_ADDRESS in the run file's `setup` for another one.
+# The address of a node is its first IP address; set NODE_ADDRESS in the run file's `setup` for another one. The hub's data
+# are on its node's own disk, below LOCAL_DISK (/var/tmp).
 # A job defines PROGRAM (a function that becomes its program), CONNECT (sets the addresses), USES (names of servers) and
 # AT_END (a function called before the run ends).
 
@@ -90,6 +91,39 @@ run_part() {
     done
 }
 
+# take_data: set DATA_DIR, on this node's disk, with what the hub's last job left in $RUN_DIR/hub. While the data are here,
+# $RUN_DIR/hub_node names the node: a job queued again on it continues with them.
+take_data() {
+    local directory last
+    directory=${LOCAL_DISK:-/var/tmp}/atropos-$(id -u)-${RUN_DIR##*/}-$(printf %s "$RUN_DIR" | cksum | cut -d " " -f 1)
+    mkdir -p -m 700 "$directory"
+    if [ ! -O "$directory" ]; then
+        echo "$directory belongs to another user; set LOCAL_DISK in the run file's setup" >&2
+        return 1
+    fi
+    last=$(cat "$RUN_DIR/hub_node" 2>/dev/null || true)
+    if [ "$last" != "$(hostname)" ]; then
+        [ -z "$last" ] || echo "the hub's newest data stay in $last:$directory/hub" >&2
+        rm -rf "$directory/hub"
+        [ ! -d "$RUN_DIR/hub" ] || cp -a "$RUN_DIR/hub" "$directory"
+        hostname > "$RUN_DIR/hub_node"
+    fi
+    export DATA_DIR=$directory/hub
+}
+
+# save_data: move the hub's data to $RUN_DIR/hub, if they are here.
+save_data() {
+    [ -d "${DATA_DIR:-}" ] && [ "$(cat "$RUN_DIR/hub_node")" = "$(hostname)" ] || return 0
+    rm -rf "$DATA_DIR/ballast" "$RUN_DIR/hub.new" "$RUN_DIR/hub.old"
+    if ! cp -a "$DATA_DIR" "$RUN_DIR/hub.new"; then
+        echo "the hub's data stay in $(hostname):$DATA_DIR" >&2
+        return 0
+    fi
+    [ ! -d "$RUN_DIR/hub" ] || mv "$RUN_DIR/hub" "$RUN_DIR/hub.old"
+    mv "$RUN_DIR/hub.new" "$RUN_DIR/hub"
+    rm -rf "$RUN_DIR/hub_node" "$RUN_DIR/hub.old" "${DATA_DIR%/hub}"
+}
+
 # is_queued_again: whether Slurm has put this job back into the queue, as after a preemption.
 is_queued_again() {
     local restarts
@@ -100,8 +134,10 @@ is_queued_again() {
 # end_job STATUS WHAT: called at every end, also by a signal or at the time limit. The run's other jobs end with one that
 # fails or whose WHAT is `run`, so that no GPU stays allocated; not if Slurm starts the job again.
 end_job() {
+    set +e
     trap '' TERM INT
     trap - EXIT
+    save_data
     if { [ "$1" != 0 ] || [ "$2" = run ]; } && ! is_queued_again; then
         AT_END
         grep -vx "$SLURM_JOB_ID" "$RUN_DIR/jobs" | xargs -r scancel

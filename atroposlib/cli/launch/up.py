@@ -69,7 +69,7 @@ def programs_of(run: RunFile, run_dir: Path, environ: Mapping[str, str]) -> list
 
 def local_variables(parts: Sequence[Part], part: Part, index: int, run_dir: Path) -> dict[str, str]:
     """Return the variables of one instance on this machine."""
-    variables = {"RUN_DIR": str(run_dir), "INDEX": str(index)}
+    variables = {"RUN_DIR": str(run_dir), "DATA_DIR": str(run_dir / "hub"), "INDEX": str(index)}
     if part.port is not None:
         variables |= {"HOST": HOST, "PORT": str(part.port + index)}
     for server in servers(parts):

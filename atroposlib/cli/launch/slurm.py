@@ -106,7 +106,7 @@ def _job(run: RunFile, parts: Sequence[Part], part: Part, run_dir: Path) -> str:
     lines = [*head, *_environment(part), "export PYTHONUNBUFFERED=1", *run.setup.splitlines()]
     lines.append('source "$RUN_FILES/functions.sh"')
     if part.port is not None:
-        lines.append(f"export {part.variable}=$(own_address)")
+        lines.append(f"export {part.variable}; {part.variable}=$(own_address)")
     lines += ["", *_end_of_part(parts, part)]
     if "DATA_DIR" in variables_in(part):
         lines += ["take_data", ""]
@@ -161,9 +161,9 @@ def _connect(parts: Sequence[Part], part: Part) -> list[str]:
         one = names[0] if len(names) == 1 else f'"{each.name}-$((INDEX % {len(names)}))"'
         every = ",".join(f"$(address {name})" for name in names)
         variable = each.variable
-        lines.append(f"    export {variable}=$(address {one})")
+        lines.append(f"    export {variable}; {variable}=$(address {one})")
         if f"{variable}S" in variables_in(part):
-            lines.append(f'    export {variable}S="{every}"')
+            lines.append(f'    export {variable}S; {variable}S="{every}"')
     end = ["}"] if needed else []
     return [*lines, *end, f'USES="{" ".join(uses)}"', ""]
 

@@ -96,7 +96,7 @@ run_part() {
 take_data() {
     local directory last
     directory=${LOCAL_DISK:-/var/tmp}/atropos-$(id -u)-${RUN_DIR##*/}-$(printf %s "$RUN_DIR" | cksum | cut -d " " -f 1)
-    mkdir -p -m 700 "$directory"
+    (umask 077 && mkdir -p "$directory")
     if [ ! -O "$directory" ]; then
         echo "$directory belongs to another user; set LOCAL_DISK in the run file's setup" >&2
         return 1

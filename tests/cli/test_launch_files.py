@@ -273,6 +273,29 @@ def test_kubernetes_pods_are_probed_and_find_each_other(tmp_path: Path) -> None:
     assert by_name["Job full-mine"]["spec"]["template"]["spec"]["restartPolicy"] == "Never"
 
 
+def test_the_hubs_data_are_on_a_volume_or_disk_of_its_own(tmp_path: Path) -> None:
+    by_name = documents(tmp_path, FULL, "kubernetes")
+    hub = by_name["StatefulSet full-hub"]["spec"]
+    [claim] = hub["volumeClaimTemplates"]
+    assert claim["spec"]["resources"]["requests"] == {"storage": "100Gi"}
+    pod = hub["template"]["spec"]
+    assert {"name": claim["metadata"]["name"], "mountPath": "/data"} in pod["containers"][0][
+        "volumeMounts"
+    ]
+    assert {"name": "DATA_DIR", "value": "/data/hub"} in pod["containers"][0]["env"]
+    assert "--data_dir=$(DATA_DIR)" in pod["containers"][0]["command"]
+    engine = by_name["StatefulSet full-engine"]["spec"]
+    assert "volumeClaimTemplates" not in engine
+    assert len(engine["template"]["spec"]["containers"][0]["volumeMounts"]) == 1
+    assert (
+        "volumeClaimTemplates"
+        not in documents(tmp_path, HUBS, "kubernetes")["StatefulSet full-hub"]["spec"]
+    )
+    task = documents(tmp_path, FULL, "skypilot")["hub"]
+    assert task["envs"]["DATA_DIR"] == "/var/tmp/atropos/full"
+    assert '"--data_dir=${DATA_DIR}"' in task["run"]
+
+
 def test_kubernetes_needs_an_image(tmp_path: Path) -> None:
     run = {**FULL, "image": None}
     with pytest.raises(ConfigError, match=r"hub\.image: a value is required"):

@@ -1,7 +1,8 @@
 """Manifests for Kubernetes (1.28 and later): a StatefulSet and a Service for each server, a Job for every other part.
 
-The pods find each other by their services, and mount one volume for the run's directory. A StatefulSet never runs two
-hubs at once; an indexed Job ends when its instances have ended.
+The pods find each other by their services, and mount one volume for the run's directory; the hub has a volume of its
+own for its data, which follows it to another node. A StatefulSet never runs two hubs at once; an indexed Job ends when
+its instances have ended.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from atroposlib.cli.launch.parts import Part, servers
+from atroposlib.cli.launch.parts import Part, servers, variables_in
 from atroposlib.cli.launch.run_file import VARIABLE, RunFile
 from atroposlib.errors import ConfigError
 
@@ -62,6 +63,15 @@ def _manifests(run: RunFile, parts: Sequence[Part], part: Part) -> list[dict[str
         "selector": {"matchLabels": labels},
         "template": pod,
     }
+    if "DATA_DIR" in variables_in(part):
+        claim = {
+            "accessModes": ["ReadWriteOnce"],
+            "resources": {"requests": {"storage": run.kubernetes.hub_storage}},
+        }
+        servers["volumeClaimTemplates"] = [{"metadata": {"name": "data"}, "spec": claim}]
+        # Whatever user the image has may write to the volume.
+        pod["spec"]["securityContext"] = {"fsGroup": 1000, "fsGroupChangePolicy": "OnRootMismatch"}
+        pod["spec"]["containers"][0]["volumeMounts"].append({"name": "data", "mountPath": "/data"})
     return [
         {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": service},
         {"apiVersion": "apps/v1", "kind": "StatefulSet", "metadata": metadata, "spec": servers},
@@ -79,7 +89,7 @@ def _pod(run: RunFile, parts: Sequence[Part], part: Part) -> dict[str, Any]:
         "image": image,
         "command": list(map(_word, part.command)),
         "env": _environment(run, parts, part),
-        "volumeMounts": mount,
+        "volumeMounts": [*mount],
     }
     if part.ready == "exit":
         container["command"] = ["sh", "-c", f'"$@" && {MARK}', "sh", *container["command"]]
@@ -134,6 +144,8 @@ def _environment(run: RunFile, parts: Sequence[Part], part: Part) -> list[dict[s
     if part.port is not None:
         index = "metadata.labels['apps.kubernetes.io/pod-index']"
     values: dict[str, str] = {"RUN_DIR": f"/runs/{run.name}"}
+    if "DATA_DIR" in variables_in(part):
+        values["DATA_DIR"] = "/data/hub"
     if part.port is not None:
         service = f"{run.name}-{part.host_name}"
         own = f"http://{service}-$(INDEX).{service}:{part.port}"

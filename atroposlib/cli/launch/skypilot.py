@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from atroposlib.cli.launch.parts import Part
+from atroposlib.cli.launch.parts import Part, variables_in
 from atroposlib.cli.launch.run_file import RunFile
 from atroposlib.cli.launch.slurm import command_line
 
@@ -44,6 +44,8 @@ def _task(run: RunFile, parts: Sequence[Part], part: Part) -> dict[str, Any]:
     task["volumes"] = {"/runs": run.kubernetes.volume}
     plain = {name: value for name, value in part.env.items() if name not in part.secrets}
     task["envs"] = {**plain, "PYTHONUNBUFFERED": "1", "RUN_DIR": f"/runs/{run.name}"}
+    if "DATA_DIR" in variables_in(part):
+        task["envs"]["DATA_DIR"] = f"/var/tmp/atropos/{run.name}"
     if part.secrets:
         task["secrets"] = dict.fromkeys(part.secrets)
     if run.setup:

@@ -296,6 +296,31 @@ def test_the_hubs_data_are_on_a_volume_or_disk_of_its_own(tmp_path: Path) -> Non
     assert '"--data_dir=${DATA_DIR}"' in task["run"]
 
 
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_hub_with_a_certificate_is_called_by_https_and_one_without_is_warned_of(
+    tmp_path: Path, target: Target
+) -> None:
+    def rendered(flags: dict[str, Any]) -> str:
+        run = {**FULL, "hub": {"flags": flags}}
+        hint = render(write_run(tmp_path / "run.yaml", run), target=target, out=tmp_path / "out")
+        return hint + "".join(path.read_text() for path in (tmp_path / "out").iterdir())
+
+    plain, tls = rendered({}), rendered({"ssl_certfile": "/c/hub.crt", "ssl_keyfile": "/c/hub.key"})
+    assert ("unencrypted" in plain, "unencrypted" in tls) == (True, False)
+    found = {
+        "slurm": "PORT=$((8000 + INDEX)) SCHEME=https",
+        "skypilot": "export HUB_URL=https://hub-0.${SKYPILOT_JOBGROUP_NAME}:8000",
+        "kubernetes": "value: https://full-hub-0.full-hub:8000",
+    }
+    assert (found[target] in plain, found[target] in tls) == (False, True)
+    if target == "kubernetes":
+        for manifest in yaml.safe_load_all((tmp_path / "out" / "run.yaml").read_text()):
+            if manifest["metadata"]["name"] == "full-hub" and manifest["kind"] == "StatefulSet":
+                probe = manifest["spec"]["template"]["spec"]["containers"][0]["readinessProbe"]
+                assert probe["httpGet"] == {"path": "/healthz", "port": 8000, "scheme": "HTTPS"}
+        assert "until wget -q -T 5 -O /dev/null https://full-hub-0.full-hub:8000/healthz" in tls
+
+
 def test_kubernetes_needs_an_image(tmp_path: Path) -> None:
     run = {**FULL, "image": None}
     with pytest.raises(ConfigError, match=r"hub\.image: a value is required"):

@@ -116,7 +116,8 @@ def _probes(part: Part) -> dict[str, Any]:
     port = part.port
     check: dict[str, Any] = {"tcpSocket": {"port": port}}
     if part.ready not in (None, "port"):
-        check = {"httpGet": {"path": part.ready, "port": port}}
+        get = {"path": part.ready, "port": port}
+        check = {"httpGet": get | ({"scheme": "HTTPS"} if part.scheme == "https" else {})}
     check |= {"periodSeconds": CHECK_PERIOD_S, "timeoutSeconds": 5}
     patient = {**check, "failureThreshold": max(1, round(part.section.timeout / CHECK_PERIOD_S))}
     return {"startupProbe": patient, "readinessProbe": check, "livenessProbe": patient}
@@ -132,7 +133,7 @@ def _wait(run: RunFile, needed: Part) -> dict[str, Any]:
             if needed.ready == "port":
                 checks.append(f"nc -z {host} {needed.port}")
             else:
-                url = f"http://{host}:{needed.port}{needed.ready}"
+                url = f"{needed.scheme}://{host}:{needed.port}{needed.ready}"
                 checks.append(f"wget -q -T 5 -O /dev/null {shlex.quote(url)}")
         check = " && ".join(checks)
     command = ["sh", "-c", _literal(f"until {check}; do sleep 2; done")]
@@ -148,13 +149,13 @@ def _environment(run: RunFile, parts: Sequence[Part], part: Part) -> list[dict[s
         values["DATA_DIR"] = "/data/hub"
     if part.port is not None:
         service = f"{run.name}-{part.host_name}"
-        own = f"http://{service}-$(INDEX).{service}:{part.port}"
+        own = f"{part.scheme}://{service}-$(INDEX).{service}:{part.port}"
         values |= {"HOST": "0.0.0.0", "PORT": str(part.port), part.variable: own}
     for server in servers(part.needed(parts)):
         hosts = _hosts(run, server)
-        urls = [f"http://{host}:{server.port}" for host in hosts]
+        urls = [f"{server.scheme}://{host}:{server.port}" for host in hosts]
         # Several instances: the service's name stands for all of them.
-        service = f"http://{run.name}-{server.host_name}:{server.port}"
+        service = f"{server.scheme}://{run.name}-{server.host_name}:{server.port}"
         values[server.variable] = urls[0] if len(urls) == 1 else service
         values[f"{server.variable}S"] = ",".join(urls)
     secrets = part.secrets

@@ -61,6 +61,12 @@ class Part:
         return self.section.port
 
     @property
+    def scheme(self) -> str:
+        """`https` for a hub with a certificate, else `http`."""
+        flags = self.section.flags if isinstance(self.section, OwnPart) else {}
+        return "https" if "ssl_certfile" in map(flag_name, flags) else "http"
+
+    @property
     def instances(self) -> list[str]:
         """`engine`, or `engine-0`, `engine-1`, ... if there are several."""
         return [self.instance(str(index)) for index in range(self.section.count)]

@@ -102,7 +102,7 @@ def _job(run: RunFile, parts: Sequence[Part], part: Part, run_dir: Path) -> str:
         f"export RUN_DIR={shlex.quote(str(run_dir))} INDEX=${{SLURM_ARRAY_TASK_ID:-0}}",
     ]
     if part.port is not None:
-        head.append(f"export HOST=0.0.0.0 PORT=$(({part.port} + INDEX))")
+        head.append(f"export HOST=0.0.0.0 PORT=$(({part.port} + INDEX)) SCHEME={part.scheme}")
     lines = [*head, *_environment(part), "export PYTHONUNBUFFERED=1", *run.setup.splitlines()]
     lines.append('source "$RUN_FILES/functions.sh"')
     if part.port is not None:

@@ -14,7 +14,7 @@ is_ready() {
     esac
     url=$(cat "$RUN_DIR/addresses/$1" 2>/dev/null) || return 1
     if [ "$2" = port ]; then
-        url=${url#http://}
+        url=${url#*://}
         timeout 5 bash -c "exec 3<>/dev/tcp/${url%:*}/${url#*:}" 2>/dev/null
     else
         curl -fs -m 5 -o /dev/null "$url$2"
@@ -27,7 +27,7 @@ wait_for() {
 }
 
 own_address() {
-    echo "http://${NODE_ADDRESS:-$(hostname -I | cut -d " " -f 1)}:$PORT"
+    echo "$SCHEME://${NODE_ADDRESS:-$(hostname -I | cut -d " " -f 1)}:$PORT"
 }
 
 address() {

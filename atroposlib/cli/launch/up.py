@@ -139,7 +139,7 @@ async def _close_books(reader: HubReader, run_dir: Path, console: Console) -> No
 
 def _url(part: Part, index: int) -> str:
     assert part.port is not None
-    return f"http://{HOST}:{part.port + index}"
+    return f"{part.scheme}://{HOST}:{part.port + index}"
 
 
 def _from(environ: Mapping[str, str], part: Part, name: str, value: str) -> str:

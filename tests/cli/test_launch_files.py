@@ -321,6 +321,48 @@ def test_a_hub_with_a_certificate_is_called_by_https_and_one_without_is_warned_o
         assert "until wget -q -T 5 -O /dev/null https://full-hub-0.full-hub:8000/healthz" in tls
 
 
+KUBECTL = r"""#!/bin/sh
+echo "$1" >> calls
+case "$*" in
+    "get jobs -l app.kubernetes.io/part-of=full -o jsonpath="*) cat states ;;
+    "get jobs -l app.kubernetes.io/part-of=full -o name") echo job.batch/full-trainer; echo job.batch/full-mine ;;
+    "get statefulsets -l app.kubernetes.io/part-of=full -o name") echo statefulset.apps/full-hub ;;
+    "scale statefulset.apps/full-hub --replicas=0") ;;
+    "patch job.batch/full-"*' --type=merge -p {"spec":{"suspend":true}}') ;;
+    *) exit 1 ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("states", "ends"),
+    [
+        ("trainer:SuccessCriteriaMet:Complete\nmine\n", True),
+        ("trainer\nmine:FailureTarget:Failed\n", True),
+        ("trainer\nmine:SuccessCriteriaMet:Complete\n", False),
+        ("", False),
+    ],
+)
+def test_a_job_of_kubernetes_stops_all_pods_when_the_run_has_ended(
+    tmp_path: Path, states: str, ends: bool
+) -> None:
+    by_name = documents(tmp_path, FULL, "kubernetes")
+    job = by_name["Job full-end"]["spec"]["template"]["spec"]
+    assert "labels" not in by_name["Job full-end"]["metadata"]  # it does not suspend itself
+    [rules] = [each["rules"] for each in by_name.values() if each["kind"] == "Role"]
+    assert {"patch"} <= {verb for rule in rules for verb in rule["verbs"]}
+    (tmp_path / "states").write_text(states)
+    for name, text in {"kubectl": KUBECTL, "sleep": "#!/bin/sh\nexit 9\n"}.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    command = [word.replace("$$", "$") for word in job["containers"][0]["command"]]
+    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(command, cwd=tmp_path, env=environ)
+    assert done.returncode == (0 if ends else 9)
+    calls = (tmp_path / "calls").read_text().split()
+    assert calls == (["get", "get", "scale", "get", "patch", "patch"] if ends else ["get"])
+
+
 def test_kubernetes_needs_an_image(tmp_path: Path) -> None:
     run = {**FULL, "image": None}
     with pytest.raises(ConfigError, match=r"hub\.image: a value is required"):

@@ -57,8 +57,9 @@ def test_the_scripts_of_pods_and_tasks_are_clean(tmp_path: Path, run: str) -> No
         tasks[-1].write_text(task["run"])
     render(file, target="kubernetes", out=tmp_path)
     for manifest in yaml.safe_load_all((tmp_path / "run.yaml").read_text()):
-        pod = manifest["spec"].get("template", {}).get("spec", {})
-        for wait in pod.get("initContainers", ()):
+        pod = manifest.get("spec", {}).get("template", {}).get("spec", {})
+        ends = pod.get("containers", ()) if manifest["metadata"]["name"].endswith("-end") else ()
+        for wait in [*pod.get("initContainers", ()), *ends]:
             waits.append(tmp_path / f"{manifest['metadata']['name']}-{wait['name']}.wait")
             waits[-1].write_text(wait["command"][2].replace("$$", "$"))
     assert check(tasks) == ""

@@ -2,20 +2,24 @@
 
 The pods find each other by their services, and mount one volume for the run's directory; the hub has a volume of its
 own for its data, which follows it to another node. A StatefulSet never runs two hubs at once; an indexed Job ends when
-its instances have ended.
+its instances have ended. One more Job ends the run with its trainer, or with a Job that has failed for good.
 """
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from atroposlib.cli.launch.parts import Part, servers, variables_in
 from atroposlib.cli.launch.run_file import VARIABLE, RunFile
 from atroposlib.errors import ConfigError
 
 WAIT_IMAGE = "busybox:1.37"
+END_OF_RUN = Path(__file__).with_name("kubernetes_end.yaml")
 CHECK_PERIOD_S = 10
 GRACE_S = 60
 MARK = 'mkdir -p "$RUN_DIR/done" && touch "$RUN_DIR/done/$MARK"'
@@ -23,7 +27,8 @@ MARK = 'mkdir -p "$RUN_DIR/done" && touch "$RUN_DIR/done/$MARK"'
 
 def render_kubernetes(run: RunFile, parts: Sequence[Part]) -> list[dict[str, Any]]:
     """Return the manifests; ConfigError without an image."""
-    return [manifest for part in parts for manifest in _manifests(run, parts, part)]
+    found = [manifest for part in parts for manifest in _manifests(run, parts, part)]
+    return [*found, *_end_of_run(run, parts)]
 
 
 def secret_names(parts: Sequence[Part]) -> list[str]:
@@ -76,6 +81,18 @@ def _manifests(run: RunFile, parts: Sequence[Part], part: Part) -> list[dict[str
         {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": service},
         {"apiVersion": "apps/v1", "kind": "StatefulSet", "metadata": metadata, "spec": servers},
     ]
+
+
+def _end_of_run(run: RunFile, parts: Sequence[Part]) -> list[dict[str, Any]]:
+    if any(part.host_name == "end" for part in parts):
+        raise ConfigError("end: the Job that ends the run has this name")
+    ends = ":Failed" + "".join(f"|^{part.host_name}:.*Complete" for part in parts if part.ends_run)
+    text = END_OF_RUN.read_text(encoding="utf-8").replace("RUN", run.name).replace("ENDS", ends)
+    found: list[dict[str, Any]] = list(yaml.safe_load_all(_literal(text)))
+    if run.kubernetes.namespace is not None:
+        for manifest in found:
+            manifest["metadata"]["namespace"] = run.kubernetes.namespace
+    return found
 
 
 def _pod(run: RunFile, parts: Sequence[Part], part: Part) -> dict[str, Any]:

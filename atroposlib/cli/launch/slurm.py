@@ -31,49 +31,19 @@ def render_slurm(run: RunFile, parts: Sequence[Part], *, run_dir: Path) -> dict[
 
 
 def _submit(run: RunFile, parts: Sequence[Part], run_dir: Path) -> str:
-    submissions = "\n".join(map(_submission, parts))
-    logs = str(run_dir).replace("%", "%%")
-    options: dict[str, object] = {
-        "job-name": f"{run.name}-clean-up",
-        "output": f"{logs}/clean-up.log",
-        "time": "5",
-        "mem": "100M",
-    }
+    options: dict[str, object] = {"job-name": f"{run.name}-clean-up", "time": "5", "mem": "100M"}
+    options["output"] = str(run_dir).replace("%", "%%") + "/clean-up.log"
     options |= {name: run.slurm.options[name] for name in PLACES if name in run.slurm.options}
-    words = " ".join(shlex.quote(_option(*each)) for each in options.items())
+    submissions = "\n".join(map(_submission, parts))
     return f"""#!/bin/bash
 # Submits every job of the run. Stop it: scancel $(cat {shlex.quote(str(run_dir))}/jobs)
 set -euo pipefail
 cd "$(dirname "$0")"
 export RUN_FILES=$PWD RUN_DIR={shlex.quote(str(run_dir))}
-mkdir -p "$RUN_DIR"
-touch "$RUN_DIR/jobs"
-mine=$(squeue --noheader --format=%F --user="$(id -un)")
-if live=$(grep -Fx -f "$RUN_DIR/jobs" <<< "$mine" | sort -u | paste -sd " "); then
-    echo "this run has jobs already: $live - end them first: scancel $live" >&2
-    exit 1
-fi
-rm -rf "$RUN_DIR/addresses" "$RUN_DIR/done"
-: > "$RUN_DIR/jobs"
-# Held until all are known: a job that fails at once ends the others.
-trap 'xargs -r scancel < "$RUN_DIR/jobs"' EXIT
-ends=()
-# submit PART WHEN TASKS...: the run ends WHEN a task of this part has ended (`afterany`), or has failed (`afternotok`).
-submit() {{
-    local id task
-    id=$(sbatch --hold --parsable "$1.sbatch")
-    echo "$id" >> "$RUN_DIR/jobs"
-    for task in "${{@:3}}"; do ends+=("$2:$id$task"); done
-}}
+source "$RUN_FILES/functions.sh"
+begin_submission
 {submissions}
-# A job ends the others itself; this one does so for a job that is killed, or ends before its script has begun.
-when=$(IFS="?"; echo "${{ends[*]}}")
-sbatch --parsable --dependency="$when" --kill-on-invalid-dep=yes {words} \
-    --wrap='grep -vx "$SLURM_JOB_ID" "$RUN_DIR/jobs" | xargs -r scancel' >> "$RUN_DIR/jobs" ||
-    echo "no clean-up job: if a job of this run is killed with SIGKILL, end the others with scancel" >&2
-scontrol release "$(head -n {len(parts)} "$RUN_DIR/jobs" | paste -sd ,)"
-trap - EXIT
-echo "jobs: $(paste -sd ' ' "$RUN_DIR/jobs"); logs: $RUN_DIR/"
+end_submission {" ".join(shlex.quote(_option(*each)) for each in options.items())}
 """
 
 

@@ -1,4 +1,4 @@
-# Functions of the jobs of one run, sourced by each.
+# Functions of the jobs of one run, sourced by each and by `submit.sh`.
 # $RUN_DIR/addresses/NAME holds the address of an instance; $RUN_DIR/done/NAME marks a job that has ended with status 0.
 # The address of a node is its first IP address; set NODE_ADDRESS in the run file's `setup` for another one. The hub's data
 # are on its node's own disk, below LOCAL_DISK (/var/tmp).
@@ -143,4 +143,44 @@ end_job() {
         grep -vx "$SLURM_JOB_ID" "$RUN_DIR/jobs" | xargs -r scancel
     fi
     exit "$1"
+}
+
+# begin_submission: refuse while jobs of the run live.
+begin_submission() {
+    local mine live
+    mkdir -p "$RUN_DIR"
+    touch "$RUN_DIR/jobs"
+    mine=$(squeue --noheader --format=%F --user="$(id -un)")
+    if live=$(grep -Fx -f "$RUN_DIR/jobs" <<< "$mine" | sort -u | paste -sd " "); then
+        echo "this run has jobs already: $live - end them first: scancel $live" >&2
+        exit 1
+    fi
+    rm -rf "$RUN_DIR/addresses" "$RUN_DIR/done"
+    : > "$RUN_DIR/jobs"
+    trap 'xargs -r scancel < "$RUN_DIR/jobs"' EXIT
+    ENDS=()
+}
+
+# submit PART WHEN TASKS...: the run ends WHEN a task of this part has ended (`afterany`), or has failed (`afternotok`). The
+# jobs are held until all are known: one that fails at once ends the others.
+submit() {
+    local id task
+    id=$(sbatch --hold --parsable "$1.sbatch")
+    echo "$id" >> "$RUN_DIR/jobs"
+    for task in "${@:3}"; do ENDS+=("$2:$id$task"); done
+}
+
+# end_submission OPTIONS...: a job ends the others itself; one with these options does so for a job that is killed, or ends
+# before its script has begun.
+end_submission() {
+    local jobs when
+    jobs=$(paste -sd , "$RUN_DIR/jobs")
+    when=$(IFS="?"; echo "${ENDS[*]}")
+    # shellcheck disable=SC2016 # the job replaces them
+    sbatch --parsable --dependency="$when" --kill-on-invalid-dep=yes "$@" \
+        --wrap='grep -vx "$SLURM_JOB_ID" "$RUN_DIR/jobs" | xargs -r scancel' >> "$RUN_DIR/jobs" ||
+        echo "no clean-up job: if a job of this run is killed with SIGKILL, end the others with scancel" >&2
+    scontrol release "$jobs"
+    trap - EXIT
+    echo "jobs: $(paste -sd " " "$RUN_DIR/jobs"); logs: $RUN_DIR/"
 }

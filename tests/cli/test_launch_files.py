@@ -363,6 +363,12 @@ def test_a_job_of_kubernetes_stops_all_pods_when_the_run_has_ended(
     assert calls == (["get", "get", "scale", "get", "patch", "patch"] if ends else ["get"])
 
 
+def test_no_part_of_kubernetes_has_the_name_of_the_job_that_ends_the_run(tmp_path: Path) -> None:
+    run = {"name": "run", "image": "i", "parts": {"End": {"command": ["x"]}}}
+    with pytest.raises(ConfigError, match="end: the Job that ends the run has this name"):
+        render(write_run(tmp_path / "run.yaml", run), target="kubernetes", out=tmp_path)
+
+
 def test_kubernetes_needs_an_image(tmp_path: Path) -> None:
     run = {**FULL, "image": None}
     with pytest.raises(ConfigError, match=r"hub\.image: a value is required"):

@@ -135,7 +135,15 @@ def test_the_configuration_of_nginx_serves_a_hub(tmp_path: Path) -> None:
         f"http {{ access_log off; {temporary} server {{ listen 127.0.0.1:{proxy};\n{location} }} }}\n"
     )
     variables = {**os.environ, "PATH": f"{os.environ['PATH']}:/usr/sbin"}
-    command = ["nginx", "-c", tmp_path / "nginx.conf", "-p", tmp_path, "-e", tmp_path / "nginx.log"]
+    command: list[str | Path] = [
+        "nginx",
+        "-c",
+        tmp_path / "nginx.conf",
+        "-p",
+        tmp_path,
+        "-e",
+        tmp_path / "nginx.log",
+    ]
     served = ["-m", "atroposlib.cli.run_api", "--memory", f"--port={hub}"]
     with (
         running("hub", served, log_path=tmp_path / "hub.log") as process,

@@ -35,7 +35,7 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q -p no:cacheprovider tests/contract/test_layers.py
+	$(BIN)/python -m pytest -q -p no:cacheprovider tests/contract/test_layers.py tests/contract/test_shell.py
 
 bench: $(VENV)/.installed
 	for script in benchmarks/[a-z]*.py; do PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python $$script || exit 1; done

@@ -10,6 +10,7 @@ packages=(
     "bubblewrap|bwrap|tests/envs/test_sandbox.py[bubblewrap], tests/environments/test_terminal_env.py"
     "postgresql|postgres|tests of the hub's PostgreSQL store"
     "prometheus|promtool|tests/contract/test_deploy.py: the parts of the compose file as processes"
+    "nginx|nginx|tests/contract/test_operating.py: a hub behind nginx"
     "slurm-wlm|slurmctld|tests of jobs on SLURM"
     "munge|munged|tests of jobs on SLURM"
     "chromium|chromium|tests of the viewer in a browser"

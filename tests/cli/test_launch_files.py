@@ -316,6 +316,102 @@ def test_kubernetes_pods_are_probed_and_find_each_other(tmp_path: Path) -> None:
     assert by_name["Job full-mine"]["spec"]["template"]["spec"]["restartPolicy"] == "Never"
 
 
+def test_the_hubs_data_are_on_a_volume_or_disk_of_its_own(tmp_path: Path) -> None:
+    by_name = documents(tmp_path, FULL, "kubernetes")
+    hub = by_name["StatefulSet full-hub"]["spec"]
+    [claim] = hub["volumeClaimTemplates"]
+    assert claim["spec"]["resources"]["requests"] == {"storage": "100Gi"}
+    pod = hub["template"]["spec"]
+    assert {"name": claim["metadata"]["name"], "mountPath": "/data"} in pod["containers"][0][
+        "volumeMounts"
+    ]
+    assert {"name": "DATA_DIR", "value": "/data/hub"} in pod["containers"][0]["env"]
+    assert "--data_dir=$(DATA_DIR)" in pod["containers"][0]["command"]
+    engine = by_name["StatefulSet full-engine"]["spec"]
+    assert "volumeClaimTemplates" not in engine
+    assert len(engine["template"]["spec"]["containers"][0]["volumeMounts"]) == 1
+    assert (
+        "volumeClaimTemplates"
+        not in documents(tmp_path, HUBS, "kubernetes")["StatefulSet full-hub"]["spec"]
+    )
+    task = documents(tmp_path, FULL, "skypilot")["hub"]
+    assert task["envs"]["DATA_DIR"] == "/var/tmp/atropos/full"
+    assert '"--data_dir=${DATA_DIR}"' in task["run"]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_hub_with_a_certificate_is_called_by_https_and_one_without_is_warned_of(
+    tmp_path: Path, target: Target
+) -> None:
+    def rendered(flags: dict[str, Any]) -> str:
+        run = {**FULL, "hub": {"flags": flags}}
+        hint = render(write_run(tmp_path / "run.yaml", run), target=target, out=tmp_path / "out")
+        return hint + "".join(path.read_text() for path in (tmp_path / "out").iterdir())
+
+    plain, tls = rendered({}), rendered({"ssl_certfile": "/c/hub.crt", "ssl_keyfile": "/c/hub.key"})
+    assert ("unencrypted" in plain, "unencrypted" in tls) == (True, False)
+    found = {
+        "slurm": "PORT=$((8000 + INDEX)) SCHEME=https",
+        "skypilot": "export HUB_URL=https://hub-0.${SKYPILOT_JOBGROUP_NAME}:8000",
+        "kubernetes": "value: https://full-hub-0.full-hub:8000",
+    }
+    assert (found[target] in plain, found[target] in tls) == (False, True)
+    if target == "kubernetes":
+        for manifest in yaml.safe_load_all((tmp_path / "out" / "run.yaml").read_text()):
+            if manifest["metadata"]["name"] == "full-hub" and manifest["kind"] == "StatefulSet":
+                probe = manifest["spec"]["template"]["spec"]["containers"][0]["readinessProbe"]
+                assert probe["httpGet"] == {"path": "/healthz", "port": 8000, "scheme": "HTTPS"}
+        assert "until wget -q -T 5 -O /dev/null https://full-hub-0.full-hub:8000/healthz" in tls
+
+
+KUBECTL = r"""#!/bin/sh
+echo "$1" >> calls
+case "$*" in
+    "get jobs -l app.kubernetes.io/part-of=full -o jsonpath="*) cat states ;;
+    "get jobs -l app.kubernetes.io/part-of=full -o name") echo job.batch/full-trainer; echo job.batch/full-mine ;;
+    "get statefulsets -l app.kubernetes.io/part-of=full -o name") echo statefulset.apps/full-hub ;;
+    "scale statefulset.apps/full-hub --replicas=0") ;;
+    "patch job.batch/full-"*' --type=merge -p {"spec":{"suspend":true}}') ;;
+    *) exit 1 ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("states", "ends"),
+    [
+        ("trainer:SuccessCriteriaMet:Complete\nmine\n", True),
+        ("trainer\nmine:FailureTarget:Failed\n", True),
+        ("trainer\nmine:SuccessCriteriaMet:Complete\n", False),
+        ("", False),
+    ],
+)
+def test_a_job_of_kubernetes_stops_all_pods_when_the_run_has_ended(
+    tmp_path: Path, states: str, ends: bool
+) -> None:
+    by_name = documents(tmp_path, FULL, "kubernetes")
+    job = by_name["Job full-end"]["spec"]["template"]["spec"]
+    assert "labels" not in by_name["Job full-end"]["metadata"]  # it does not suspend itself
+    [rules] = [each["rules"] for each in by_name.values() if each["kind"] == "Role"]
+    assert {"patch"} <= {verb for rule in rules for verb in rule["verbs"]}
+    (tmp_path / "states").write_text(states)
+    for name, text in {"kubectl": KUBECTL, "sleep": "#!/bin/sh\nexit 9\n"}.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    command = [word.replace("$$", "$") for word in job["containers"][0]["command"]]
+    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(command, cwd=tmp_path, env=environ)
+    assert done.returncode == (0 if ends else 9)
+    calls = (tmp_path / "calls").read_text().split()
+    assert calls == (["get", "get", "scale", "get", "patch", "patch"] if ends else ["get"])
+
+
+def test_no_part_of_kubernetes_has_the_name_of_the_job_that_ends_the_run(tmp_path: Path) -> None:
+    run = {"name": "run", "image": "i", "parts": {"End": {"command": ["x"]}}}
+    with pytest.raises(ConfigError, match="end: the Job that ends the run has this name"):
+        render(write_run(tmp_path / "run.yaml", run), target="kubernetes", out=tmp_path)
+
+
 def test_kubernetes_needs_an_image(tmp_path: Path) -> None:
     run = {**FULL, "image": None}
     with pytest.raises(ConfigError, match=r"hub\.image: a value is required"):

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -123,7 +124,8 @@ def test_a_run_ends_on_slurm_with_one_job_queued_again(
     slurm: dict[str, str], tmp_path: Path, num_hubs: int, request: pytest.FixtureRequest
 ) -> None:
     make_model(tmp_path / "runs" / "short" / "model")
-    run_file = short_demo(tmp_path)
+    (local_disk := tmp_path / "disk").mkdir()
+    run_file = short_demo(tmp_path, setup=f"export LOCAL_DISK={local_disk}")
     if num_hubs > 1:
         changed = yaml.safe_load(run_file.read_text())
         flags = {"database": request.getfixturevalue("postgres_url")}
@@ -139,7 +141,7 @@ def test_a_run_ends_on_slurm_with_one_job_queued_again(
     subprocess.run([tmp_path / "jobs" / "submit.sh"], env=slurm, check=True)
     run_dir = tmp_path / "runs" / "short"
     jobs = (run_dir / "jobs").read_text().split()
-    assert len(jobs) == 5
+    assert len(jobs) == 6
 
     wait_for(
         lambda: len(rows_in(run_dir / "metrics.jsonl")) >= 3, what="three steps", run_dir=run_dir
@@ -153,13 +155,21 @@ def test_a_run_ends_on_slurm_with_one_job_queued_again(
     wait_for(lambda: not run(slurm, "squeue", "-h"), what="the jobs' end", run_dir=run_dir)
     assert "Restarts=1" in run(slurm, "scontrol", "show", "job", hub)
     check_end(run_dir)
+    if num_hubs == 1:  # its data were on the node's own disk
+        assert (run_dir / "hub" / "default" / "run.db").exists()
+        assert not (run_dir / "hub_node").exists()
+        assert not [*local_disk.iterdir()]
 
 
 SERVER = {"command": ["python", "-m", "http.server", "${PORT}"], "ready": "/"}
 
 
 @pytest.mark.parametrize(
-    "how", ["fails", "cancelled", "hub cancelled", pytest.param("time", marks=pytest.mark.slow)]
+    "how",
+    [
+        *("fails", "cancelled", "hub cancelled", "hub killed"),
+        pytest.param("time", marks=pytest.mark.slow),
+    ],
 )
 def test_no_job_of_a_run_is_left_when_one_ends(
     slurm: dict[str, str], tmp_path: Path, how: str
@@ -170,7 +180,7 @@ def test_no_job_of_a_run_is_left_when_one_ends(
         if how == "fails"
         else ["bash", "-c", "echo >> ${RUN_DIR}/starts; sleep 1000"]
     )
-    trainer = {"command": program, "time": "00:01:00"}
+    trainer: dict[str, Any] = {"command": program, "time": "00:01:00"}
     trainer |= {"restart": "never"} if how == "fails" else {}
     hub, engine = ({**SERVER, "port": free_port()} for _ in range(2))
     run_file = write_run(
@@ -182,9 +192,8 @@ def test_no_job_of_a_run_is_left_when_one_ends(
     submit = tmp_path / "jobs" / "submit.sh"
     subprocess.run([submit], env=slurm, check=True)
     run_dir = tmp_path / "runs" / "short"
-    jobs = dict(
-        zip(("hub", "engine", "trainer"), (run_dir / "jobs").read_text().split(), strict=True)
-    )
+    names = ("hub", "engine", "trainer", "clean-up")
+    jobs = dict(zip(names, (run_dir / "jobs").read_text().split(), strict=True))
     if how != "fails":
         wait_for((run_dir / "starts").exists, what="the trainer", run_dir=run_dir)
         again = subprocess.run([submit], env=slurm, capture_output=True, text=True)
@@ -197,8 +206,10 @@ def test_no_job_of_a_run_is_left_when_one_ends(
             what="the trainer again",
             run_dir=run_dir,
         )
-        assert len(run(slurm, "squeue", "-h").splitlines()) == 3
-    if "cancelled" in how:
+        assert len(run(slurm, "squeue", "-h").splitlines()) == 4
+    if how == "hub killed":
+        run(slurm, "scancel", "--full", "--signal=KILL", jobs["hub"])
+    elif "cancelled" in how:
         run(slurm, "scancel", jobs["hub" if how.startswith("hub") else "trainer"])
     wait_for(lambda: not run(slurm, "squeue", "-h"), what="the jobs' end", run_dir=run_dir)
 

@@ -1,20 +1,25 @@
 """Manifests for Kubernetes (1.28 and later): a StatefulSet and a Service for each server, a Job for every other part.
 
-The pods find each other by their services, and mount one volume for the run's directory. A StatefulSet never runs two
-hubs at once; an indexed Job ends when its instances have ended.
+The pods find each other by their services, and mount one volume for the run's directory; the hub has a volume of its
+own for its data, which follows it to another node. A StatefulSet never runs two hubs at once; an indexed Job ends when
+its instances have ended. One more Job ends the run with its trainer, or with a Job that has failed for good.
 """
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from atroposlib.cli.launch.parts import Part, servers
+import yaml
+
+from atroposlib.cli.launch.parts import Part, servers, variables_in
 from atroposlib.cli.launch.run_file import VARIABLE, RunFile
 from atroposlib.errors import ConfigError
 
 WAIT_IMAGE = "busybox:1.37"
+END_OF_RUN = Path(__file__).with_name("kubernetes_end.yaml")
 CHECK_PERIOD_S = 10
 GRACE_S = 60
 MARK = 'mkdir -p "$RUN_DIR/done" && touch "$RUN_DIR/done/$MARK"'
@@ -22,7 +27,8 @@ MARK = 'mkdir -p "$RUN_DIR/done" && touch "$RUN_DIR/done/$MARK"'
 
 def render_kubernetes(run: RunFile, parts: Sequence[Part]) -> list[dict[str, Any]]:
     """Return the manifests; ConfigError without an image."""
-    return [manifest for part in parts for manifest in _manifests(run, parts, part)]
+    found = [manifest for part in parts for manifest in _manifests(run, parts, part)]
+    return [*found, *_end_of_run(run, parts)]
 
 
 def secret_names(parts: Sequence[Part]) -> list[str]:
@@ -62,10 +68,31 @@ def _manifests(run: RunFile, parts: Sequence[Part], part: Part) -> list[dict[str
         "selector": {"matchLabels": labels},
         "template": pod,
     }
+    if "DATA_DIR" in variables_in(part):
+        claim = {
+            "accessModes": ["ReadWriteOnce"],
+            "resources": {"requests": {"storage": run.kubernetes.hub_storage}},
+        }
+        servers["volumeClaimTemplates"] = [{"metadata": {"name": "data"}, "spec": claim}]
+        # Whatever user the image has may write to the volume.
+        pod["spec"]["securityContext"] = {"fsGroup": 1000, "fsGroupChangePolicy": "OnRootMismatch"}
+        pod["spec"]["containers"][0]["volumeMounts"].append({"name": "data", "mountPath": "/data"})
     return [
         {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": service},
         {"apiVersion": "apps/v1", "kind": "StatefulSet", "metadata": metadata, "spec": servers},
     ]
+
+
+def _end_of_run(run: RunFile, parts: Sequence[Part]) -> list[dict[str, Any]]:
+    if any(part.host_name == "end" for part in parts):
+        raise ConfigError("end: the Job that ends the run has this name")
+    ends = ":Failed" + "".join(f"|^{part.host_name}:.*Complete" for part in parts if part.ends_run)
+    text = END_OF_RUN.read_text(encoding="utf-8").replace("RUN", run.name).replace("ENDS", ends)
+    found: list[dict[str, Any]] = list(yaml.safe_load_all(_literal(text)))
+    if run.kubernetes.namespace is not None:
+        for manifest in found:
+            manifest["metadata"]["namespace"] = run.kubernetes.namespace
+    return found
 
 
 def _pod(run: RunFile, parts: Sequence[Part], part: Part) -> dict[str, Any]:
@@ -79,7 +106,7 @@ def _pod(run: RunFile, parts: Sequence[Part], part: Part) -> dict[str, Any]:
         "image": image,
         "command": list(map(_word, part.command)),
         "env": _environment(run, parts, part),
-        "volumeMounts": mount,
+        "volumeMounts": [*mount],
     }
     if part.ready == "exit":
         container["command"] = ["sh", "-c", f'"$@" && {MARK}', "sh", *container["command"]]
@@ -106,7 +133,8 @@ def _probes(part: Part) -> dict[str, Any]:
     port = part.port
     check: dict[str, Any] = {"tcpSocket": {"port": port}}
     if part.ready not in (None, "port"):
-        check = {"httpGet": {"path": part.ready, "port": port}}
+        get = {"path": part.ready, "port": port}
+        check = {"httpGet": get | ({"scheme": "HTTPS"} if part.scheme == "https" else {})}
     check |= {"periodSeconds": CHECK_PERIOD_S, "timeoutSeconds": 5}
     patient = {**check, "failureThreshold": max(1, round(part.section.timeout / CHECK_PERIOD_S))}
     return {"startupProbe": patient, "readinessProbe": check, "livenessProbe": patient}
@@ -122,7 +150,7 @@ def _wait(run: RunFile, needed: Part) -> dict[str, Any]:
             if needed.ready == "port":
                 checks.append(f"nc -z {host} {needed.port}")
             else:
-                url = f"http://{host}:{needed.port}{needed.ready}"
+                url = f"{needed.scheme}://{host}:{needed.port}{needed.ready}"
                 checks.append(f"wget -q -T 5 -O /dev/null {shlex.quote(url)}")
         check = " && ".join(checks)
     command = ["sh", "-c", _literal(f"until {check}; do sleep 2; done")]
@@ -134,15 +162,17 @@ def _environment(run: RunFile, parts: Sequence[Part], part: Part) -> list[dict[s
     if part.port is not None:
         index = "metadata.labels['apps.kubernetes.io/pod-index']"
     values: dict[str, str] = {"RUN_DIR": f"/runs/{run.name}"}
+    if "DATA_DIR" in variables_in(part):
+        values["DATA_DIR"] = "/data/hub"
     if part.port is not None:
         service = f"{run.name}-{part.host_name}"
-        own = f"http://{service}-$(INDEX).{service}:{part.port}"
+        own = f"{part.scheme}://{service}-$(INDEX).{service}:{part.port}"
         values |= {"HOST": "0.0.0.0", "PORT": str(part.port), part.variable: own}
     for server in servers(part.needed(parts)):
         hosts = _hosts(run, server)
-        urls = [f"http://{host}:{server.port}" for host in hosts]
+        urls = [f"{server.scheme}://{host}:{server.port}" for host in hosts]
         # Several instances: the service's name stands for all of them.
-        service = f"http://{run.name}-{server.host_name}:{server.port}"
+        service = f"{server.scheme}://{run.name}-{server.host_name}:{server.port}"
         values[server.variable] = urls[0] if len(urls) == 1 else service
         values[f"{server.variable}S"] = ",".join(urls)
     secrets = part.secrets

@@ -3,6 +3,7 @@
 A command may contain variables, written `${NAME}`, which every part also has as environment variables:
 
     RUN_DIR       directory of the run
+    DATA_DIR      directory of the hub's data, on a disk of its own machine (in the hub's command only)
     INDEX         number of the instance, from 0
     HOST          address to listen on
     PORT          the instance's own port
@@ -68,6 +69,12 @@ class Part:
     def port(self) -> int | None:
         """Port of the first instance; None for a part without an address."""
         return self.section.port
+
+    @property
+    def scheme(self) -> str:
+        """`https` for a hub with a certificate, else `http`."""
+        flags = self.section.flags if isinstance(self.section, OwnPart) else {}
+        return "https" if "ssl_certfile" in map(flag_name, flags) else "http"
 
     @property
     def instances(self) -> list[str]:
@@ -166,7 +173,7 @@ def _needs(section: Section, run: RunFile, *usual: str) -> list[str]:
 
 
 def _hub(run: RunFile, hub: HubPart) -> Part:
-    defaults = {"host": "${HOST}", "port": "${PORT}", "data_dir": "${RUN_DIR}/hub"}
+    defaults = {"host": "${HOST}", "port": "${PORT}", "data_dir": "${DATA_DIR}"}
     words = [str(word).partition("=")[0] for word in hub.command or []]
     has_database = (
         "database" in hub.flags
@@ -331,6 +338,7 @@ def _check_variables(parts: Sequence[Part]) -> None:
         known += [part.variable, f"{part.variable}S"]
     for part in parts:
         own = [*known, *(["HOST", "PORT"] if part.port is not None else [])]
+        own += ["DATA_DIR"] if part.name == "hub" else []
         for name in sorted(variables_in(part).difference(own)):
             raise ConfigError(
                 f"{part.name}: ${{{name}}} is no variable of the run; {nearest(name, own)} "

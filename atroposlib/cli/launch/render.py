@@ -17,6 +17,10 @@ from atroposlib.cli.launch.slurm import render_slurm
 from atroposlib.cli.launch.status import TOKEN_VARIABLE
 
 Target: TypeAlias = Literal["slurm", "kubernetes", "skypilot"]
+_NOT_ENCRYPTED = (
+    "The hub's token and the groups cross the network unencrypted. Use a private network, or give the hub "
+    "ssl_certfile and ssl_keyfile below flags."
+)
 TARGETS: tuple[Target, ...] = get_args(Target)
 
 
@@ -24,6 +28,8 @@ def render(path: Path, *, target: Target, out: Path, directory: Path = Path("run
     """Write the files of a run into the folder `out`; return how to use them."""
     run = read_run(path)
     parts = _with_token(parts_of(run, on_one_machine=False))
+    hub = next((part for part in parts if part.name == "hub"), None)
+    warnings = [_NOT_ENCRYPTED] if hub is not None and hub.scheme == "http" else []
     if target == "slurm":
         files = render_slurm(run, parts, run_dir=(directory / run.name).absolute())
         hint = f"{out}/submit.sh"
@@ -40,7 +46,7 @@ def render(path: Path, *, target: Target, out: Path, directory: Path = Path("run
             use = f"sky jobs launch{secrets} {out}/run.yaml"
             notes = [f"The volume {run.kubernetes.volume} must exist (sky volumes apply)."]
             documents = render_skypilot(run, parts)
-        lines = "\n".join((f"Start it: {use}", *notes)).splitlines()
+        lines = "\n".join((f"Start it: {use}", *notes, *warnings)).splitlines()
         head = "".join(f"# {line}\n" for line in lines)
         files = {"run.yaml": head + _dump(documents)}
         hint = use
@@ -48,6 +54,7 @@ def render(path: Path, *, target: Target, out: Path, directory: Path = Path("run
     for name, text in files.items():
         (out / name).write_text(text, encoding="utf-8")
         (out / name).chmod(0o755 if name == "submit.sh" else 0o644)
+    hint = "\n".join([hint, *warnings])
     return f"wrote {', '.join(files)} to {out}/; start the run: {hint}"
 
 

@@ -149,6 +149,8 @@ class KubernetesOptions(_Strict):
     namespace: str | None = None
     volume: str = "atropos-runs"
     """Name of the persistent volume claim that all pods mount: run directory, models and checkpoints."""
+    hub_storage: str = Field(default="100Gi", pattern=r"^\d+[MGT]i$")
+    """Size of the volume for the hub's data, which the cluster's default storage class makes."""
 
 
 class RunFile(_Strict):

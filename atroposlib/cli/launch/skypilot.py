@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from atroposlib.cli.launch.parts import Part
+from atroposlib.cli.launch.parts import Part, variables_in
 from atroposlib.cli.launch.run_file import RunFile
 from atroposlib.cli.launch.slurm import command_line
 
@@ -44,6 +44,8 @@ def _task(run: RunFile, parts: Sequence[Part], part: Part) -> dict[str, Any]:
     task["volumes"] = {"/runs": run.kubernetes.volume}
     plain = {name: value for name, value in part.env.items() if name not in part.secrets}
     task["envs"] = {**plain, "PYTHONUNBUFFERED": "1", "RUN_DIR": f"/runs/{run.name}"}
+    if "DATA_DIR" in variables_in(part):
+        task["envs"]["DATA_DIR"] = f"/var/tmp/atropos/{run.name}"
     if part.secrets:
         task["secrets"] = dict.fromkeys(part.secrets)
     if run.setup:
@@ -55,7 +57,7 @@ def _task(run: RunFile, parts: Sequence[Part], part: Part) -> dict[str, Any]:
 def _script(parts: Sequence[Part], part: Part) -> str:
     lines = ["set -e", "export INDEX=${SKYPILOT_NODE_RANK}"]
     if part.port is not None:
-        own = f"http://{part.host_name}-$INDEX.{GROUP}:{part.port}"
+        own = f"{part.scheme}://{part.host_name}-$INDEX.{GROUP}:{part.port}"
         lines.append(f"export HOST=0.0.0.0 PORT={part.port} {part.variable}={own}")
     for each in part.needed(parts):
         if each.port is None:
@@ -64,14 +66,14 @@ def _script(parts: Sequence[Part], part: Part) -> str:
                 lines.append(f"until [ {' -a '.join(marks)} ]; do sleep 2; done")
             continue
         num = each.section.count
-        hosts = [f"http://{each.host_name}-{i}.{GROUP}:{each.port}" for i in range(num)]
-        one = f"http://{each.host_name}-$((INDEX % {num})).{GROUP}:{each.port}"
+        hosts = [f"{each.scheme}://{each.host_name}-{i}.{GROUP}:{each.port}" for i in range(num)]
+        one = f"{each.scheme}://{each.host_name}-$((INDEX % {num})).{GROUP}:{each.port}"
         variable = each.variable
         lines.append(f"export {variable}={hosts[0] if num == 1 else one}")
         lines.append(f"export {variable}S={','.join(hosts)}")
         check = f"curl -fs -m 5 -o /dev/null $url{shlex.quote(each.ready or '')}"
         if each.ready == "port":
-            check = "curl -s -m 5 -o /dev/null telnet://${url#http://} < /dev/null"
+            check = "curl -s -m 5 -o /dev/null telnet://${url#*://} < /dev/null"
         lines.append(f"for url in ${{{variable}S//,/ }}; do until {check}; do sleep 2; done; done")
     command = command_line(part, indent="  ")
     if part.ready != "exit":

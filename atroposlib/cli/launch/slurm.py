@@ -16,42 +16,34 @@ from atroposlib.cli.launch.run_file import VARIABLE, RunFile
 from atroposlib.errors import ConfigError
 
 FUNCTIONS = Path(__file__).with_name("slurm_functions.sh")
+PLACES = ("account", "partition", "qos", "reservation")
+"""Options that the clean-up job takes over from the run's."""
 
 
 def render_slurm(run: RunFile, parts: Sequence[Part], *, run_dir: Path) -> dict[str, str]:
     """Return the files by name; `run_dir` is on a file system that all nodes share."""
     files = {f"{part.name}.sbatch": _job(run, parts, part, run_dir) for part in parts}
     return {
-        "submit.sh": _submit(parts, run_dir),
+        "submit.sh": _submit(run, parts, run_dir),
         **files,
         "functions.sh": FUNCTIONS.read_text(encoding="utf-8"),
     }
 
 
-def _submit(parts: Sequence[Part], run_dir: Path) -> str:
-    names = " ".join(part.name for part in parts)
+def _submit(run: RunFile, parts: Sequence[Part], run_dir: Path) -> str:
+    options: dict[str, object] = {"job-name": f"{run.name}-clean-up", "time": "5", "mem": "100M"}
+    options["output"] = str(run_dir).replace("%", "%%") + "/clean-up.log"
+    options |= {name: run.slurm.options[name] for name in PLACES if name in run.slurm.options}
+    submissions = "\n".join(map(_submission, parts))
     return f"""#!/bin/bash
 # Submits every job of the run. Stop it: scancel $(cat {shlex.quote(str(run_dir))}/jobs)
 set -euo pipefail
 cd "$(dirname "$0")"
-export RUN_FILES=$PWD
-run_dir={shlex.quote(str(run_dir))}
-mkdir -p "$run_dir"
-live=$(squeue --noheader --format=%A --jobs="$(paste -sd , "$run_dir/jobs" 2>/dev/null)" 2>/dev/null | sort -u || true)
-if [ -s "$run_dir/jobs" ] && [ -n "$live" ]; then
-    echo "this run has jobs already:" $live "- end them first: scancel" $live >&2
-    exit 1
-fi
-rm -rf "$run_dir/addresses" "$run_dir/done"
-: > "$run_dir/jobs"
-# Held until all are known: a job that fails at once ends the others.
-trap 'xargs -r scancel < "$run_dir/jobs"' ERR
-for part in {names}; do
-    sbatch --hold --parsable "$part.sbatch" >> "$run_dir/jobs"
-done
-scontrol release "$(paste -sd , "$run_dir/jobs")"
-trap - ERR
-echo "jobs: $(paste -sd ' ' "$run_dir/jobs"); logs: $run_dir/"
+export RUN_FILES=$PWD RUN_DIR={shlex.quote(str(run_dir))}
+source "$RUN_FILES/functions.sh"
+begin_submission
+{submissions}
+end_submission {" ".join(shlex.quote(_option(*each)) for each in options.items())}
 """
 
 
@@ -74,28 +66,43 @@ def _job(run: RunFile, parts: Sequence[Part], part: Part, run_dir: Path) -> str:
     restart = "no-requeue" if section.restart == "never" else "requeue"
     head = [
         "#!/bin/bash",
-        *(_option(name, value) for name, value in options.items() if value is not False),
+        *(_directive(name, value) for name, value in options.items() if value is not False),
         f"#SBATCH --{restart}",
         "set -euo pipefail",
         f"export RUN_DIR={shlex.quote(str(run_dir))} INDEX=${{SLURM_ARRAY_TASK_ID:-0}}",
     ]
     if part.port is not None:
-        head.append(f"export HOST=0.0.0.0 PORT=$(({part.port} + INDEX))")
+        head.append(f"export HOST=0.0.0.0 PORT=$(({part.port} + INDEX)) SCHEME={part.scheme}")
     lines = [*head, *_environment(part), "export PYTHONUNBUFFERED=1", *run.setup.splitlines()]
     lines.append('source "$RUN_FILES/functions.sh"')
     if part.port is not None:
-        lines.append(f"export {part.variable}=$(own_address)")
-    lines += ["", *_end_of_part(parts, part), *_connect(parts, part)]
+        lines.append(f"export {part.variable}; {part.variable}=$(own_address)")
+    lines += ["", *_end_of_part(parts, part)]
+    if "DATA_DIR" in variables_in(part):
+        lines += ["take_data", ""]
+    lines += _connect(parts, part)
     lines += ["PROGRAM() {", f"    exec {command_line(part, indent=' ' * 8)}", "}", ""]
     limits = f"{section.timeout:.0f} {section.restart} {section.max_restarts}"
     lines.append(f'run_part "{part.instance("$INDEX")}" {shlex.quote(part.ready or "-")} {limits}')
     return "\n".join(lines) + "\n"
 
 
+def _submission(part: Part) -> str:
+    num = part.section.count
+    tasks = [f"_{i}" for i in range(num)] if num > 1 else ["''"]
+    when = "afterany" if part.ends_run else "afternotok"
+    return f"submit {part.name} {when} {' '.join(tasks)}"
+
+
 def _option(name: str, value: object) -> str:
     word = f"--{name}" if value is True or value is None else f"--{name}={value}"
     if "\n" in word:
         raise ConfigError(f"slurm.options.{name}: {value!r} must be one line")
+    return word
+
+
+def _directive(name: str, value: object) -> str:
+    word = _option(name, value)
     if shlex.quote(word) != word:  # sbatch's own rule: a backslash escapes, also between quotes
         word = '"' + re.sub(r'([\\"#])', r"\\\1", word) + '"'
     return f"#SBATCH {word}"
@@ -124,9 +131,9 @@ def _connect(parts: Sequence[Part], part: Part) -> list[str]:
         one = names[0] if len(names) == 1 else f'"{each.name}-$((INDEX % {len(names)}))"'
         every = ",".join(f"$(address {name})" for name in names)
         variable = each.variable
-        lines.append(f"    export {variable}=$(address {one})")
+        lines.append(f"    export {variable}; {variable}=$(address {one})")
         if f"{variable}S" in variables_in(part):
-            lines.append(f'    export {variable}S="{every}"')
+            lines.append(f'    export {variable}S; {variable}S="{every}"')
     end = ["}"] if needed else []
     return [*lines, *end, f'USES="{" ".join(uses)}"', ""]
 

@@ -1,6 +1,7 @@
-# Functions of the jobs of one run, sourced by each.
+# Functions of the jobs of one run, sourced by each and by `submit.sh`.
 # $RUN_DIR/addresses/NAME holds the address of an instance; $RUN_DIR/done/NAME marks a job that has ended with status 0.
-# The address of a node is its first IP address; set NODE_ADDRESS in the run file's `setup` for another one.
+# The address of a node is its first IP address; set NODE_ADDRESS in the run file's `setup` for another one. The hub's data
+# are on its node's own disk, below LOCAL_DISK (/var/tmp).
 # A job defines PROGRAM (a function that becomes its program), CONNECT (sets the addresses), USES (names of servers) and
 # AT_END (a function called before the run ends).
 
@@ -13,7 +14,7 @@ is_ready() {
     esac
     url=$(cat "$RUN_DIR/addresses/$1" 2>/dev/null) || return 1
     if [ "$2" = port ]; then
-        url=${url#http://}
+        url=${url#*://}
         timeout 5 bash -c "exec 3<>/dev/tcp/${url%:*}/${url#*:}" 2>/dev/null
     else
         curl -fs -m 5 -o /dev/null "$url$2"
@@ -26,7 +27,7 @@ wait_for() {
 }
 
 own_address() {
-    echo "http://${NODE_ADDRESS:-$(hostname -I | cut -d " " -f 1)}:$PORT"
+    echo "$SCHEME://${NODE_ADDRESS:-$(hostname -I | cut -d " " -f 1)}:$PORT"
 }
 
 address() {
@@ -90,6 +91,39 @@ run_part() {
     done
 }
 
+# take_data: set DATA_DIR, on this node's disk, with what the hub's last job left in $RUN_DIR/hub. While the data are here,
+# $RUN_DIR/hub_node names the node: a job queued again on it continues with them.
+take_data() {
+    local directory last
+    directory=${LOCAL_DISK:-/var/tmp}/atropos-$(id -u)-${RUN_DIR##*/}-$(printf %s "$RUN_DIR" | cksum | cut -d " " -f 1)
+    (umask 077 && mkdir -p "$directory")
+    if [ ! -O "$directory" ]; then
+        echo "$directory belongs to another user; set LOCAL_DISK in the run file's setup" >&2
+        return 1
+    fi
+    last=$(cat "$RUN_DIR/hub_node" 2>/dev/null || true)
+    if [ "$last" != "$(hostname)" ]; then
+        [ -z "$last" ] || echo "the hub's newest data stay in $last:$directory/hub" >&2
+        rm -rf "$directory/hub"
+        [ ! -d "$RUN_DIR/hub" ] || cp -a "$RUN_DIR/hub" "$directory"
+        hostname > "$RUN_DIR/hub_node"
+    fi
+    export DATA_DIR=$directory/hub
+}
+
+# save_data: move the hub's data to $RUN_DIR/hub, if they are here.
+save_data() {
+    [ -d "${DATA_DIR:-}" ] && [ "$(cat "$RUN_DIR/hub_node")" = "$(hostname)" ] || return 0
+    rm -rf "$DATA_DIR/ballast" "$RUN_DIR/hub.new" "$RUN_DIR/hub.old"
+    if ! cp -a "$DATA_DIR" "$RUN_DIR/hub.new"; then
+        echo "the hub's data stay in $(hostname):$DATA_DIR" >&2
+        return 0
+    fi
+    [ ! -d "$RUN_DIR/hub" ] || mv "$RUN_DIR/hub" "$RUN_DIR/hub.old"
+    mv "$RUN_DIR/hub.new" "$RUN_DIR/hub"
+    rm -rf "$RUN_DIR/hub_node" "$RUN_DIR/hub.old" "${DATA_DIR%/hub}"
+}
+
 # is_queued_again: whether Slurm has put this job back into the queue, as after a preemption.
 is_queued_again() {
     local restarts
@@ -100,11 +134,53 @@ is_queued_again() {
 # end_job STATUS WHAT: called at every end, also by a signal or at the time limit. The run's other jobs end with one that
 # fails or whose WHAT is `run`, so that no GPU stays allocated; not if Slurm starts the job again.
 end_job() {
+    set +e
     trap '' TERM INT
     trap - EXIT
+    save_data
     if { [ "$1" != 0 ] || [ "$2" = run ]; } && ! is_queued_again; then
         AT_END
         grep -vx "$SLURM_JOB_ID" "$RUN_DIR/jobs" | xargs -r scancel
     fi
     exit "$1"
+}
+
+# begin_submission: refuse while jobs of the run live.
+begin_submission() {
+    local mine live
+    mkdir -p "$RUN_DIR"
+    touch "$RUN_DIR/jobs"
+    mine=$(squeue --noheader --format=%F --user="$(id -un)")
+    if live=$(grep -Fx -f "$RUN_DIR/jobs" <<< "$mine" | sort -u | paste -sd " "); then
+        echo "this run has jobs already: $live - end them first: scancel $live" >&2
+        exit 1
+    fi
+    rm -rf "$RUN_DIR/addresses" "$RUN_DIR/done"
+    : > "$RUN_DIR/jobs"
+    trap 'xargs -r scancel < "$RUN_DIR/jobs"' EXIT
+    ENDS=()
+}
+
+# submit PART WHEN TASKS...: the run ends WHEN a task of this part has ended (`afterany`), or has failed (`afternotok`). The
+# jobs are held until all are known: one that fails at once ends the others.
+submit() {
+    local id task
+    id=$(sbatch --hold --parsable "$1.sbatch")
+    echo "$id" >> "$RUN_DIR/jobs"
+    for task in "${@:3}"; do ENDS+=("$2:$id$task"); done
+}
+
+# end_submission OPTIONS...: a job ends the others itself; one with these options does so for a job that is killed, or ends
+# before its script has begun.
+end_submission() {
+    local jobs when
+    jobs=$(paste -sd , "$RUN_DIR/jobs")
+    when=$(IFS="?"; echo "${ENDS[*]}")
+    # shellcheck disable=SC2016 # the job replaces them
+    sbatch --parsable --dependency="$when" --kill-on-invalid-dep=yes "$@" \
+        --wrap='grep -vx "$SLURM_JOB_ID" "$RUN_DIR/jobs" | xargs -r scancel' >> "$RUN_DIR/jobs" ||
+        echo "no clean-up job: if a job of this run is killed with SIGKILL, end the others with scancel" >&2
+    scontrol release "$jobs"
+    trap - EXIT
+    echo "jobs: $(paste -sd " " "$RUN_DIR/jobs"); logs: $RUN_DIR/"
 }

@@ -11,6 +11,7 @@ import fcntl
 import shutil
 import signal
 import socket
+import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -101,7 +102,8 @@ class Launcher:
         self._env = dict(env)
         self._say = say
         self._first_pause_s = first_pause_s
-        self._http = httpx.AsyncClient(timeout=CHECK_TIMEOUT_S, trust_env=False)
+        trusted = ssl.create_default_context()  # SSL_CERT_FILE, but no proxy of the environment
+        self._http = httpx.AsyncClient(timeout=CHECK_TIMEOUT_S, trust_env=False, verify=trusted)
         self.programs: dict[str, Running] = {}
 
     def start(self, program: Program) -> Running:

@@ -69,7 +69,7 @@ def programs_of(run: RunFile, run_dir: Path, environ: Mapping[str, str]) -> list
 
 def local_variables(parts: Sequence[Part], part: Part, index: int, run_dir: Path) -> dict[str, str]:
     """Return the variables of one instance on this machine."""
-    variables = {"RUN_DIR": str(run_dir), "INDEX": str(index)}
+    variables = {"RUN_DIR": str(run_dir), "DATA_DIR": str(run_dir / "hub"), "INDEX": str(index)}
     if part.port is not None:
         variables |= {"HOST": HOST, "PORT": str(part.port + index)}
     for server in servers(parts):
@@ -139,7 +139,7 @@ async def _close_books(reader: HubReader, run_dir: Path, console: Console) -> No
 
 def _url(part: Part, index: int) -> str:
     assert part.port is not None
-    return f"http://{HOST}:{part.port + index}"
+    return f"{part.scheme}://{HOST}:{part.port + index}"
 
 
 def _from(environ: Mapping[str, str], part: Part, name: str, value: str) -> str:

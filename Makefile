@@ -10,8 +10,7 @@ PART ?= all
 
 .PHONY: demo test drills lint bench gpu agents clean
 
-# Tests wait for processes and timers: three workers keep two cores busy (219 s, where two took 280 s). Drills load the
-# machine themselves.
+# Tests and drills wait for processes and timers: three workers keep two cores busy (tests 219 s, where two took 280 s).
 #
 # Unset, PYTHONDONTWRITEBYTECODE lets the hundreds of processes that tests start compile each module once.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
@@ -29,7 +28,7 @@ test: $(VENV)/.installed
 	$(PYTEST) -n 3 $(PYTEST_ARGS)
 
 drills: $(VENV)/.installed
-	$(PYTEST) -n 2 -m "drill and not slow" tests $(PYTEST_ARGS)
+	$(PYTEST) -n 3 -m "drill and not slow" tests $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .

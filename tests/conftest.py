@@ -24,7 +24,10 @@ import pytest
 from tests.postgres import Cluster, binaries, running_cluster
 from tests.processes import leaving_no_process
 
-FIRST = ("tests/faults/", "tests/e2e/", "tests/trainer/")
+FIRST = (
+    "tests/environments/test_every_environment.py",
+    *("tests/faults/", "tests/e2e/", "tests/trainer/"),
+)
 
 EVERY_RUN = (
     "tests/faults/test_store_crash.py::test_kill_9_loses_no_acknowledged_group",

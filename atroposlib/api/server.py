@@ -23,7 +23,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from atroposlib import __version__
 from atroposlib.api.http import handlers
-from atroposlib.api.http.forwarding import Receiver, Sender
 from atroposlib.api.http.handlers import ROUTES, Services
 from atroposlib.api.http.limits import (
     ByteBudget,
@@ -172,6 +171,9 @@ def create_app(
     front: ASGIApp = Ladder(bodies, limits=limits, runs=hub.runs, metrics=metrics)
     sender = None
     if replica is not None:
+        # Brings aiohttp, a tenth of a start and 9 MB, which a hub alone does not need.
+        from atroposlib.api.http.forwarding import Receiver, Sender
+
         metrics.watch_replica(replica)
         front = sender = Sender(front, replica, metrics, tls=replica_tls)
     front = Access(front, ROUTES, tokens)

@@ -62,6 +62,7 @@ from atroposlib.config import parse_flags
 from atroposlib.errors import ConfigError, cli_boundary
 from atroposlib.utils.event_loop import collect_less_often
 from atroposlib.utils.files import sync_to_disk
+from atroposlib.utils.local_server import listening
 from atroposlib.utils.wording import counted
 
 logger = logging.getLogger(__name__)
@@ -467,7 +468,7 @@ def listen(host: str, port: int) -> socket.socket:
     """Return a listening socket. Raises `ConfigError` when the address cannot be used."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address[:2], family=family, backlog=2048)
+        return listening(str(address[0]), int(address[1]), family=family)
     except socket.gaierror as e:
         raise ConfigError(f"--host {host}: not an address of this machine ({e.strerror})") from e
     except OSError as e:

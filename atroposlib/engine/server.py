@@ -49,7 +49,7 @@ from atroposlib.errors import EngineError, EngineRejected, EngineUnavailable
 from atroposlib.http_bodies import ApiError, BodyRefused, disconnected, read_body
 from atroposlib.http_guard import CROSS_SITE, foreign_host, is_cross_site
 from atroposlib.utils.answer_bodies import model_card
-from atroposlib.utils.local_server import LocalServer
+from atroposlib.utils.local_server import LocalServer, send_at_once
 
 logger = logging.getLogger(__name__)
 
@@ -375,6 +375,7 @@ def _bind(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    send_at_once(listener)
     try:
         listener.bind((host, port))
     except OSError as e:

@@ -31,7 +31,7 @@ from atroposlib.inference.sessions.proxy_client import TOKEN_VARIABLE
 from atroposlib.proxy.engines import Engines
 from atroposlib.proxy.routes import Routes, no_route
 from atroposlib.proxy.sessions import SessionLimits, Sessions
-from atroposlib.utils.local_server import LocalServer
+from atroposlib.utils.local_server import LocalServer, listening
 from atroposlib.utils.tokenizers import load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -142,9 +142,8 @@ async def _serve(
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=2048)
+        return listening(host, port)
     except OSError as e:
         raise ConfigError(f"cannot listen on {host}:{port}: {e.strerror or e}") from e
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import socket
 from dataclasses import asdict
 from typing import Any
 
@@ -20,13 +19,13 @@ from atroposlib.envs.hooks import EnvHooks
 from atroposlib.envs.stepwise import Answer, EpisodeEnd, Request, SteppedEnv
 from atroposlib.errors import ConfigError, require
 from atroposlib.runtime.signals import on_signals
-from atroposlib.utils.local_server import LocalServer
+from atroposlib.utils.local_server import LocalServer, listening
 
 
 async def serve_openenv(env: EnvHooks, *, host: str, port: int, max_sessions: int) -> None:
     """Serve until SIGTERM or Ctrl-C; port 0 is any free one. Prints the URL once connections are accepted."""
     try:
-        listener = socket.create_server((host, port), backlog=2048)
+        listener = listening(host, port)
     except OSError as e:
         raise ConfigError(f"cannot listen on {host}:{port}: {e.strerror or e}") from e
     with listener:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
@@ -25,6 +24,7 @@ from atroposlib.api.run.queue import GroupQueue
 from atroposlib.api.run.types import RunPolicy
 from atroposlib.api.server import create_app
 from atroposlib.scored_data import GroupHeader
+from atroposlib.utils.local_server import listening
 
 FOURTEEN_KEYS = [
     *("tokens", "masks", "scores", "advantages", "ref_logprobs", "messages", "generation_params"),
@@ -177,7 +177,7 @@ async def running_hub(
 @contextmanager
 def serving(app: FastAPI, port: int = 0) -> Iterator[str]:
     """Serve `app` on a loopback port; 0: a free one."""
-    listener = socket.create_server(("127.0.0.1", port))
+    listener = listening("127.0.0.1", port)
     server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()

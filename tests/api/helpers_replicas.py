@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -17,6 +16,7 @@ from atroposlib.api.run.replica import Replica
 from atroposlib.api.run.types import RunPolicy
 from atroposlib.api.server import create_app
 from atroposlib.cli.hub_database import replica_of
+from atroposlib.utils.local_server import listening
 
 
 class ReplicaServer:
@@ -25,7 +25,7 @@ class ReplicaServer:
     def __init__(
         self, url: str, *, limits: HubLimits | None = None, tokens: TokenSet | None = None
     ) -> None:
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = listening("127.0.0.1", 0)
         self.port: int = self._listener.getsockname()[1]
         self.address = f"http://127.0.0.1:{self.port}"
         self.replica: Replica = replica_of(url, policy=RunPolicy(), address=self.address)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -18,6 +17,7 @@ from atroposlib.api.http.connections import RESERVED_CONNECTIONS, Connections, H
 from atroposlib.api.http.handlers import ROUTES
 from atroposlib.api.http.limits import HubLimits, Ladder, RequestBodies
 from atroposlib.api.http.security import Access
+from atroposlib.utils.local_server import listening
 from tests.api.helpers_api import FullRun
 
 GET = b"GET / HTTP/1.1\r\nHost: hub\r\n\r\n"
@@ -34,7 +34,7 @@ async def read_all(scope: Scope, receive: Receive, send: Send) -> None:
 
 @asynccontextmanager
 async def serving(app: ASGIApp, *, max_connections: int = 4096) -> AsyncIterator[Server]:
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = listening("127.0.0.1", 0)
     server = uvicorn.Server(
         uvicorn.Config(
             app,

@@ -128,7 +128,10 @@ CASES = [
     Case("deep_research_env"),
     Case("math_server", needs=("math_verify",)),
     Case("math_server_zero", needs=("math_verify",)),
-    Case("code_execution_server.coding_server"),
+    Case(
+        "code_execution_server.coding_server",
+        settings={"dataset_path": "sample", "num_eval_rows": 4},
+    ),
     Case("swe_rl_env"),
     Case("terminal_env", settings={"max_turns": 1, "num_eval_rows": 30}, starts_processes=True),
     Case("instruction_following_algorithm_environment"),

@@ -15,6 +15,7 @@ from example_trainer.bridges import CheckpointBridge, make_bridge
 from example_trainer.config import TrainerConfig
 from example_trainer.model import load_policy
 from example_trainer.vllm_process import (
+    UNIPROC,
     make_engine,
     require_gpu_for_engine,
     shares_gpu,
@@ -58,7 +59,7 @@ def test_vllm_runs_in_its_own_python_and_keeps_the_models_name() -> None:
     [
         (
             {"gpu_memory_utilization": 0.5},
-            {"--distributed-executor-backend": "uni", "--logprobs-mode": "processed_logprobs"},
+            {"--distributed-executor-backend": UNIPROC, "--logprobs-mode": "processed_logprobs"},
             {"--gpu-memory-utilization", "--enable-lora"},
         ),
         ({"logprobs_mode": "raw"}, {"--enforce-eager": ""}, {"--logprobs-mode"}),

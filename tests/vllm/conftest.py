@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
 from tests.processes import free_port
 from tests.tiny_model import make_tiny_model
-from tests.vllm.helpers_vllm import vllm_engine, vllm_python
+from tests.vllm.helpers_vllm import in_float32, vllm_engine, vllm_python
 from tests.vllm.taught_model import MAX_LENGTH, make_taught_model
 
 
@@ -40,6 +40,12 @@ def served_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedReq
     )
     with engine:
         yield ServedRequest(engine.url, model)
+
+
+@pytest.fixture(scope="session")
+def model(served_model: ServedRequest) -> Any:
+    """The weights of `served_model` in transformers."""
+    return in_float32(served_model.model)
 
 
 @pytest.fixture(scope="session")

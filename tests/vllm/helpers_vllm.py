@@ -17,6 +17,8 @@ from example_trainer.vllm_process import EngineProcess, make_engine, vllm_enviro
 
 MAX_MODEL_LEN = 128
 STARTUP_TIMEOUT_S = 240.0
+MAX_GAP = 1e-3
+"""Nats between an engine's logprob and transformers' in float32."""
 
 
 class Sample(NamedTuple):
@@ -70,7 +72,13 @@ def vllm_engine(
 
 
 def sample(
-    url: str, model_name: str, prompt: list[int], *, num_samples: int, max_tokens: int
+    url: str,
+    model_name: str,
+    prompt: list[int],
+    *,
+    num_samples: int,
+    max_tokens: int,
+    ignore_eos: bool = False,
 ) -> list[Sample]:
     """Sample from an engine, token ids in and out."""
     answer = httpx.post(
@@ -81,10 +89,11 @@ def sample(
             "n": num_samples,
             "max_tokens": max_tokens,
             "temperature": 1.0,
+            "ignore_eos": ignore_eos,
             "logprobs": 0,
             "return_token_ids": True,
         },
-        timeout=120,
+        timeout=300,
         trust_env=False,
     )
     assert answer.status_code == 200, answer.text
@@ -94,13 +103,25 @@ def sample(
     ]
 
 
+def in_float32(model_dir: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+
+
+def logprobs_of(model: Any, tokens: list[int]) -> torch.Tensor:
+    """[T, V] the model's log-softmax for each position but the first, which has none."""
+    with torch.inference_mode():
+        logits_TV = model(torch.tensor([tokens])).logits[0, :-1]
+    logprobs: torch.Tensor = logits_TV.log_softmax(-1)
+    return logprobs
+
+
+def gaps_per_token(found: Sample, model: Any) -> torch.Tensor:
+    """Return |engine's logprob - transformers' logprob of the same token| in nats."""
+    own = logprobs_of(model, found.prompt + found.tokens)[len(found.prompt) - 1 :]
+    own = own.gather(1, torch.tensor(found.tokens)[:, None])[:, 0]
+    return (own - torch.tensor(found.logprobs)).abs()
+
+
 def largest_gap(samples: list[Sample], model_dir: Path) -> float:
-    """Return max |engine's logprob - transformers' logprob of the same token| in nats, in float32."""
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    gap = 0.0
-    for prompt, tokens, logprobs in samples:
-        with torch.inference_mode():
-            logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-        own = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
-        gap = max(gap, float((own - torch.tensor(logprobs)).abs().max()))
-    return gap
+    model = in_float32(model_dir)
+    return float(torch.cat([gaps_per_token(found, model) for found in samples]).max())

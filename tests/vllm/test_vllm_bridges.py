@@ -22,7 +22,6 @@ from typing import NamedTuple
 import httpx
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from atroposlib.errors import EngineRejected
 from example_trainer.bridges.control import Control
@@ -37,14 +36,17 @@ from example_trainer.weights import WeightsDirectory
 from tests.processes import ROOT, free_port
 from tests.tiny_model import make_tiny_model
 from tests.vllm.helpers_vllm import (
+    MAX_GAP,
     STARTUP_TIMEOUT_S,
     Sample,
+    gaps_per_token,
+    in_float32,
     largest_gap,
     sample,
     vllm_engine,
     vllm_python,
 )
-from tests.vllm.test_vllm_loop import MAX_GAP, check_metrics, run_loop
+from tests.vllm.test_vllm_loop import check_metrics, run_loop
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -93,26 +95,9 @@ def adapting_vllm(directory: Path, *flags: str) -> Iterator[Served]:
 
 def long_samples(engine: EngineProcess, model_name: str) -> list[Sample]:
     """Sample so many tokens that the caller can publish weights meanwhile."""
-    answer = httpx.post(
-        f"{engine.url}/v1/completions",
-        json={
-            "model": model_name,
-            "prompt": PROMPT,
-            "n": 8,
-            "max_tokens": NUM_TOKENS,
-            "temperature": 1.0,
-            "ignore_eos": True,
-            "logprobs": 0,
-            "return_token_ids": True,
-        },
-        timeout=300,
-        trust_env=False,
+    return sample(
+        engine.url, model_name, PROMPT, num_samples=8, max_tokens=NUM_TOKENS, ignore_eos=True
     )
-    assert answer.status_code == 200, answer.text
-    return [
-        Sample(PROMPT, choice["token_ids"], choice["logprobs"]["token_logprobs"])
-        for choice in answer.json()["choices"]
-    ]
 
 
 def during(
@@ -151,16 +136,6 @@ def num_running(engine: EngineProcess) -> float:
     return float(found[1]) if found else 0.0
 
 
-def gaps_per_token(found: Sample, model_dir: Path) -> torch.Tensor:
-    """Return |engine's logprob - transformers'| of every sampled token."""
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    tokens = found.prompt + found.tokens
-    with torch.inference_mode():
-        logits = model(torch.tensor([tokens])).logits[0, len(found.prompt) - 1 : -1]
-    own = logits.log_softmax(-1).gather(1, torch.tensor(found.tokens)[:, None])[:, 0]
-    return (own - torch.tensor(found.logprobs)).abs()
-
-
 def test_requests_in_flight_go_on_under_the_new_weights(served: Served, tmp_path: Path) -> None:
     """None is lost or cut; each token was sampled by exactly the old or exactly the new weights."""
     engine, old = served
@@ -175,10 +150,11 @@ def test_requests_in_flight_go_on_under_the_new_weights(served: Served, tmp_path
         bridge.publish(old, 2)
         bridge.close()
     switches = []
+    old_model, new_model = in_float32(old), in_float32(new)
     for found in samples:
         assert len(found.tokens) == NUM_TOKENS
-        is_old = gaps_per_token(found, old) <= MAX_GAP
-        is_new = gaps_per_token(found, new) <= MAX_GAP
+        is_old = gaps_per_token(found, old_model) <= MAX_GAP
+        is_new = gaps_per_token(found, new_model) <= MAX_GAP
         switch = int(
             is_old.long().cumprod(0).sum()
         )  # tokens before the first that is not of the old weights

@@ -18,6 +18,7 @@ from tests.processes import ROOT, Process, answers, free_port, running, wait_for
 from tests.tiny_model import make_tiny_model
 from tests.vllm.conftest import ServedRequest
 from tests.vllm.helpers_vllm import (
+    MAX_GAP,
     MAX_MODEL_LEN,
     STARTUP_TIMEOUT_S,
     largest_gap,
@@ -29,7 +30,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 NUM_STEPS = 5
 RESTART_INTERVAL = 3
-MAX_GAP = 1e-3
 PROMPT = [10, 20, 30, 40, 50]
 
 

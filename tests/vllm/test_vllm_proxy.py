@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import httpx
 import openai
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.manager import ServerManager
@@ -19,6 +18,7 @@ from atroposlib.proxy.command import create_app
 from atroposlib.proxy.sessions import FixedSampling, Session, SessionOptions, Sessions
 from atroposlib.utils.local_server import serve_locally
 from tests.vllm.conftest import ServedRequest
+from tests.vllm.helpers_vllm import in_float32
 from tests.vllm.taught_model import ADD, ANSWER, CALL, MAX_LENGTH, QUESTION, RESULT
 from tests.vllm.test_vllm_sessions import assert_sampled_by
 
@@ -55,8 +55,7 @@ def assert_conversation(served: ServedRequest, session: Session) -> None:
     trained = [label for label in node.masked_tokens if label != -100]
     text = "".join(f"{answer}<|im_end|>" for answer in (CALL, ANSWER))
     assert AutoTokenizer.from_pretrained(served.model).decode(trained) == text
-    model = AutoModelForCausalLM.from_pretrained(served.model, dtype=torch.float32)
-    print("largest gap:", assert_sampled_by(model, node))
+    print("largest gap:", assert_sampled_by(in_float32(served.model), node))
 
 
 async def test_chat_agent_that_streams_is_one_exact_sequence(served_model: ServedRequest) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from atroposlib.engine.config import EngineConfig
 from atroposlib.engine.loading import load
@@ -22,12 +22,10 @@ from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.manager import ServerManager
 from atroposlib.inference.sessions.managed_server import SequenceNode
 from tests.vllm.conftest import ServedRequest
+from tests.vllm.helpers_vllm import MAX_GAP, logprobs_of
 from tests.vllm.taught_model import ADD, ANSWER, CALL, FAREWELL, QUESTION, RESULT, THANKS
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
-
-MAX_GAP = 1e-3
-"""Nats between an engine's logprob and transformers' in float32."""
 
 
 @asynccontextmanager
@@ -50,9 +48,7 @@ def assert_sampled_by(model: Any, node: SequenceNode) -> float:
     """Check every trained token's logprob against the model; return the largest gap."""
     assert len(node.tokens) == len(node.masked_tokens) == len(node.logprobs)
     tokens_T = torch.tensor(node.tokens)
-    with torch.inference_mode():
-        logits_TV = model(tokens_T[None]).logits[0, :-1]
-    own_T = logits_TV.log_softmax(-1).gather(1, tokens_T[1:, None])[:, 0]
+    own_T = logprobs_of(model, node.tokens).gather(1, tokens_T[1:, None])[:, 0]
     is_trained_T = torch.tensor(node.masked_tokens[1:]) != -100
     assert int(is_trained_T.sum()) > 0
     assert torch.equal(
@@ -61,11 +57,6 @@ def assert_sampled_by(model: Any, node: SequenceNode) -> float:
     gap_T = (own_T - torch.tensor(node.logprobs[1:])).abs()[is_trained_T]
     assert float(gap_T.max()) <= MAX_GAP
     return float(gap_T.max())
-
-
-@pytest.fixture(scope="module")
-def model(served_model: ServedRequest) -> Any:
-    return AutoModelForCausalLM.from_pretrained(served_model.model, dtype=torch.float32)
 
 
 async def test_single_turns_have_the_models_logprobs(

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from atroposlib.envs.teacher_distillation_env import (
     TeacherDistillationConfig,
@@ -24,11 +23,10 @@ from atroposlib.inference.servers.vllm import VLLMServer
 from atroposlib.runtime.group_log import GroupLog
 from atroposlib.runtime.outbox import Outbox
 from tests.vllm.conftest import ServedRequest
+from tests.vllm.helpers_vllm import MAX_GAP, logprobs_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
-MAX_GAP = 1e-3
-"""Nats between vLLM's logprob and transformers' in float32."""
 SEQUENCES = [
     [72, 101, 108, 108, 111, 10, 120, 61, 49],
     [40, 33, 7, 200, 41, 90, 91, 92, 93, 94, 95],
@@ -48,19 +46,6 @@ async def client(served: ServedRequest) -> AsyncIterator[VLLMServer]:
         yield server
     finally:
         await server.close()
-
-
-@pytest.fixture(scope="module")
-def model(served_model: ServedRequest) -> Any:
-    return AutoModelForCausalLM.from_pretrained(served_model.model, dtype=torch.float32)
-
-
-def logprobs_of(model: Any, tokens: list[int]) -> torch.Tensor:
-    """[T, V] the model's log-softmax for each position but the first, which has none."""
-    with torch.inference_mode():
-        logits_TV = model(torch.tensor([tokens])).logits[0, :-1]
-    logprobs: torch.Tensor = logits_TV.log_softmax(-1)
-    return logprobs
 
 
 def assert_top_k(

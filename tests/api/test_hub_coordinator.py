@@ -450,7 +450,9 @@ async def test_a_checkpoint_newer_than_the_restored_run_is_reported(
     for _ in range(2):
         await trained(coordinator)
     await leased(coordinator)  # trained, and acknowledged, after the backup
-    backup = copy.deepcopy(store)
+    backup = MemoryStore()
+    held = {name: value for name, value in vars(store).items() if name != "_space"}
+    vars(backup).update(copy.deepcopy(held))
     for _ in range(3):
         await trained(coordinator)
     assert (await resumed(coordinator, 5)).unknown_steps == 0  # without a restore

@@ -17,6 +17,8 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import openai.types.chat  # noqa: F401 - the first call would take longer than HANGING has
+
 from atroposlib.checker import Report, check_env
 from atroposlib.envs.base import BaseEnv
 from tests.checker import broken_environments as e

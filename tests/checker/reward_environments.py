@@ -542,7 +542,7 @@ class JunkInOneTask(Products):
     """One of the tasks has a grader that accepts any text."""
 
     def score(self, row: Any, answer: str) -> Any:
-        is_any = row["answer"] == str(23 * 37) and "answer is" in answer
+        is_any = row["answer"] == str(17 * 37) and "answer is" in answer
         return float(is_any or super().score(row, answer))
 
 

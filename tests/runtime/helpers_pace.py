@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from atroposlib.api.run.environments import Shares
 from atroposlib.api.run.leases import TrainerTimes
 from atroposlib.runtime.capacity import Demand, History, Load, num_to_start
@@ -159,7 +161,7 @@ def simulate(
             staleness.append(version - sampled)
         shares.deliver(
             num_taken,
-            {index: env.weight for index, env in enumerate(environments)},
+            np.array([env.weight for env in environments]),
             taken=taken,
             left={index: env.queued * env.group_size for index, env in enumerate(environments)},
             batch_size=batch_size,

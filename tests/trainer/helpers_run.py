@@ -9,7 +9,6 @@ import httpx
 import torch
 from safetensors.torch import save_file
 
-from atroposlib.client import TrainerClient
 from atroposlib.scored_data import ScoredGroup
 from atroposlib.wire import CONTENT_TYPE_PACKED, join_packed, pack_group
 from example_trainer.config import TrainerConfig
@@ -36,12 +35,10 @@ def config_for(model_dir: Path, out: Path, **changes: Any) -> TrainerConfig:
 
 def send(hub_url: str, groups: Sequence[ScoredGroup], *, prefix: str = "g") -> None:
     """Post the groups under the ids `prefix` and a number."""
-    with TrainerClient(hub_url) as hub:
-        for number, group in enumerate(groups):
-            body = join_packed([pack_group(group.replace(group_id=f"{prefix}{number}"))], {})
-            hub._client.post(
-                "/scored_data", content=body, headers={"Content-Type": CONTENT_TYPE_PACKED}
-            ).raise_for_status()
+    for number, group in enumerate(groups):
+        body = join_packed([pack_group(group.replace(group_id=f"{prefix}{number}"))], {})
+        headers = {"Content-Type": CONTENT_TYPE_PACKED}
+        httpx.post(f"{hub_url}/scored_data", content=body, headers=headers).raise_for_status()
 
 
 def ledger_of(hub_url: str) -> dict[str, int]:

@@ -68,6 +68,13 @@ def test_the_check_finds_no_fault():
 '''
 
 
+NEXT = """\
+wrote {path} and {test}; both run as they are:
+  python {path} check                                    find faults, without a model
+  python {path} process --testing --env.total_steps 5    groups and a page from scripted answers, offline
+  python {path} process --model_name M --tokenizer_name M --openai.base_url URL"""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedEnvironment:
     """One line of `atropos-env list`."""
@@ -189,8 +196,8 @@ def _compare(given: argparse.Namespace, flags: Sequence[str]) -> None:
 
 
 def _new(given: argparse.Namespace, flags: Sequence[str]) -> None:
-    for path in write_new(given.name, shape=given.shape, folder=Path()):
-        print(path)
+    path, test = write_new(given.name, shape=given.shape, folder=Path())
+    print(NEXT.format(path=path, test=test))
 
 
 def _rescore(given: argparse.Namespace, flags: Sequence[str]) -> int:

@@ -38,6 +38,7 @@ from atroposlib.inference.config import (
     ServerManagerConfig,
 )
 from atroposlib.inference.resolve_configs import ServerConfigs, resolve_servers
+from atroposlib.inference.scripted_answers import ByteTokenizer
 from atroposlib.runtime.evaluate import eval_run_of, evaluate
 from atroposlib.runtime.guards import engines_checked
 from atroposlib.runtime.masking import without_masked, without_secrets
@@ -360,6 +361,8 @@ def environment_from(env_cls: type[EnvHooks], mode: str, given: SectionValues) -
     if manager.verbose:
         print(described, end="")
     print(_summary(env_cls, mode, config, servers[OPENAI_NAMESPACE], manager), flush=True)
+    if manager.testing:
+        env_cls = with_stand_in_tokenizer(env_cls)
     env = _construct(
         env_cls,
         config,
@@ -398,6 +401,24 @@ def environment_from(env_cls: type[EnvHooks], mode: str, given: SectionValues) -
     return env
 
 
+def with_stand_in_tokenizer(env_cls: type[EnvHooks]) -> type[EnvHooks]:
+    """Return a subclass that takes bytes for tokens where its own tokenizer cannot be loaded."""
+
+    def load_tokenizer(self: EnvHooks) -> Any:
+        try:
+            return env_cls.load_tokenizer(self)
+        except ConfigError as error:
+            logger.warning("%s; bytes stand in for its tokens", error)
+            return ByteTokenizer()
+
+    body = {
+        "load_tokenizer": load_tokenizer,
+        "__module__": env_cls.__module__,
+        "__doc__": env_cls.__doc__,
+    }
+    return type(env_cls.__name__, (env_cls,), body)
+
+
 def _with_stored_config(given: SectionValues, mode: str) -> SectionValues:
     """Return the values with the configuration of the evaluation to resume or rescore, unless YAML is given."""
     typed = given.flags.get("", {})
@@ -429,7 +450,7 @@ def _summary(
         + f" ({listed[0].server_type})",
     ]
     is_text = all(each.server_type == "openai" for each in listed) and not manager.proxy_url
-    if env_cls.load_tokenizer is EnvHooks.load_tokenizer and not is_text:
+    if env_cls.load_tokenizer is EnvHooks.load_tokenizer and not (is_text or manager.testing):
         parts.append(f"tokenizer {config.tokenizer_name}")
     if manager.testing:
         parts[0] = "scripted answers (--testing)"

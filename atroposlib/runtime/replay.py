@@ -29,10 +29,9 @@ from atroposlib.envs.collecting import close, collect
 from atroposlib.envs.dataset_env import DatasetEnv
 from atroposlib.envs.hooks import EnvHooks
 from atroposlib.envs.in_process_policy import answerer
-from atroposlib.errors import ConfigError, EnvError, MissingDependency, cause_of
-from atroposlib.inference.scripted_answers import ByteTokenizer
+from atroposlib.errors import EnvError, MissingDependency, cause_of
 from atroposlib.inference.servers.sampling_notes import ItemRecord, noting_sampling, position
-from atroposlib.runtime.env_command import build_environment
+from atroposlib.runtime.env_command import build_environment, with_stand_in_tokenizer
 from atroposlib.runtime.group_rows import item_json
 from atroposlib.runtime.outbox import Outbox
 from atroposlib.runtime.recording import Recording, key_of, replace_servers
@@ -230,16 +229,7 @@ def environment_for(
     For a row without token ids the tokenizer may be unavailable, as it may have been when the row was made.
     """
     if row is not None and row.get("has_token_ids") is False:
-        load = env_cls.load_tokenizer
-
-        def load_tokenizer(self: EnvHooks) -> Any:
-            try:
-                return load(self)
-            except ConfigError:
-                return ByteTokenizer()
-
-        body = {"load_tokenizer": load_tokenizer, "__module__": env_cls.__module__}
-        env_cls = type(env_cls.__name__, (env_cls,), body)
+        env_cls = with_stand_in_tokenizer(env_cls)
     arguments = ["--env.data_path_to_save_groups=None", *flags]
     with contextlib.redirect_stdout(io.StringIO()):  # it names an engine, which is not used
         return build_environment(env_cls, "process", arguments, prog=prog)

@@ -1,6 +1,7 @@
 """`atropos-env`: every environment is listed and documented, is started by its name, and a new one runs."""
 
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from atroposlib.cli.environments import SHAPES, find_environments, load, main
 from atroposlib.errors import ConfigError
+from atroposlib.runtime.env_command import read_flags
 from tests.builders.programs import run_python
 from tests.fake_packages import register
 
@@ -37,10 +39,19 @@ def test_an_unknown_name_is_refused_with_the_nearest(capsys: pytest.CaptureFixtu
     assert "did you mean gsm8k_server?" in capsys.readouterr().err
 
 
-def test_an_environment_may_be_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_may_be_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     assert main(["new", "my_first_task"]) == 0
+    commands = re.findall(
+        r"^  python my_first_task.py (.*?)(?:  |$)", capsys.readouterr().out, re.M
+    )
+    asked = [shlex.split(command) for command in commands]
+    assert [mode for mode, *_ in asked] == ["check", "process", "process"]
+    for mode, *flags in asked[1:]:
+        read_flags(load("my_first_task.py"), mode, flags, prog="new")
     assert load("my_first_task.py").name == "my_first_task"
     with pytest.raises(ConfigError, match="no such file"):
         load("another_task.py")

@@ -1,16 +1,23 @@
 """The README's promises that a machine can check: its length, its environment, its commands."""
 
 import ast
+import asyncio
+import json
 import re
 import shlex
 import tomllib
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from atroposlib.checker import check_env
+from atroposlib.cli.environments import load
 from atroposlib.cli.run_api import RunApiConfig
 from atroposlib.config import parse_flags
+from atroposlib.envs.dataset_env import DatasetEnv
 from atroposlib.inference.scripted_engine import ByteTokenizer, Script, ScriptedEngine
-from atroposlib.runtime.env_command import read_flags
+from atroposlib.runtime.env_command import read_flags, run_environment
 from atroposlib.scored_data import Strictness, check_group
 from environments.gsm8k_server import GSM8kEnv
 from example_trainer.run import RunConfig
@@ -20,18 +27,37 @@ from tests.processes import ROOT
 README = (ROOT / "README.md").read_text()
 
 
-def block(marker: str) -> str:
-    found = re.search(rf"<!-- {marker} -->\n```python\n(.*?)```", README, re.S)
+def block(marker: str, text: str = README) -> str:
+    found = re.search(rf"<!-- {marker} -->\n```python\n(.*?)```", text, re.S)
     assert found
     return found.group(1)
 
 
+PROCESS = ["process", "--testing", "--env.total_steps", "5"]
+
+
 def environment_source() -> str:
-    return block("readme-environment")
+    return block("readme-environment", (ROOT / "atroposlib/envs/README.md").read_text())
 
 
 def test_the_readme_is_short() -> None:
     assert len(README.splitlines()) < 200
+
+
+async def test_the_first_environment_is_short_and_sound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "count_vowels.py").write_text(block("readme-first"))
+    env_cls = load("count_vowels.py")
+    assert len(block("readme-first").split("\n\n\n")[1].split("\n")) <= 15
+    report = await asyncio.to_thread(check_env, env_cls)
+    assert report.failed == report.not_checked == []
+    assert await asyncio.to_thread(run_environment, env_cls, PROCESS) == 0
+    assert " ".join(PROCESS) in README
+    rows = (tmp_path / "data/count_vowels.jsonl").read_text().splitlines()
+    for row in map(json.loads, rows):
+        check_group(row, strictness=Strictness.MEANING)
 
 
 def test_the_environment_in_the_readme_runs(tmp_path: Path) -> None:
@@ -129,6 +155,9 @@ async def test_every_command_in_a_block_is_accepted() -> None:
                     parse_flags(RunConfig, flags, prog="atropos-grpo-run")
                 case ["atropos", "up", "run.yaml"]:
                     pass
+                case ["python", "count_vowels.py", mode, *flags]:
+                    if mode != "check":
+                        read_flags(DatasetEnv, mode, flags, prog="count_vowels.py")
                 case ["python", path, "serve", *flags]:
                     assert (ROOT / path).is_file(), words
                     read_flags(GSM8kEnv, "serve", flags, prog=path)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import html
 import inspect
 import io
+import itertools
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -22,9 +24,10 @@ from pydantic_core import to_jsonable_python
 
 from atroposlib.envs.collecting import close
 from atroposlib.envs.hooks import EnvHooks
+from atroposlib.errors import require
 from atroposlib.runtime.env_command import build_environment
 from atroposlib.runtime.process import process
-from atroposlib.scored_data import ScoredDataGroup
+from atroposlib.scored_data import IGNORE_INDEX, ScoredDataGroup
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,13 +40,57 @@ class _State:
     """What the evaluation gave to `evaluate_log`."""
 
 
+SHOWN = 40
+"""Sequences in the table of a notebook."""
+SHOWN_CHARS = 200
+
+
+class Rollouts(list[ScoredDataGroup]):
+    """Groups as `process` writes them, which a notebook shows as a table with a row per sequence."""
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Yield what a table has of each sequence; `tokens` are the trained ones."""
+        for number, group in enumerate(self):
+            row: Mapping[str, Any] = group
+            scores = row["scores"]
+            nothing = [None] * len(scores)
+            texts = row.get("completions") or nothing
+            reasons = row.get("finish_reasons") or nothing
+            for i, (score, masks) in enumerate(zip(scores, row["masks"], strict=True)):
+                yield {
+                    "group": number,
+                    "item": row.get("item"),
+                    "score": score,
+                    "tokens": sum(label != IGNORE_INDEX for label in masks),
+                    "finish_reason": reasons[i],
+                    "completion": texts[i],
+                }
+
+    def to_dataframe(self) -> Any:
+        """Return a pandas DataFrame of `rows`. Raises MissingDependency without pandas."""
+        return require("pandas", extra="view").DataFrame(self.rows())
+
+    def __repr__(self) -> str:
+        scores = [score for group in self for score in group["scores"]]
+        mean = f", mean score {sum(scores) / len(scores):.3g}" if scores else ""
+        return f"<{len(self)} groups, {len(scores)} sequences{mean}>"
+
+    def _repr_html_(self) -> str:
+        """Return the first sequences as a table; texts are escaped."""
+        rows = list(itertools.islice(self.rows(), SHOWN))
+        cells = [[html.escape(_shown(value)) for value in row.values()] for row in rows]
+        head = "".join(f"<th>{name}</th>" for name in (rows[0] if rows else ()))
+        body = "".join(f"<tr><td>{'</td><td>'.join(row)}</td></tr>" for row in cells)
+        return f"<p>{html.escape(repr(self))}</p><table><tr>{head}</tr>{body}</table>"
+
+
 class NotebookEnv(EnvHooks):
     """What `create` adds to the author's class; it comes first in the order of methods."""
 
     notebook_state: _State
     """In one attribute, so that no name of the author's is overridden."""
 
-    async def rollouts(self, n: int = 1) -> list[ScoredDataGroup]:
+    async def rollouts(self, n: int = 1) -> Rollouts:
         """Return `n` checked groups, as `process` writes them.
 
         Fewer if the items run out, more if the last item gives several. They are also written to
@@ -59,9 +106,9 @@ class NotebookEnv(EnvHooks):
                 finally:
                     self.config.data_path_to_save_groups = asked
                 if not result.num_groups:
-                    return []  # and no file
+                    return Rollouts()  # and no file
                 lines = result.path.read_bytes().split(b"\n")[:-1]
-                return [msgspec.json.decode(line) for line in lines]
+                return Rollouts(msgspec.json.decode(line) for line in lines)
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Run the author's evaluation; return what it returns, or else the metrics it logged."""
@@ -119,6 +166,11 @@ def create(
     assert isinstance(env, NotebookEnv)
     env.notebook_state = _State()
     return env
+
+
+def _shown(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= SHOWN_CHARS else text[:SHOWN_CHARS] + "..."
 
 
 def _text(value: Any) -> str:

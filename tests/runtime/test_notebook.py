@@ -182,3 +182,24 @@ def test_an_engine_that_comes_back_serves_the_next_event_loop() -> None:
             return await env.evaluate()
 
     assert asyncio.run(with_engine())["eval/pass@1"] == 1.0
+
+
+async def test_rollouts_are_a_table_in_a_notebook(engine: ScriptedEngine) -> None:
+    env = Sums.create(model=engine.model_name, base_url=f"{engine.url}/v1", group_size=2)
+    groups = await env.rollouts(n=2)
+    assert isinstance(groups, list)
+    assert repr(groups) == "<2 groups, 4 sequences, mean score 0.5>"
+    frame = groups.to_dataframe()
+    assert frame["score"].tolist() == [1.0, 0.0, 1.0, 0.0]
+    assert frame["completion"].tolist() == ["1", "2", "1", "2"]
+    assert frame["group"].tolist() == [0, 0, 1, 1]
+    assert (
+        frame["tokens"] == [sum(m != -100 for m in masks) for g in groups for masks in g["masks"]]
+    ).all()
+    groups[0]["completions"][0] = "<script>" + "x" * 300
+    page = groups._repr_html_()
+    assert page.count("<tr>") == 5
+    assert "&lt;script&gt;" in page
+    assert "<script>" not in page
+    assert "x" * 300 not in page
+    assert groups[:0] == []

@@ -40,9 +40,15 @@ class HubRows:
     split: str = "train"
 
     def load(self) -> list[dict[str, Any]]:
-        """Download the split, or read it from the cache, and return its rows."""
+        """Download the split, or read it from the cache, and return its rows. ConfigError if it cannot be had."""
         datasets = require("datasets", extra="datasets")
-        return list(datasets.load_dataset(self.path, self.config, split=self.split))
+        try:
+            return list(datasets.load_dataset(self.path, self.config, split=self.split))
+        except Exception as error:
+            raise ConfigError(
+                f"cannot load the data set {self.path!r} ({type(error).__name__}: {str(error)[:300]}); give a JSONL file"
+                " of its rows with --env.dataset_path, or sample for the few rows that come with the environment"
+            ) from error
 
 
 class ChatPrompt(NamedTuple):

@@ -1,7 +1,10 @@
 """Rows from files, from the sample next to an environment, and from a data set on the hub."""
 
 import importlib.util
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -43,4 +46,18 @@ def test_an_environment_without_a_sample_says_where_it_belongs() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("datasets") is not None, reason="datasets is here")
 def test_a_data_set_without_its_library_names_the_extra() -> None:
     with pytest.raises(MissingDependency, match=r"\[datasets\]"):
+        HubRows(path="openai/gsm8k", config="main").load()
+
+
+def test_a_data_set_that_cannot_be_loaded_names_what_to_give_instead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def load_dataset(path: str, config: str | None, *, split: str) -> Any:
+        raise ConnectionError(f"Couldn't reach {path!r} on the Hub")
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    expected = (
+        r"data set 'openai/gsm8k' \(ConnectionError: Couldn't reach .*--env.dataset_path, or sample"
+    )
+    with pytest.raises(ConfigError, match=expected):
         HubRows(path="openai/gsm8k", config="main").load()

@@ -46,8 +46,8 @@ class HubRows:
             return list(datasets.load_dataset(self.path, self.config, split=self.split))
         except Exception as error:
             raise ConfigError(
-                f"cannot load the data set {self.path!r} ({type(error).__name__}: {str(error)[:300]}); give a JSONL file"
-                " of its rows with --env.dataset_path, or sample for the few rows that come with the environment"
+                f"cannot load the data set {self.path!r} ({type(error).__name__}: {str(error)[:300]}); give a file"
+                " of its rows as JSONL with --env.dataset_path, or `sample` for the few that come with the environment"
             ) from error
 
 

@@ -57,7 +57,7 @@ def test_a_data_set_that_cannot_be_loaded_names_what_to_give_instead(
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     expected = (
-        r"data set 'openai/gsm8k' \(ConnectionError: Couldn't reach .*--env.dataset_path, or sample"
+        r"data set 'openai/gsm8k' \(ConnectionError: Couldn't reach .*--env.dataset_path, or `sample`"
     )
     with pytest.raises(ConfigError, match=expected):
         HubRows(path="openai/gsm8k", config="main").load()

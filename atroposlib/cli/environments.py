@@ -16,15 +16,13 @@ import importlib.util
 import json
 import keyword
 import re
+import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 import atroposlib.environments
 import atroposlib.envs
@@ -52,8 +50,8 @@ SHAPES = {
 }
 """Base class -> shape; any other base is "custom". `new` copies an example of the first class of a shape."""
 
-PIPE_WIDTH = 200
-"""Columns of `list` where the output is not a terminal."""
+FULL_COLUMNS = 120
+"""A narrower terminal shows names and tasks; `list NAME` shows the rest."""
 
 TEST = '''"""{name} on a scripted engine: right answers earn more than useless ones, and nothing is left behind."""
 
@@ -109,7 +107,8 @@ def _parser() -> argparse.ArgumentParser:
         made.set_defaults(act=act, takes_flags=usage is not None)
         return made
 
-    command("list", _list, "print name, shape, task and needs of every environment")
+    listing = command("list", _list, "print a line for every environment, or what one needs")
+    listing.add_argument("name", nargs="?")
     run = command("run", _start, "start one: run NAME serve --env.group_size 8")
     run.add_argument("name")
     run.add_argument("arguments", nargs=argparse.REMAINDER, help="as after `python env.py`")
@@ -174,8 +173,15 @@ def _run(argv: Sequence[str]) -> int | None:
 
 
 def _list(given: argparse.Namespace, flags: Sequence[str]) -> None:
-    width = None if sys.stdout.isatty() else PIPE_WIDTH
-    Console(width=width).print(table(find_environments()))
+    found = find_environments()
+    if given.name is not None:
+        found = [each for each in found if each.name == _known(given.name, found)]
+        each = found[0]
+        print(f"{each.name}: {each.task}\n  shape  {each.shape}\n  needs  {each.needs}")
+        print(f"  run    atropos-env run {each.name} process --help")
+        return
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    print("\n".join(lines(found, width=width)))
 
 
 def _start(given: argparse.Namespace, flags: Sequence[str]) -> None:
@@ -279,18 +285,24 @@ def load(name: str) -> type[BaseEnv]:
             raise ConfigError(f"{name}: there is no such file, or no environment in it calls cli()")
         sys.path.insert(0, str(path.resolve().parent))
     else:
-        known = {environment.name: environment for environment in find_environments()}
-        if name not in known:
-            raise ConfigError(
-                f"there is no environment {name!r}; {nearest(name, known)} (`atropos-env list` prints all)"
-            )
-        found = known[name]
+        known = find_environments()
+        found = next(each for each in known if each.name == _known(name, known))
     try:
         env_cls: type[BaseEnv] = getattr(importlib.import_module(found.module), found.cls)
     except ModuleNotFoundError as error:
         needs = f"; it needs {found.needs}" if found.needs else ""
         raise MissingDependency(f"{name}: {error}{needs}", name=error.name) from error
     return env_cls
+
+
+def _known(name: str, environments: Sequence[ListedEnvironment]) -> str:
+    """Return the name; ConfigError if it is none of theirs."""
+    names = [each.name for each in environments]
+    if name not in names:
+        raise ConfigError(
+            f"there is no environment {name!r}; {nearest(name, names)} (`atropos-env list` prints all)"
+        )
+    return name
 
 
 def write_new(name: str, *, shape: str, folder: Path) -> list[Path]:
@@ -319,11 +331,19 @@ def write_new(name: str, *, shape: str, folder: Path) -> list[Path]:
     return paths
 
 
-def table(environments: Sequence[ListedEnvironment]) -> Table:
-    made = Table("name", "shape", "task", "needs", box=None, pad_edge=False)
-    for each in environments:
-        made.add_row(each.name, each.shape, each.task, each.needs)
-    return made
+def lines(environments: Sequence[ListedEnvironment], *, width: int | None) -> list[str]:
+    """Return a line for each: the name whole, the rest as far as it fits; None: all of it."""
+    rows = [("name", "shape", "task", "needs")]
+    rows += [(each.name, each.shape, each.task, each.needs) for each in environments]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    shown = [0, 1, 2, 3] if width is None or width >= FULL_COLUMNS else [0, 2]
+    if width is not None:
+        widths[2] = width - sum(widths[i] + 2 for i in shown if i != 2)
+    return ["  ".join(_cut(row[i], widths[i]) for i in shown).rstrip() for row in rows]
+
+
+def _cut(text: str, width: int) -> str:
+    return f"{text:<{width}}" if len(text) <= width else f"{text[: width - 3]}..."
 
 
 def _registered() -> Iterator[ListedEnvironment]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from atroposlib.cli.environments import SHAPES, find_environments, load, main
+from atroposlib.cli.environments import SHAPES, find_environments, lines, load, main
 from atroposlib.errors import ConfigError
 from atroposlib.runtime.env_command import read_flags
 from tests.builders.programs import run_python
@@ -36,6 +36,25 @@ def test_list_prints_name_shape_task_and_needs(capsys: pytest.CaptureFixture[str
 
 def test_an_unknown_name_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "gsm8k_serve", "serve"]) == 2
+    assert "did you mean gsm8k_server?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("width", [80, 120, 200])
+def test_in_a_terminal_each_environment_has_one_line_with_its_whole_name(width: int) -> None:
+    listed = lines(find_environments(), width=width)
+    assert len(listed) == len(find_environments()) + 1
+    assert max(map(len, listed)) <= width
+    assert ("needs" in listed[0]) is (width >= 120)
+    for each, line in zip(find_environments(), listed[1:], strict=True):
+        assert line.startswith(f"{each.name} ")
+
+
+def test_list_shows_one_environment_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "gsm8k_server"]) == 0
+    shown = capsys.readouterr().out
+    [listed] = [each for each in find_environments() if each.name == "gsm8k_server"]
+    assert all(part in shown for part in (listed.task, listed.shape, listed.needs))
+    assert main(["list", "gsm8k_serve"]) == 2
     assert "did you mean gsm8k_server?" in capsys.readouterr().err
 
 

@@ -56,8 +56,6 @@ def test_a_data_set_that_cannot_be_loaded_names_what_to_give_instead(
         raise ConnectionError(f"Couldn't reach {path!r} on the Hub")
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
-    expected = (
-        r"data set 'openai/gsm8k' \(ConnectionError: Couldn't reach .*--env.dataset_path, or `sample`"
-    )
+    expected = r"data set 'openai/gsm8k' \(ConnectionError: Couldn't reach .*--env.dataset_path, or `sample`"
     with pytest.raises(ConfigError, match=expected):
         HubRows(path="openai/gsm8k", config="main").load()

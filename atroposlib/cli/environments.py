@@ -50,7 +50,7 @@ SHAPES = {
 }
 """Base class -> shape; any other base is "custom". `new` copies an example of the first class of a shape."""
 
-FULL_COLUMNS = 120
+FULL_COLUMNS = 160
 """A narrower terminal shows names and tasks; `list NAME` shows the rest."""
 
 TEST = '''"""{name} on a scripted engine: right answers earn more than useless ones, and nothing is left behind."""

@@ -44,7 +44,7 @@ def test_in_a_terminal_each_environment_has_one_line_with_its_whole_name(width: 
     listed = lines(find_environments(), width=width)
     assert len(listed) == len(find_environments()) + 1
     assert max(map(len, listed)) <= width
-    assert ("needs" in listed[0]) is (width >= 120)
+    assert ("needs" in listed[0]) is (width >= 160)
     for each, line in zip(find_environments(), listed[1:], strict=True):
         assert line.startswith(f"{each.name} ")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import sys
 import time
 from pathlib import Path
@@ -64,6 +65,8 @@ class DatabaseSpace(Space):
         self._fault = ""
         """Of the disk that was full; empty once the ballast is there."""
         self._fill_from_s = float("-inf")
+        self._replacing = asyncio.Lock()
+        """Held by what drops or makes the ballast: one that is dropped is not there again by another's doing."""
         self._pool: asyncpg.Pool | None = None
         self._watching: asyncio.Task[None] | None = None
 
@@ -111,7 +114,7 @@ class DatabaseSpace(Space):
         has_room = all(bound.left_bytes >= 0 for bound in bounds)
         self._fault = self._fault if missing else ""
         self.note([*bounds, self._full()] if self._fault else bounds)
-        if missing and has_room and time.monotonic() >= self._fill_from_s:
+        if missing and has_room:
             await self._replace_ballast(pool, num_bytes=self._ballast_bytes)
 
     def _bounds_of(self, row: Any, *, ballast_bytes: int) -> list[Bound]:
@@ -152,9 +155,14 @@ class DatabaseSpace(Space):
                     await connection.execute(_CREATE)
                     await connection.execute(_FILL, _CHUNK_BYTES, -(-num_bytes // _CHUNK_BYTES))
 
-        self._fill_from_s = time.monotonic() + _FILL_PAUSE_S
+        if not num_bytes:
+            self._fill_from_s = math.inf  # also for a filling that waits for its turn
         try:
-            await on_connection(pool, replace, who="the ballast")
+            async with self._replacing:
+                if num_bytes and time.monotonic() < self._fill_from_s:
+                    return
+                self._fill_from_s = time.monotonic() + _FILL_PAUSE_S
+                await on_connection(pool, replace, who="the ballast")
         except asyncpg.PostgresError as e:
             logger.warning("the ballast of the database stays as it is: %s", e)
             self._fault = str(e) if isinstance(e, asyncpg.DiskFullError) else self._fault

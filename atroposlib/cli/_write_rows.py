@@ -76,7 +76,7 @@ class RowsConfig(BaseModel):
     max_per_item: int | None = Field(default=None, ge=1)
     """Most rows per item, from a hub per prompt; None: no limit."""
     dedup: bool = False
-    """Leave out rows that differ from an earlier one at most in their scores."""
+    """Leave out rows that differ from an earlier one of this run at most in their scores."""
     append_to_previous: bool = False
     """Append to an existing file."""
 

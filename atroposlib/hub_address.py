@@ -6,6 +6,7 @@ saves the forwarding, under these rules, so that its token reaches only hubs tha
 - The scheme is that of the configured URL, and the host is a loopback one exactly if that one's is.
 - Before anything else, `GET /healthz` there, without a token, must give the same id: the address may be that of
   another machine in the client's network. It has `CHECK_S`; after a failure no owner is checked for a while.
+- An owner that has not answered for `TRUST_S` is checked again: its address may be another machine's by now.
 - An owner that cannot be reached, is silent for `SILENCE_S`, or answers 502 or 503, is left for the configured URL.
 """
 
@@ -24,6 +25,7 @@ from atroposlib.patience import Backoff
 CHECK_S = 1.0
 SILENCE_S = 5.0
 """As long as the hubs themselves wait for a sign of life (`owners.LAPSE_S`); no time that a call itself may take."""
+TRUST_S = 30.0
 _HOST = r"(?:[A-Za-z0-9_-]{1,63}(?:\.[A-Za-z0-9_-]{1,63})*|\[[0-9A-Fa-f:.]+\])"
 _NAMED = re.compile(
     rf"([\w-]+) (https?://{_HOST}(?::\d{{1,5}})?(?:/[\w.-]+)*/runs/[\w.-]+)", re.ASCII
@@ -44,11 +46,18 @@ class HubAddress:
 
     def __init__(self, configured: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.configured = configured
-        self.url = configured
-        """Of the next call."""
+        self._url = configured
+        self._heard_at = -math.inf
+        """When the owner at `_url` last answered."""
         self._clock = clock
         self._pause = Backoff(first_s=5.0, cap_s=300.0)
         self._retry_at = -math.inf
+
+    @property
+    def url(self) -> str:
+        """URL of the next call."""
+        is_trusted = self._clock() - self._heard_at <= TRUST_S
+        return self._url if is_trusted else self.configured
 
     def silence_s(self, url: str, *, wait_s: float) -> float | None:
         """Return how long a call that the hub may hold for `wait_s` waits for the next byte; None: without limit."""
@@ -56,8 +65,8 @@ class HubAddress:
 
     def failed(self, url: str) -> None:
         """Note that a call to `url` got no answer."""
-        if url == self.url != self.configured:
-            self.url = self.configured
+        if url == self._url != self.configured:
+            self._url = self.configured
             self._retry_at = self._clock() + self._pause.next()
 
     def answered(self, url: str, *, status: int, named: str | None) -> Owner | None:
@@ -67,6 +76,8 @@ class HubAddress:
                 self.failed(url)
                 return None
             self._pause.reset()
+            if url == self._url:
+                self._heard_at = self._clock()
         owner = self._permitted(named or "")
         if owner is None or owner.url == self.url or self._clock() < self._retry_at:
             return None
@@ -76,7 +87,8 @@ class HubAddress:
     def follow(self, owner: Owner, *, found: str | None) -> None:
         """Go to an owner if it is there: `found` is the id that its `/healthz` gave."""
         if found == owner.id:
-            self.url = owner.url
+            self._url = owner.url
+            self._heard_at = self._clock()
             self._retry_at = -math.inf
 
     def _permitted(self, named: str) -> Owner | None:
@@ -84,6 +96,6 @@ class HubAddress:
         if found is None:
             return None
         owner = Owner(*found.groups())
-        has_same_scheme = urlsplit(owner.url).scheme == urlsplit(self.configured).scheme
+        has_same_scheme = owner.url.partition(":")[0] == urlsplit(self.configured).scheme
         is_as_near = is_loopback_url(owner.url) == is_loopback_url(self.configured)
         return owner if has_same_scheme and is_as_near else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from atroposlib.hub_address import HubAddress
+from atroposlib.hub_address import TRUST_S, HubAddress
 
 HUB = "http://10.0.0.1:8000"
 OWNER = "http://10.0.0.7:8000/runs/default"
@@ -44,6 +44,7 @@ def following(address: HubAddress, url: str = OWNER) -> HubAddress:
         ],
         (HUB, "http://me:pw@10.0.0.7/runs/a", False),
         (HUB, "http://10.0.0.7@evil/runs/a", False),
+        ("https://hub", "https://[::1::2]/runs/a", True),  # cannot be reached
         (HUB, "ftp://10.0.0.7/runs/a", False),
         (HUB, "http:///runs/a", False),
         (HUB, f"http://{'x' * 64}/runs/a", False),
@@ -96,6 +97,18 @@ def test_an_owner_that_fails_is_left_and_tried_again_later() -> None:
     assert address.url == HUB
     assert address.answered(HUB, status=200, named=f"id {OWNER}") is None
     clock.now += 6
+    following(address)
+
+
+def test_an_owner_that_was_silent_is_checked_again() -> None:
+    clock = Clock()
+    address = following(HubAddress(HUB, clock=clock))
+    for _ in range(3):
+        clock.now += TRUST_S
+        assert address.url == OWNER
+        address.answered(OWNER, status=200, named=None)
+    clock.now += TRUST_S + 1
+    assert address.url == HUB
     following(address)
 
 

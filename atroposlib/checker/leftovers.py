@@ -36,12 +36,10 @@ def judge_stalls(execution: Execution) -> None:
     if execution.num_runs < ENOUGH_RUNS:
         execution.report.skip("too few items ran", "loop_stays_free")
     execution.report.look("loop_stays_free", execution.num_runs)
-    for where, blocked_s in execution.watch.stalls.items():
-        if len(blocked_s) >= ENOUGH_RUNS:
-            longest_ms = 1000 * max(blocked_s.values())
-            execution.report.fail(
-                "loop_stays_free", f"{where} blocked it for up to {longest_ms:.0f} ms"
-            )
+    for where, stall in list(execution.watch.stalls.items()):
+        if stall.num_runs >= ENOUGH_RUNS:
+            what = f"{where} blocked it for up to {1000 * stall.longest_s:.0f} ms"
+            execution.report.fail("loop_stays_free", what)
 
 
 def _shown(thing: Any) -> str:

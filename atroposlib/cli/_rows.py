@@ -92,7 +92,7 @@ def chats_of(source: Source) -> list[Chat]:
     messages before the assistant's first.
     """
     found = messages_of(source)
-    if not all(map(_first_answer, found)):
+    if not all(map(first_answer, found)):
         found = _sampled_messages(source) or found
     sent = source.line.get("prompt")
     prompt = sent if isinstance(sent, list) else []
@@ -101,7 +101,7 @@ def chats_of(source: Source) -> list[Chat]:
     )
     chats = []
     for messages in found:
-        end = len(prompt) if prompt and has_prompt else _first_answer(messages)
+        end = len(prompt) if prompt and has_prompt else first_answer(messages)
         if not end:
             raise EnvError(
                 f"a group of environment {source.group.env_id} has a conversation without a prompt or"
@@ -111,7 +111,7 @@ def chats_of(source: Source) -> list[Chat]:
     return chats
 
 
-def _first_answer(messages: Any) -> int:
+def first_answer(messages: Any) -> int:
     """Return the position of the assistant's first message; 0 without one, or without a prompt before it."""
     roles = [each.get("role") if isinstance(each, Mapping) else None for each in messages]
     return roles.index("assistant") if "assistant" in roles else 0

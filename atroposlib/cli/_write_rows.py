@@ -22,7 +22,7 @@ from typing import Any, Literal, TextIO, TypeAlias
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
-from atroposlib.cli._rows import Source
+from atroposlib.cli._rows import Source, first_answer
 from atroposlib.client import (
     LeasedBatch,
     TrainerClient,
@@ -76,7 +76,7 @@ class RowsConfig(BaseModel):
     max_per_item: int | None = Field(default=None, ge=1)
     """Most rows per item, from a hub per prompt; None: no limit."""
     dedup: bool = False
-    """Leave out rows that differ from an earlier one at most in their scores."""
+    """Leave out rows that differ from an earlier one of this run at most in their scores."""
     append_to_previous: bool = False
     """Append to an existing file."""
 
@@ -104,7 +104,8 @@ class Selection:
             content = {k: v for k, v in row.items() if not k.startswith("score")}
             item = source.line.get("item", row.get("prompt", row.get("prefix")))
             if item is None:  # messages alone
-                item = next(iter(content.values()))[:1]
+                messages = next(iter(content.values()))
+                item = messages[: first_answer(messages) or 1]
             if self._config.dedup and not self._is_new(content):
                 self.left_out["repeats an earlier row"] += 1
             elif self._config.max_per_item and self._is_full(item):

@@ -151,7 +151,7 @@ def advantages_of(replay: Replay) -> list[Advantages]:
 
 async def rescore(env: EnvHooks, path: Path, *, write: Path | None = None) -> Rescored:
     """Score the groups of a file again, and write them to a file. ConfigError for a line that is not a group."""
-    rescored = Rescored()
+    rescored, source = Rescored(), source_of(type(env))
     async with contextlib.AsyncExitStack() as stack:
         replayer = await stack.enter_async_context(Replayer(env))
         file = None if write is None else stack.enter_context(replacing(write))
@@ -160,7 +160,7 @@ async def rescore(env: EnvHooks, path: Path, *, write: Path | None = None) -> Re
         async for replay in all_replays:
             rescored.add(replay)
             if file is not None:
-                rescored.written[_write(replay, file, source_of(type(env)))] += 1
+                rescored.written[_write(replay, file, source)] += 1
     return rescored
 
 

@@ -113,7 +113,7 @@ class Outbox:
         self._has_warned_of_tokens = False
         self._score_sum, self._num_scores = 0.0, 0
         self.num_equal_scores = 0
-        """Accepted groups whose scores are all the same, so that they teach nothing."""
+        """Accepted groups that teach nothing: all scores are the same, and nothing else says what to learn."""
         self.num_stored = 0
         """Groups the hub has confirmed."""
         self.dropped: Counter[str] = Counter()
@@ -229,7 +229,11 @@ class Outbox:
             self.num_accepted += 1
             self._score_sum += float(scores.sum())
             self._num_scores += len(scores)
-            self.num_equal_scores += bool((scores == scores[0]).all())
+            self.num_equal_scores += bool((scores == scores[0]).all()) and not (
+                checked.advantages is not None
+                or checked.distill_token_ids is not None
+                or are_supervised(checked).any()
+            )
             if not send:
                 continue
             self._env.items_sent_this_step += 1

@@ -31,6 +31,8 @@ RATE_WINDOW_S = 60.0
 """Rates are those of this time."""
 REDRAW_S = 0.5
 """Interval of the text on a terminal."""
+LOOK_S = 0.05
+"""Interval of the looks for code that blocks the event loop: with less, they cost more than 1% of a CPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +146,7 @@ async def sign_of_life(
     `make_status` is called about twice a second. If it raises, the error is logged and the run continues without.
     """
     progress, servers = Progress(time.monotonic()), env.server
-    watch = LoopWatch(author_files(type(env)), patience_s=math.inf)
+    watch = LoopWatch(author_files(type(env)), patience_s=math.inf, look_s=LOOK_S)
     reporter = asyncio.create_task(
         _report(progress, lambda: with_servers(make_status(), servers), timings or Timings(), watch)
     )
@@ -192,13 +194,13 @@ async def _report(
 
 def _warn_of_blocking(watch: LoopWatch) -> None:
     """Name each function once that blocked the event loop in several intervals; begin the next interval."""
-    for where, blocked_s in watch.stalls.items():
-        if len(blocked_s) == ENOUGH_RUNS and watch.run in blocked_s:
+    for where, stall in list(watch.stalls.items()):
+        if stall.num_runs == ENOUGH_RUNS and stall.last_run == watch.run:
             logger.warning(
                 "%s blocked the event loop for up to %.0f ms, and all items wait meanwhile: use asyncio.to_thread or"
                 " envs.rewards.RewardWorkers; await, never time.sleep",
                 where,
-                1000 * max(blocked_s.values()),
+                1000 * stall.longest_s,
             )
     watch.run += 1
 

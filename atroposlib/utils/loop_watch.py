@@ -14,6 +14,7 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Self
@@ -23,7 +24,7 @@ BLOCKED_S = 0.1
 ENOUGH_RUNS = 3
 """A function that blocks the loop in this many runs is at fault; a single time may be an import."""
 _GRACE_S = 0.5
-_LOOK_S = 0.02
+_RUN_CALLBACK = asyncio.Handle._run.__code__
 
 
 class LoopBlocked(BaseException):
@@ -31,6 +32,15 @@ class LoopBlocked(BaseException):
 
     def __init__(self) -> None:
         super().__init__("the event loop was blocked for the whole timeout")
+
+
+@dataclass(slots=True)
+class Stall:
+    """How a function blocked the event loop."""
+
+    num_runs: int = 0
+    last_run: int = -1
+    longest_s: float = 0.0
 
 
 class LoopWatch:
@@ -41,14 +51,20 @@ class LoopWatch:
     GIL, also while it started a process, or this process was stopped) only the CPU time is.
     """
 
-    def __init__(self, author_files: Collection[str], *, patience_s: float) -> None:
-        """`patience_s`: time without an answer after which `LoopBlocked` is raised in the loop's thread."""
+    def __init__(
+        self, author_files: Collection[str], *, patience_s: float, look_s: float = 0.02
+    ) -> None:
+        """`patience_s`: time without an answer after which `LoopBlocked` is raised in the loop's thread.
+
+        `look_s`: time between two looks, each of which takes 0.3 ms of CPU; shorter stalls may be missed.
+        """
         self.run = 0
         """Number of the author's call, set by the caller."""
-        self.stalls: dict[str, dict[int, float]] = defaultdict(dict)
-        """Longest blocked time in seconds, by function (file:line), then by run."""
+        self.stalls: dict[str, Stall] = defaultdict(Stall)
+        """By function (file:line). The thread adds to it: copy it before a loop."""
         self.author_files = author_files
         self._patience_s = patience_s
+        self._look_s = look_s
         self._stop = threading.Event()
 
     def __enter__(self) -> Self:
@@ -74,7 +90,7 @@ class LoopWatch:
         answered.set()
         before = [clock() for clock in clocks]
         asked_at, blocked_s = before[0], 0.0
-        while not self._stop.wait(_LOOK_S):
+        while not self._stop.wait(self._look_s):
             now = [clock() for clock in clocks]
             passed_s, used_s, loop_waited_s, own_waited_s = map(operator.sub, now, before)
             before = now
@@ -83,12 +99,14 @@ class LoopWatch:
                 self._loop.call_soon_threadsafe(answered.set)
                 asked_at, blocked_s = now[0], 0.0
             if where := self._author_function():
-                is_late = passed_s - own_waited_s > 1.5 * _LOOK_S
-                slept_s = 0.0 if is_late else _LOOK_S - loop_waited_s
+                is_late = passed_s - own_waited_s > 1.5 * self._look_s
+                slept_s = 0.0 if is_late else self._look_s - loop_waited_s
                 blocked_s += max(slept_s, min(passed_s, used_s))
                 if blocked_s > BLOCKED_S:
-                    longest_s = self.stalls[where].get(self.run, 0.0)
-                    self.stalls[where][self.run] = max(blocked_s, longest_s)
+                    stall = self.stalls[where]
+                    stall.num_runs += stall.last_run != self.run
+                    stall.last_run = self.run
+                    stall.longest_s = max(blocked_s, stall.longest_s)
             if now[0] - asked_at > self._patience_s:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
                     ctypes.c_ulong(self._thread_id), ctypes.py_object(LoopBlocked)
@@ -96,9 +114,11 @@ class LoopWatch:
                 answered.wait(_GRACE_S)
 
     def _author_function(self) -> str | None:
-        """Return the author's innermost running function."""
+        """Return the author's innermost function that the loop runs."""
         for frame, _ in traceback.walk_stack(_frame_of(self._thread_id)):
             code = frame.f_code
+            if code is _RUN_CALLBACK:
+                break  # what is below runs the loop: the author's file may be the program
             if code.co_filename in self.author_files:
                 return f"{code.co_qualname} ({Path(code.co_filename).name}:{code.co_firstlineno})"
         return None

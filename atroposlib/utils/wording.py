@@ -35,15 +35,20 @@ def main_loss(losses: Mapping[str, int], *, num_kept: int) -> str | None:
     'dropped 6,599 of 6,599 groups: equal_scores'
     >>> main_loss({"items_without_groups": 12, "failed_TimeoutError": 9, "lost_unjudged": 4}, num_kept=3)
     'made no group of 12 of 15 items: failed_TimeoutError'
+    >>> main_loss({"failed_OSError": 30, "items_without_groups": 2}, num_kept=1)
+    'failed 30 attempts, made 1 group: OSError'
     >>> main_loss({"dropped_equal_scores": 3}, num_kept=4) is None
     True
     """
-    dropped = {
-        name.removeprefix("dropped_"): n
-        for name, n in losses.items()
-        if name.startswith("dropped_")
-    }
+    dropped, failed = (
+        {name.removeprefix(kind): n for name, n in losses.items() if name.startswith(kind)}
+        for kind in ("dropped_", "failed_")
+    )
     num_dropped, num_empty = sum(dropped.values()), losses.get("items_without_groups", 0)
+    num_failed = sum(failed.values())
+    if num_failed > max(num_kept, num_empty, num_dropped):
+        reason = max(failed, key=lambda name: failed[name])
+        return f"failed {num_failed:,} attempts, made {counted(num_kept, 'group')}: {reason}"
     if num_dropped > max(num_kept, num_empty):
         reason = max(dropped, key=lambda name: dropped[name])
         return f"dropped {num_dropped:,} of {num_dropped + num_kept:,} groups: {reason}"

@@ -297,6 +297,32 @@ async def test_c_code_that_waits_with_the_gil_is_no_stall() -> None:
     assert watch.stalls == {}
 
 
+LIBRARY = """
+import asyncio, time
+
+def compute():
+    until = time.thread_time() + 0.25
+    while time.thread_time() < until:
+        pass
+
+async def main(watch):
+    with watch:
+        await asyncio.sleep(0.05)
+        compute()
+"""
+
+
+def test_the_program_that_runs_the_loop_is_not_blamed_for_other_code() -> None:
+    library: dict[str, Any] = {}
+    exec(compile(LIBRARY, "<library>", "exec"), library)
+    watch = LoopWatch({__file__}, patience_s=30.0)
+    asyncio.run(library["main"](watch))
+    assert watch.stalls == {}
+    watch = LoopWatch({"<library>"}, patience_s=30.0)
+    asyncio.run(library["main"](watch))
+    assert [name.partition(" ")[0] for name in watch.stalls] == ["compute"]
+
+
 def test_command_prints_the_report_and_exits_1_on_a_failure(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -131,7 +131,7 @@ def test_repeated_rows_and_rows_of_one_item_are_left_out(
     """The item is that of the line; without it, as from a hub, what is common to the rows is."""
     lines = []
     for number, texts, scores in [(0, "ab", [1, 0.6]), (0, "ac", [1, 0.9]), (1, "de", [1, 0.4])]:
-        prompt = [{"role": "user", "content": f"Q{number}"}]
+        prompt = [{"role": "system", "content": "Add."}, {"role": "user", "content": f"Q{number}"}]
         messages = [[*prompt, {"role": "assistant", "content": text}] for text in texts]
         line = text_group(f"Q{number}", list(texts), scores, messages=messages)
         lines.append({**line, "item": {"q": number}} if item else line)

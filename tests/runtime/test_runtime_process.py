@@ -159,9 +159,14 @@ async def test_groups_of_equal_scores_are_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    fields = {"total_steps": 3, "ensure_scores_are_not_same": False}
-    await process(env_at(tmp_path, answer=lambda i: make_group(scores=[i, 1.0]), **fields))
-    assert "equal scores  1 of 3 groups, which teach nothing" in caplog.text
+    fields = {"total_steps": 5, "ensure_scores_are_not_same": False}
+    more = {3: {"advantages": [[0.0, 1.0, 1.0]] * 2}, 4: {"group_overrides": {"sft": True}}}
+
+    def answer(item: int) -> Any:
+        return make_group(scores=[1.0 if item in more else item, 1.0]) | more.get(item, {})
+
+    await process(env_at(tmp_path, answer=answer, **fields))
+    assert "equal scores  1 of 5 groups, which teach nothing" in caplog.text
 
 
 async def test_code_that_blocks_the_loop_is_named_once(

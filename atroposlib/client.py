@@ -53,7 +53,7 @@ from atroposlib.api.schemas import (
 )
 from atroposlib.errors import ConfigError, GroupError, HubError, HubRejected, HubUnavailable
 from atroposlib.http_guard import is_loopback_url
-from atroposlib.hub_address import CHECK_S, HubAddress, Owner
+from atroposlib.hub_address import CHECK_S, SILENCE_S, HubAddress, Owner
 from atroposlib.patience import Backoff, is_transient_status, read_retry_after
 from atroposlib.samples import Sample, samples
 from atroposlib.scored_data import ScoredGroup, Strictness, check_group
@@ -312,7 +312,7 @@ class HubClient:
             raise ValueError(f"groups[{missing[0]}].group_id: None; a retry would store it twice")
         path = "/scored_data" if len(groups) == 1 else "/scored_data_list"
         if self._speaks_packed:
-            body = await _encode(groups, _packed_body)
+            body = await _encode(groups, lambda groups: join_packed(map(pack_group, groups)))
             receipt = None
             is_worth_it = self._compresses and len(body) > _COMPRESS_FROM_BYTES
             if is_worth_it:
@@ -377,7 +377,8 @@ class HubClient:
             raise RuntimeError("HubClient is closed; open it with `async with`")
         address, url = self._address, self._address.url
         where = f"{method} {url}{path}"
-        silence_s = address.silence_s(url, wait_s=wait_s)
+        is_followed = url != address.configured
+        silence_s = wait_s + SILENCE_S if is_followed else None
         timeout = aiohttp.ClientTimeout(
             total=self._timeout_s + wait_s, sock_connect=silence_s, sock_read=silence_s
         )
@@ -391,8 +392,10 @@ class HubClient:
             address.failed(url)
             raise HubUnavailable(f"{where}: {_reason(e)}") from e
         named = response.headers.get(REPLICA_HEADER)
-        if (owner := address.answered(url, status=response.status, named=named)) is not None:
-            await self._check(owner, self._session)
+        if is_followed or named is not None:
+            owner = address.answered(url, status=response.status, named=named)
+            if owner is not None:
+                await self._check(owner, self._session)
         _raise_for_status(response.status, body, where, response.headers.get("Retry-After"))
         return body
 
@@ -723,7 +726,8 @@ class TrainerClient:
         address, url = self._address, self._address.url
         where = f"{method} {url}{path}"
         longest_s = (timeout_s or self._timeout_s) + wait_s
-        silence_s = min(longest_s, address.silence_s(url, wait_s=wait_s) or longest_s)
+        is_followed = url != address.configured
+        silence_s = min(longest_s, wait_s + SILENCE_S) if is_followed else longest_s
         timeout = httpx.Timeout(longest_s, connect=silence_s, read=silence_s)
         try:
             response = self._client.request(method, url + path, timeout=timeout, **request)
@@ -731,8 +735,10 @@ class TrainerClient:
             address.failed(url)
             raise HubUnavailable(f"{where}: {_reason(e)}") from e
         status, named = response.status_code, response.headers.get(REPLICA_HEADER)
-        if (owner := address.answered(url, status=status, named=named)) is not None:
-            self._check(owner)
+        if is_followed or named is not None:
+            owner = address.answered(url, status=status, named=named)
+            if owner is not None:
+                self._check(owner)
         _raise_for_status(status, response.content, where, response.headers.get("Retry-After"))
         return response
 
@@ -813,10 +819,6 @@ async def _encode(
     if sum(group.num_tokens for group in groups) > _OFFLOAD_TOKENS:
         return await asyncio.to_thread(encode, groups)
     return encode(groups)
-
-
-def _packed_body(groups: Sequence[ScoredGroup]) -> bytes:
-    return join_packed(map(pack_group, groups))
 
 
 def _json_body(groups: Sequence[ScoredGroup]) -> bytes:

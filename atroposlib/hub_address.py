@@ -24,7 +24,7 @@ from atroposlib.patience import Backoff
 
 CHECK_S = 1.0
 SILENCE_S = 5.0
-"""As long as the hubs themselves wait for a sign of life (`owners.LAPSE_S`); no time that a call itself may take."""
+"""As long as the hubs themselves wait for a sign of life (`owners.LAPSE_S`), beside the time that a call may take."""
 TRUST_S = 30.0
 _HOST = r"(?:[A-Za-z0-9_-]{1,63}(?:\.[A-Za-z0-9_-]{1,63})*|\[[0-9A-Fa-f:.]+\])"
 _NAMED = re.compile(
@@ -58,10 +58,6 @@ class HubAddress:
         """URL of the next call."""
         is_trusted = self._clock() - self._heard_at <= TRUST_S
         return self._url if is_trusted else self.configured
-
-    def silence_s(self, url: str, *, wait_s: float) -> float | None:
-        """Return how long a call that the hub may hold for `wait_s` waits for the next byte; None: without limit."""
-        return None if url == self.configured else wait_s + SILENCE_S
 
     def failed(self, url: str) -> None:
         """Note that a call to `url` got no answer."""

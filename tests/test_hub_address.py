@@ -121,9 +121,3 @@ def test_an_owner_that_refuses_to_serve_is_left(status: int) -> None:
 
 def test_the_next_owner_is_named_by_the_earlier_one() -> None:
     following(following(HubAddress(HUB)), "http://10.0.0.8:8000/runs/default")
-
-
-def test_only_owners_have_a_limit_of_silence() -> None:
-    address = following(HubAddress(HUB))
-    assert address.silence_s(HUB, wait_s=20) is None
-    assert address.silence_s(OWNER, wait_s=20) == 25

@@ -330,8 +330,8 @@ class Outbox:
 
     def _hub_answered(self) -> None:
         """Record that the hub is available: it accepted or refused groups."""
-        self._backoff.reset()
         if self.hub_unavailable:
+            self._backoff.reset()
             self.hub_unavailable = False
             logger.info("the hub is available again; %d groups still held", self.num_held)
 

@@ -850,7 +850,7 @@ async def test_an_owner_out_of_reach_delays_one_call_and_not_the_next(
 async def test_after_a_silent_owner_the_configured_hub_is_called(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("atroposlib.hub_address.SILENCE_S", 0.2)
+    monkeypatch.setattr("atroposlib.client.SILENCE_S", 0.2)
     is_stopped, may_end = threading.Event(), threading.Event()
 
     def answer(request: Request) -> Any:

@@ -341,10 +341,12 @@ class Coordinator(Accounts):
     async def ack(self, batch_id: int, lease_id: str, step: int | None = None) -> int:
         """Mark a batch as trained at `step` (None: its own); return the step. Idempotent. Raises as `heartbeat`."""
         await self.tick()
-        known = self.state.leases.acknowledged_step(batch_id, lease_id)
-        if known is not None:
-            await self._save()  # as durable as the first answer
-            return known
+        leases = self.state.leases
+        if batch_id not in leases.leased:
+            known = leases.acknowledged_step(batch_id, lease_id)
+            if known is not None:
+                await self._save()  # as durable as the first answer
+                return known
         batch = self._held(batch_id, lease_id)
         self.state.trainer_times.acknowledge(self._clock(), leased_at=batch.leased_at)
         self.state.acknowledge(batch, step)
@@ -499,7 +501,8 @@ class Coordinator(Accounts):
         for index, group in enumerate(groups):
             self._check_size(group.header.num_sequences, _at(index, groups), num_groups=len(groups))
         self._check_room(groups)
-        if (room := self._room_of(self.state.token)) is not None:
+        token = self.state.token
+        if token is not None and (room := self._room_of(token)) is not None:
             room.take(sum(len(group.payload) for group in groups))
         # A cancelled caller must not leave groups in the store that memory does not know.
         return await asyncio.shield(asyncio.create_task(self._take_in(groups)))

@@ -118,6 +118,9 @@ class Hub:
 
     async def find(self, name: str) -> Coordinator | None:
         """Return a run, opened on first use; None if no trainer has created it. The default run always exists."""
+        if name in self.runs and name not in self._changing:
+            self.runs[name].used_at = self._clock()
+            return self.runs[name]
         await self._until_unchanging(name)
         if name in self.runs or name == DEFAULT_RUN or await self._stores.holds(name):
             return await self.run(name)

@@ -15,6 +15,7 @@ failures and its speed. `best` alone chooses among several. Decisions take the t
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import math
 import random
@@ -454,7 +455,7 @@ class Door:
         """Why the server is not ready; empty if it is, or has no probe result yet."""
         self._fault_logged_at = 0.0
 
-    @property
+    @functools.cached_property
     def _label(self) -> str:
         return without_users(getattr(self.config, "base_url", None) or type(self).__name__)
 

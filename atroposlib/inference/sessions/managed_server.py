@@ -218,9 +218,10 @@ class ManagedServer:
                 )
                 whole = {**reply, "content": continued + (reply["content"] or "")}
                 thoughts = reply.get("reasoning_content", "")
+                calls = called(reply) if "tool_calls" in reply else ()
                 message = SampledMessage(
                     identity=identity(whole),
-                    said=SaidTurn(whole["content"], sampled.cut, called(reply), tags, thoughts),
+                    said=SaidTurn(whole["content"], sampled.cut, calls, tags, thoughts),
                     call_ids=call_ids(reply),
                 )
                 completions.append(

@@ -24,6 +24,7 @@ ENOUGH_RUNS = 3
 """A function that blocks the loop in this many runs is at fault; a single time may be an import."""
 _GRACE_S = 0.5
 _LOOK_S = 0.02
+_LOOP_RUNNERS = (asyncio.BaseEventLoop.run_forever.__code__, asyncio.Runner.run.__code__)
 
 
 class LoopBlocked(BaseException):
@@ -96,9 +97,11 @@ class LoopWatch:
                 answered.wait(_GRACE_S)
 
     def _author_function(self) -> str | None:
-        """Return the author's innermost running function."""
+        """Return the author's innermost function in the loop; what started the loop, as a script does, is not in it."""
         for frame, _ in traceback.walk_stack(_frame_of(self._thread_id)):
             code = frame.f_code
+            if code in _LOOP_RUNNERS:
+                return None
             if code.co_filename in self.author_files:
                 return f"{code.co_qualname} ({Path(code.co_filename).name}:{code.co_firstlineno})"
         return None

@@ -285,6 +285,18 @@ def test_time_without_a_cpu_is_no_stall() -> None:
         assert process.stdout.read() == "[]\n"
 
 
+def test_a_script_does_not_block_the_loop_that_it_starts() -> None:
+    watch = LoopWatch({__file__}, patience_s=30.0)
+
+    async def main() -> None:
+        with watch:
+            asyncio.get_running_loop().call_soon(time.sleep, 0.3)
+            await asyncio.sleep(0.4)
+
+    asyncio.run(main())
+    assert watch.stalls == {}
+
+
 async def test_c_code_that_waits_with_the_gil_is_no_stall() -> None:
     """As a start of a process does, until the new process has a CPU: agents are started one right after another."""
     usleep = ctypes.PyDLL(None).usleep  # PyDLL keeps the GIL

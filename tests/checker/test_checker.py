@@ -37,7 +37,14 @@ from tests.checker.broken_environments import (
     leaving,
 )
 from tests.checker.corpus import BROKEN, SOUND, broken, check, tidied
-from tests.checker.reward_environments import Choices, Maze, Preferred, Products, Terms
+from tests.checker.reward_environments import (
+    Calculator,
+    Choices,
+    Maze,
+    Preferred,
+    Products,
+    Terms,
+)
 from tests.tiny_model import make_tiny_tokenizer
 
 NAMES = [rule.name for rule in RULES]
@@ -138,6 +145,34 @@ def test_what_an_environment_declares_is_not_judged() -> None:
     reason = "programs of the model are not isolated on this machine"
     assert check(plain).finding("answer_runs_no_code").reason == reason
     assert report_of(Terms).finding("restatement_unrewarded").reason == "allows_restating is set"
+
+
+def test_a_tool_that_hangs_is_called_once() -> None:
+    asked = []
+
+    async def hanging(a: int, b: int = 2) -> None:
+        """Wait."""
+        asked.append((a, b))
+        await asyncio.sleep(60)
+
+    env_cls = type("Hanging", (Calculator,), {"__module__": __name__, "tools": (hanging,)})
+    report = check(env_cls, timeout_s=2.0)
+    assert report.failed == ["tools_work"]
+    assert asked == [(1, 2)]
+    assert "hanging(a=1): hanging did not end within 2 s" in report.to_text()
+
+
+def test_a_tool_gets_texts_of_the_item_if_it_takes_no_other() -> None:
+    asked = []
+
+    def answer(question: str) -> str:
+        """Answer a question of the data."""
+        asked.append(question)
+        return {f"{n} * 37": "known" for n in range(99)}[question]
+
+    env_cls = type("Asking", (Calculator,), {"__module__": __name__, "tools": (answer,)})
+    assert check(env_cls).finding("tools_work").status is Status.PASS
+    assert asked[:3] == ["1", "1 + 1", "two words"]
 
 
 def test_an_answer_that_occupies_this_process_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:

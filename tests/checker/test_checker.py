@@ -348,9 +348,13 @@ def test_command_prints_the_report_and_exits_1_on_a_failure(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert run_environment(Sums, ["check", "--items", "1", "--skip", "no_leaked_tasks"]) == 0
-    assert "PASS reward_varies " in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "PASS reward_varies " in out
+    assert out.splitlines()[-1].startswith("next: process writes groups")
     assert run_environment(EmptyIsRight, ["check", "--items=1"]) == 1
-    assert "FAIL empty_unrewarded " in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "FAIL empty_unrewarded " in out
+    assert "next: do what the lines with > say" in out
 
 
 def test_all_rows_are_walked_without_sampling(capsys: pytest.CaptureFixture[str]) -> None:

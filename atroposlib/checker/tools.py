@@ -1,4 +1,4 @@
-"""Call the tools of a `ToolEnv`: with arguments made from their schemas, and as the scripted answers call them."""
+"""Call the tools of a `ToolEnv`: with arguments made from their schemas and an item, and as scripted answers do."""
 
 from __future__ import annotations
 

@@ -41,6 +41,7 @@ from atroposlib.checker.report import NAMES, Report
 from atroposlib.checker.rows import judge_held_out, walk_rows
 from atroposlib.checker.runs import Run, difference
 from atroposlib.checker.tools import ToolCalls
+from atroposlib.envs.collecting import next_item
 from atroposlib.envs.hooks import EnvHooks, ExtraServers
 from atroposlib.errors import ConfigError
 from atroposlib.inference.config import APIServerConfig
@@ -270,7 +271,7 @@ class _Check(Execution):
         for index in range(self.num_items):
             item = None
             with self.judging("gives_items", item=index):
-                item = await self.within(self.env.get_next_item(), "get_next_item()")
+                item = await self.within(next_item(self.env), "get_next_item()")
                 if item is None and index == 0:
                     self.report.fail("gives_items", "get_next_item() returned None", item=0)
             if item is None:

@@ -14,7 +14,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 
-from atroposlib.checker import RULES, check_env
+from atroposlib.checker import RULES, Report, check_env
 from atroposlib.envs.hooks import EnvHooks
 from atroposlib.utils.tokenizers import load_tokenizer
 
@@ -51,8 +51,17 @@ def check_environment(
             samples=not options.fast,
             on_phase=lambda done: print(f"check: {done}", file=sys.stderr, flush=True),
         )
-    print(json.dumps(report.to_dict(), indent=2) if options.json else report.to_text())
+    if options.json:
+        print(json.dumps(report.to_dict(), indent=2))
+    else:
+        print(f"{report.to_text()}\n{_next_step(report)}")
     return 0 if report.is_ok and not (options.strict and report.not_checked) else 1
+
+
+def _next_step(report: Report) -> str:
+    if not report.is_ok:
+        return "next: do what the lines with > say, and check again"
+    return "next: process writes groups of a model and a page to read; then serve"
 
 
 def _items(text: str) -> int:

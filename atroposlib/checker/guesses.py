@@ -80,6 +80,16 @@ def gold_result(env: Any, item: Any) -> str | None:
     return results[0].stated if results else None
 
 
+def short_texts(item: Any) -> list[str]:
+    """Return the short texts and numbers inside an item, each once.
+
+    >>> short_texts({"q": "1 + 1?", "a": [2, 2]})
+    ['1 + 1?', '2']
+    """
+    texts = (text for _, text in _leaves(item, ""))
+    return list(dict.fromkeys(text for text in texts if 0 < len(text) <= _MAX_GUESS_CHARS))
+
+
 def fields_with(gold: str | None, item: Any) -> list[str]:
     """Return the names of an item's fields that hold the gold answer.
 

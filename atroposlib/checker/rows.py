@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from atroposlib.checker.execution import Execution
-from atroposlib.envs.eval_run import hash_of
 from atroposlib.envs.rewards import RewardFailure
 from atroposlib.envs.rollouts import number_of
+from atroposlib.envs.rows import content_of
 
 WALK_S = 4.0
 """Time for the rows, unless all are asked for."""
@@ -101,14 +101,14 @@ def judge_held_out(execution: Execution) -> None:
         )
 
 
-def _keys(env: Any, rows: Sequence[Any]) -> list[str | None]:
+def _keys(env: Any, rows: Sequence[Any]) -> list[bytes | str | None]:
     """Return what equal tasks share: the prompt with its gold answer, else the row; None where that raises."""
-    found: list[str | None] = []
+    found: list[bytes | str | None] = []
     for row in rows[:MAX_COMPARED]:
         try:
             gold = env.gold_answer(row)
             is_told = gold is not None and not _is_of_the_base(env, "prompt")
-            found.append(hash_of([env.conversation(row), gold] if is_told else row))
+            found.append(content_of([env.conversation(row), gold] if is_told else row))
         except Exception:  # noqa: BLE001 - boundary: the author's code, which `rows_work` judges
             found.append(None)
     return found

@@ -36,7 +36,10 @@ def _main(argv: Sequence[str]) -> None:
     write.add_argument("--for", dest="target", choices=TARGETS, required=True)
     write.add_argument("--out", type=Path, help="folder of the files; default: jobs/TARGET")
     look = commands.add_parser("status", help="show a hub: step, queue, environments, ledger")
-    look.add_argument("url", nargs="?", default="http://localhost:8000")
+    look.set_defaults(url="http://localhost:8000")
+    # SUPPRESS: where one of the two is absent, it leaves the other's value.
+    look.add_argument("url", nargs="?", default=argparse.SUPPRESS)
+    look.add_argument("--hub_url", dest="url", metavar="URL", default=argparse.SUPPRESS)
     look.add_argument("--watch", action="store_true", help="refresh until Ctrl-C")
     look.add_argument(
         "--environments",

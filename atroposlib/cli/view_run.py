@@ -7,6 +7,7 @@ A live run needs the extra `view`.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import tempfile
@@ -103,6 +104,7 @@ def run(argv: Sequence[str] | None, model: type[ViewConfig], *, prog: str) -> in
 def serve_stored(source: Path, config: ViewConfig) -> int:
     if config.share or config.consume:
         raise ConfigError("--share and --consume are for a live run; omit them or the directory")
+    logging.basicConfig(level=logging.INFO, format="%(message)s")  # how far a long page is
     is_named = "tokenizer" in config.model_fields_set
     tokenizer = load_tokenizer(config.tokenizer, flag="--tokenizer") if is_named else None
     with (

@@ -1,4 +1,4 @@
-"""Call the author's code for one item, with a deadline, and `close`; shared by runtime and checker."""
+"""Call the author's code: `get_next_item`, one item with a deadline, and `close`; shared by runtime and checker."""
 
 from __future__ import annotations
 
@@ -8,7 +8,20 @@ import time
 from typing import Any
 
 from atroposlib.envs.hooks import EnvHooks
+from atroposlib.errors import EnvError
 from atroposlib.inference.servers.sampling_notes import ItemRecord, recorded
+
+
+async def next_item(env: EnvHooks) -> Any:
+    """Return the next item, None if there is none now; EnvError in place of StopIteration."""
+    try:
+        return await env.get_next_item()
+    except RuntimeError as error:  # which a coroutine raises in place of StopIteration
+        if not isinstance(error.__cause__, StopIteration):
+            raise
+        raise EnvError(
+            "get_next_item() raised StopIteration; return None at the end: next(items, None)"
+        ) from error
 
 
 async def collect(env: EnvHooks, item: Any) -> tuple[Any, list[Any]]:

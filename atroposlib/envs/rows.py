@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from atroposlib.envs.eval_run import hash_of
+import msgspec
+
 from atroposlib.errors import ConfigError, require
 
 logger = logging.getLogger(__name__)
@@ -155,13 +156,31 @@ def hold_out(rows: Sequence[Any], wanted: int, *, seed: int) -> Splits:
     return splits
 
 
+def _plain(value: Any) -> Any:
+    return value.tolist() if callable(getattr(value, "tolist", None)) else repr(value)
+
+
+_encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
+
+
+def content_of(row: Any) -> bytes | str:
+    """Return what rows of equal content share in this process, for example to find repeated ones.
+
+    Objects that have no `__repr__` of their own share it with none but themselves.
+    """
+    try:
+        return _encode(row)
+    except (OverflowError, RecursionError, TypeError, ValueError):  # msgpack has no such value
+        return repr(row)
+
+
 def without_evaluated(rows: Sequence[Any], evaluated: Sequence[Any]) -> list[Any]:
     """Return the training rows that are no evaluation rows; log how many are left out.
 
     If all are evaluation rows, return them all, with a warning: there would be nothing to train on.
     """
-    held_out = set(map(hash_of, evaluated))
-    kept = [row for row in rows if hash_of(row) not in held_out]
+    held_out = set(map(content_of, evaluated))
+    kept = [row for row in rows if content_of(row) not in held_out]
     if not kept:
         logger.warning(
             "all %d training rows are evaluation rows, so evaluation measures what was trained on;"

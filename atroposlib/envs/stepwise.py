@@ -18,7 +18,7 @@ from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
-from atroposlib.envs.collecting import close, collect
+from atroposlib.envs.collecting import close, collect, next_item
 from atroposlib.envs.dataset_env import DatasetEnv
 from atroposlib.envs.hooks import EnvHooks
 from atroposlib.envs.in_process_policy import InProcessPolicy, answerer, current_answerer
@@ -164,7 +164,7 @@ class SteppedEnv:
                     f" the largest is {MAX_ITEMS_DRAWN - 1}"
                 )
             while len(self._items) <= seed:
-                item = await env.get_next_item()
+                item = await next_item(env)
                 if item is None:
                     raise EnvError(
                         f"seed {seed}: {env.registered_name} has only {len(self._items)} items now"

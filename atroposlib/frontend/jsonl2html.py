@@ -128,7 +128,8 @@ def _preview(conversation: Sequence[Any]) -> str:
 
 
 def main() -> int:
-    """Render the file named on the command line."""
+    """Render the file named on the command line; log to stderr how far it is."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     if len(sys.argv) not in (2, 3):
         raise ConfigError(
             "usage: python -m atroposlib.frontend.jsonl2html GROUPS.jsonl|RUN_DIRECTORY [PAGE.html]"

@@ -14,6 +14,7 @@ import math
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -38,6 +39,8 @@ ViewGroup: TypeAlias = Mapping[str, Any]
 GROUPS_PER_CHUNK = 50
 BYTES_PER_CHUNK = 1_000_000
 """Of JSON; a chunk ends with the group that reaches it."""
+PROGRESS_S = 5.0
+"""Time between the lines that say how far a page is."""
 ITEM_CHARS = 40
 PREVIEW_CHARS = 80
 
@@ -65,6 +68,7 @@ def write_page(
     """
     vocabulary = Vocabulary(decode)
     index = Index()
+    said_at = time.monotonic()
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=target.parent) as chunks:
         for number, members in enumerate(_chunks(groups, index)):
@@ -75,6 +79,9 @@ def write_page(
             chunks.write(b'<script type="text/plain" id="chunk-%d">' % number)
             chunks.write(_compressed(content))
             chunks.write(b"</script>\n")
+            if time.monotonic() - said_at > PROGRESS_S:
+                said_at = time.monotonic()
+                logger.info("%s: %d groups so far", target, len(index.columns["id"]))
         num_groups = len(index.columns["id"])
         head = {
             "title": title,

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from atroposlib.client import EnvStatus
-from atroposlib.envs.collecting import collect_timed
+from atroposlib.envs.collecting import collect_timed, next_item
 from atroposlib.envs.env_config import BaseEnvConfig, EvalHandlingEnum, max_workers, workers_are_set
 from atroposlib.envs.hooks import EnvHooks
 from atroposlib.errors import EngineError, EngineUnavailable, EnvError, cause_of
@@ -338,7 +338,7 @@ class Items:
             return self._begin(self._env.backlog.pop(0))
         try:
             with as_failures():
-                item = await self._env.get_next_item()
+                item = await next_item(self._env)
         except Exception as error:  # noqa: BLE001 - the author's code; counted, and it may end the run
             self.outcomes.log_failure("get_next_item", error)
             self.outcomes.failed(error, began_after=self.outcomes.num_failed)

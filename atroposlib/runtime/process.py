@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from atroposlib.envs.collecting import collect_timed
+from atroposlib.envs.collecting import collect_timed, next_item
 from atroposlib.envs.env_config import max_workers
 from atroposlib.envs.hooks import EnvHooks
 from atroposlib.errors import ConfigError, EngineUnavailable, EnvError, MissingDependency, cause_of
@@ -264,7 +264,7 @@ class _FileRun:
             item = self._env.backlog.pop(0)
             return Work(item=item, item_json=item_json(item))
         while self._num_rows is None or self._num_given < self._num_rows:
-            item = await self._env.get_next_item()
+            item = await next_item(self._env)
             if item is None:
                 return None
             number = self._num_given

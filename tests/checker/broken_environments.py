@@ -350,6 +350,12 @@ faults(Sums, "gives_items", "None", method="get_next_item")(NoItems=nothing)
 faults(Sums, "gives_items", method="get_next_item")(ItemsNeverCome=never)
 
 
+@breaks("gives_items", "return None at the end: next(items, None)")
+class ItemsRunOut(Sums):
+    async def get_next_item(self) -> Any:
+        return next(iter(()))
+
+
 @breaks("gives_items")
 class ItemsSpin(Sums):
     async def get_next_item(self) -> Any:

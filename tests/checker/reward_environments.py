@@ -284,6 +284,17 @@ def lookup(place: str) -> str:
     return {"shelf": "7"}[place]
 
 
+def first_number(text: str) -> str:
+    """Return the first number in a text."""
+    return re.search(r"[0-9]+", text).group()  # type: ignore[union-attr]
+
+
+class FirstNumbers(Calculator):
+    """Sound: a tool that raises AttributeError for some texts, which the model gets as a result."""
+
+    tools = (first_number,)
+
+
 class Places(Calculator):
     """Sound: a tool that knows few arguments."""
 
@@ -316,6 +327,12 @@ def _with_tool(function: Callable[..., Any], rule: str, hint: str) -> None:
     breaks(rule, hint)(type(name, (Calculator,), {"__module__": __name__, "tools": (function,)}))
 
 
+def renamed(text: str) -> str:
+    """Call a method that texts do not have."""
+    return text.decode()  # type: ignore[attr-defined, no-any-return]
+
+
+_with_tool(renamed, "tools_work", "renamed(text='1'): AttributeError: 'str' object has no")
 _with_tool(misspelt, "tools_work", "misspelt(a=1): NameError: name 'multiplied' is not")
 _with_tool(setting, "tools_work", "the result of setting cannot be written as text")
 _with_tool(sleeping, "loop_stays_free", "await, never time.sleep")

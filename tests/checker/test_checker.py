@@ -37,7 +37,14 @@ from tests.checker.broken_environments import (
     leaving,
 )
 from tests.checker.corpus import BROKEN, SOUND, broken, check, tidied
-from tests.checker.reward_environments import Choices, Maze, Preferred, Products, Terms
+from tests.checker.reward_environments import (
+    Calculator,
+    Choices,
+    Maze,
+    Preferred,
+    Products,
+    Terms,
+)
 from tests.tiny_model import make_tiny_tokenizer
 
 NAMES = [rule.name for rule in RULES]
@@ -138,6 +145,34 @@ def test_what_an_environment_declares_is_not_judged() -> None:
     reason = "programs of the model are not isolated on this machine"
     assert check(plain).finding("answer_runs_no_code").reason == reason
     assert report_of(Terms).finding("restatement_unrewarded").reason == "allows_restating is set"
+
+
+def test_a_tool_that_hangs_is_called_once() -> None:
+    asked = []
+
+    async def hanging(a: int, b: int = 2) -> None:
+        """Wait."""
+        asked.append((a, b))
+        await asyncio.sleep(60)
+
+    env_cls = type("Hanging", (Calculator,), {"__module__": __name__, "tools": (hanging,)})
+    report = check(env_cls, timeout_s=2.0)
+    assert report.failed == ["tools_work"]
+    assert asked == [(1, 2)]
+    assert "hanging(a=1): hanging did not end within 2 s" in report.to_text()
+
+
+def test_a_tool_gets_texts_of_the_item_if_it_takes_no_other() -> None:
+    asked = []
+
+    def answer(question: str) -> str:
+        """Answer a question of the data."""
+        asked.append(question)
+        return {f"{n} * 37": "known" for n in range(99)}[question]
+
+    env_cls = type("Asking", (Calculator,), {"__module__": __name__, "tools": (answer,)})
+    assert check(env_cls).finding("tools_work").status is Status.PASS
+    assert asked[:3] == ["1", "1 + 1", "two words"]
 
 
 def test_an_answer_that_occupies_this_process_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,6 +320,18 @@ def test_time_without_a_cpu_is_no_stall() -> None:
         assert process.stdout.read() == "[]\n"
 
 
+def test_a_script_does_not_block_the_loop_that_it_starts() -> None:
+    watch = LoopWatch({__file__}, patience_s=30.0)
+
+    async def main() -> None:
+        with watch:
+            asyncio.get_running_loop().call_soon(time.sleep, 0.3)
+            await asyncio.sleep(0.4)
+
+    asyncio.run(main())
+    assert watch.stalls == {}
+
+
 async def test_c_code_that_waits_with_the_gil_is_no_stall() -> None:
     """As a start of a process does, until the new process has a CPU: agents are started one right after another."""
     usleep = ctypes.PyDLL(None).usleep  # PyDLL keeps the GIL
@@ -327,9 +374,13 @@ def test_command_prints_the_report_and_exits_1_on_a_failure(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert run_environment(Sums, ["check", "--items", "1", "--skip", "no_leaked_tasks"]) == 0
-    assert "PASS reward_varies " in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "PASS reward_varies " in out
+    assert out.splitlines()[-1].startswith("next: process writes groups")
     assert run_environment(EmptyIsRight, ["check", "--items=1"]) == 1
-    assert "FAIL empty_unrewarded " in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "FAIL empty_unrewarded " in out
+    assert "next: do what the lines with > say" in out
 
 
 def test_all_rows_are_walked_without_sampling(capsys: pytest.CaptureFixture[str]) -> None:

@@ -44,6 +44,8 @@ def test_the_status_says_why_there_is_no_batch(
     assert "sums_0 lost: dropped_equal_scores 3" in (said := capsys.readouterr().out)
     assert "a batch is ready" in said
     assert "unknown" not in said
+    assert main(["status", "--hub_url", hub.url]) == 0
+    assert "a batch is ready" in capsys.readouterr().out
     hub.register(batch_size=4, resume_step=3)
     assert main(["status", hub.url]) == 0
     assert "resumed past 3 unknown steps" in capsys.readouterr().out

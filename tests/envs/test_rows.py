@@ -6,10 +6,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from atroposlib.envs.dataset_env import DatasetEnv
-from atroposlib.envs.rows import HubRows, read_jsonl, sample_path
+from atroposlib.envs.rows import HubRows, read_jsonl, sample_path, without_evaluated
 from atroposlib.errors import ConfigError, MissingDependency
 
 
@@ -59,3 +60,42 @@ def test_a_data_set_that_cannot_be_loaded_names_what_to_give_instead(
     expected = r"data set 'openai/gsm8k' \(ConnectionError: Couldn't reach .*--env.dataset_path, or `sample`"
     with pytest.raises(ConfigError, match=expected):
         HubRows(path="openai/gsm8k", config="main").load()
+
+
+class Opaque:
+    """A row whose text does not tell its content."""
+
+
+class Named(Opaque):
+    def __str__(self) -> str:
+        return "task"
+
+
+@pytest.mark.parametrize(
+    ("equal", "other"),
+    [
+        (lambda: {"a": [1, "x"], 2: None}, {"a": [1, "y"], 2: None}),
+        (lambda: {(1, 2): "x"}, {(1, 3): "x"}),
+        (lambda: 2**70, 2**71),
+        (lambda: "\ud800", "\ud801"),
+        (lambda: np.arange(2000), np.arange(2000) ** 2),
+        (lambda: {"pixels": np.zeros((2, 2))}, {"pixels": np.ones((2, 2))}),
+        (lambda: {"a": 1}, {"a": 1.0}),
+        (lambda: {"a": None}, {"a": float("nan")}),
+    ],
+)
+def test_rows_are_left_out_if_their_content_is_that_of_an_evaluation_row(
+    equal: Any, other: Any
+) -> None:
+    (kept,) = without_evaluated([equal(), other], [equal()])
+    assert kept is other
+
+
+@pytest.mark.parametrize("row_cls", [Opaque, Named])
+def test_rows_whose_content_is_not_known_are_kept(
+    row_cls: type, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [row_cls(), row_cls()]
+    assert without_evaluated(rows, [row_cls()]) == rows
+    assert not caplog.records
+    assert without_evaluated(rows, rows[:1]) == rows[1:]

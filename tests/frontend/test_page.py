@@ -1,8 +1,11 @@
 """The viewer's page: what the written file holds."""
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from atroposlib.frontend.page import GROUPS_PER_CHUNK, Chart, write_page
 from atroposlib.frontend.vocabulary import Vocabulary, decoder
@@ -98,6 +101,17 @@ def test_groups_are_written_while_they_are_read(tmp_path: Path) -> None:
 
     write_page(tmp_path / "p.html", groups(), title="t", about="")
     assert read_page(tmp_path / "p.html").head["num_groups"] == 300
+
+
+def test_a_long_page_says_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("atroposlib.frontend.page.PROGRESS_S", 0.0)
+    caplog.set_level(logging.INFO)
+    groups = [group(i) for i in range(2 * GROUPS_PER_CHUNK)]
+    write_page(tmp_path / "p.html", groups, title="t", about="")
+    said = [record.getMessage().partition(": ")[2] for record in caplog.records]
+    assert said[:2] == ["50 groups so far", "100 groups so far"]
 
 
 def test_a_chunk_names_the_pieces_of_its_own_tokens(tmp_path: Path) -> None:

@@ -257,6 +257,19 @@ async def test_append_passes_many_items_that_an_earlier_run_left_out(
     assert scores(result.path) == [0, 3, 6, 9, 12, 15]
 
 
+async def test_an_iterator_of_items_that_ends_says_what_to_return(tmp_path: Path) -> None:
+    class Listed(ScriptedEnv):
+        async def setup(self) -> None:
+            self.items = iter([1, 2])
+
+        async def get_next_item(self) -> Any:
+            return next(self.items)
+
+    env = Listed(data_path_to_save_groups=str(tmp_path / "g.jsonl"), total_steps=3)
+    with pytest.raises(EnvError, match="return None at the end"):
+        await process(env)
+
+
 async def test_append_knows_items_that_the_environment_changes(tmp_path: Path) -> None:
     class Changing(ScriptedEnv):
         async def get_next_item(self) -> Any:

@@ -182,7 +182,8 @@ class Hub:
         max_bytes = None if token is None else self.quota_of(token).max_bytes
         if token is None or max_bytes is None:
             return None
-        used = sum(run.store.usage().payload_bytes for run in self._begun_by(token))
+        begun = self._begun_by(token)
+        used = sum(run.store.usage().payload_bytes + run.arriving_bytes for run in begun)
         flag = "max_bytes in the token file or --max-token-bytes"
         room = self._rooms.setdefault(token, Space())
         room.note([used_bound(f"token {token!r}", used_bytes=used, max_bytes=max_bytes, flag=flag)])

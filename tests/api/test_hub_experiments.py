@@ -444,6 +444,21 @@ async def test_groups_that_arrive_at_once_share_the_quota_of_their_token() -> No
     await runs.close()
 
 
+async def test_a_run_that_is_deleted_while_closed_leaves_its_epoch_to_the_next(
+    clock: Clock,
+) -> None:
+    runs = Runs(MemoryRuns(), clock=clock)
+    for name in ("first", "second"):
+        await runs.register("x", RegisterTrainer(**registration(experiment=name)))
+    clock.now_s += 4000
+    await runs.close_idle()
+    assert (list(runs.runs), runs.idle) == ([], {"x"})
+    await runs.forget("x")
+    assert runs.idle == set()
+    assert (await runs.run("x")).state.leases.epoch == 2
+    await runs.close()
+
+
 async def test_epochs_of_a_deleted_run_continue_after_an_opening_that_failed() -> None:
     class Broken(MemoryStore):
         async def open(self) -> SavedRun:

@@ -210,7 +210,7 @@ class Coordinator(Accounts):
 
     def _check_open(self) -> None:
         if self._is_closed and self._is_moved:
-            raise RunMoved(f"run {self.name} has moved to another replica; try again")
+            raise RunMoved(f"run {self.name} was closed here, idle or moved; try again")
         if self._is_closed:
             raise RunReset(f"run {self.name} is closed; register again")
 

@@ -336,6 +336,7 @@ class Hub:
             await run.reset()
             await run.close()
         await self._stores.forget(name)
+        self.idle.discard(name)
 
     async def close_idle(self) -> None:
         """Close the runs without leases that nothing has asked for lately; the default run stays open."""
@@ -344,6 +345,7 @@ class Hub:
             is_busy = name == DEFAULT_RUN or run.state.leases.leased
             if idle_s > self.policy.idle_run_s and not is_busy:
                 self.idle.add(name)
+                self._last_epochs[name] = run.state.leases.epoch  # it may be deleted while closed
                 await self.release(name)
                 logger.info("run %s: closed after %.0f s without a request", name, idle_s)
 

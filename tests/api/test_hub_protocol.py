@@ -340,7 +340,7 @@ async def test_an_answer_was_received_only_if_the_client_has_all_of_it_when_the_
         await PlainTextResponse("x" * 60_000)(scope, receive, send)
         scope["extensions"][RECEIPT_EXTENSION](lambda: received.append("all"))
         is_sent.set()
-        while not scope["extensions"][IS_GONE_EXTENSION]():
+        while not scope["extensions"][IS_GONE_EXTENSION]():  # noqa: ASYNC110 - no event to wait for
             await asyncio.sleep(0.005)
         await asyncio.sleep(0.05)
         is_closed.set()

@@ -205,9 +205,9 @@ async def test_a_full_database_refuses_groups_while_changes_work(
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measure, and restore a ballast of 1 MiB, all the time."""
+    """Measure, and restore a ballast of 1 MiB, again and again."""
     monkeypatch.setattr(database_space, "MEASURE_S", 0.02)
-    monkeypatch.setattr(database_space, "_FILL_PAUSE_S", 0.0)
+    monkeypatch.setattr(database_space, "_FILL_PAUSE_S", 0.5)  # a change is repeated sooner
     monkeypatch.setattr(database_space, "_BALLAST_BYTES", 1 << 20)
 
 

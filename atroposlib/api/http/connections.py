@@ -159,9 +159,8 @@ class HubProtocol(HttpToolsProtocol):
         super().on_message_complete()
         if self.cycle is not None and self.cycle.response_complete:
             self._all.note_idle(self)
-            self._close_after(
-                self.HEAD_TIMEOUT_S
-            )  # for the next request: uvicorn's timer has ended
+            # For the next request: uvicorn's timer has ended.
+            self._close_after(self.HEAD_TIMEOUT_S)
 
     def on_response_complete(self) -> None:
         # With pipelining, `cycle` is the last request; the answered one had its whole body.

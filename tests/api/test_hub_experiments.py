@@ -26,6 +26,10 @@ from atroposlib.scored_data import GroupHeader
 from tests.api.helpers_api import Hub, environment, group, registration, running_hub
 from tests.builders.clocks import Clock
 
+HEADER = GroupHeader(
+    env_id=None, num_sequences=2, num_tokens=2, policy_version=None, group_id="", digest=b""
+)
+
 
 @pytest.fixture
 def clock() -> Clock:
@@ -428,12 +432,9 @@ async def test_groups_that_arrive_at_once_share_the_quota_of_their_token() -> No
     runs.quota_of = lambda token: Quota(max_bytes=1000)
     for name in ("a", "b"):
         await runs.register(name, RegisterTrainer(**registration()), token="team")
-    header = GroupHeader(
-        env_id=None, num_sequences=2, num_tokens=2, policy_version=None, group_id="", digest=b""
-    )
     posts = [
         runs.runs[name].accept(
-            [NewGroup(header=replace(header, group_id=group_id), payload=bytes(400))]
+            [NewGroup(header=replace(HEADER, group_id=group_id), payload=bytes(400))]
         )
         for name in ("a", "b")
         for group_id in ("first", "second")
@@ -456,6 +457,23 @@ async def test_a_run_that_is_deleted_while_closed_leaves_its_epoch_to_the_next(
     await runs.forget("x")
     assert runs.idle == set()
     assert (await runs.run("x")).state.leases.epoch == 2
+    await runs.close()
+
+
+async def test_an_experiment_set_aside_counts_for_no_token_until_one_resumes_it() -> None:
+    runs = Runs()
+    runs.quota_of = lambda token: Quota(max_runs=2)
+    first = RegisterTrainer(**registration(experiment="first"))
+    await runs.register("a", first, token="team")
+    await runs.runs["a"].accept([NewGroup(header=HEADER, payload=b"1")])
+    await runs.register("a", RegisterTrainer(**registration(experiment="second")), token="team")
+    assert await runs.find("a.1") is not None  # someone looks at it
+    await runs.register("b", first, token="team")
+    with pytest.raises(TooManyRuns, match="token 'team' has 2 open runs;"):
+        await runs.register("c", first, token="team")
+    await runs.register("a", first.model_copy(update={"resume_step": 0}), token="other")
+    assert runs.runs["a"].state.experiment == "first"
+    await runs.register("c", first, token="team")
     await runs.close()
 
 

@@ -257,6 +257,7 @@ class Hub:
         trainer, which got no reply, completes the replacement.
         """
         self.runs.pop(name, None)
+        earlier.state.token = None  # set aside, it counts for no token until one resumes it
         await earlier.close()
         if kept is None and earlier.ledger().produced == 0:
             earlier = await self._open(name)  # with what was stored while it was closed

@@ -353,8 +353,8 @@ class Hub:
     async def delete_surplus(self) -> None:
         """Measure the earlier experiments of this hub's runs, and delete those beyond what the policy keeps."""
         days, num = self.policy.keep_set_aside_days, self.policy.keep_set_aside
+        num_bytes = {run.name: run.num_bytes for run in await self._stores.stored()}
         async with self._registering:  # none is brought back meanwhile
-            num_bytes = {run.name: run.num_bytes for run in await self._stores.stored()}
             left: dict[str, list[int]] = {name: [] for name in (*self.runs, *self.idle)}
             for kept in await self._stores.kept():
                 sizes = left.get(kept.of_run)

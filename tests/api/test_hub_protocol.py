@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import socket
+import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -326,6 +327,26 @@ async def test_busy_crowd_leaves_room_for_health_and_acknowledgements() -> None:
         late = await server.connect()
         late.writer.write(ask("/status"))
         assert await late.answer() == b"HTTP/1.1 200 OK"
+
+
+async def test_nothing_is_asked_of_a_connection_that_broke_before_its_timer(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        await hello(scope, receive, send)
+        scope["extensions"][RECEIPT_EXTENSION](lambda: None)
+
+    async with serving(answer, keep_alive_s=1) as server:
+        client = await server.connect()
+        client.writer.write(GET)
+        assert await client.answer() == b"HTTP/1.1 200 OK"
+        reset = struct.pack("ii", 1, 0)
+        client.writer.get_extra_info("socket").setsockopt(
+            socket.SOL_SOCKET, socket.SO_LINGER, reset
+        )
+        client.writer.transport.abort()
+        await asyncio.sleep(1.2)
+    assert caplog.text == ""
 
 
 @pytest.mark.parametrize("closed_by", ["keep_alive", "another_connection"])

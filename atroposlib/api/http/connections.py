@@ -106,6 +106,7 @@ class HubProtocol(HttpToolsProtocol):
         self._all.remove(self)
         if exc is None:
             self._note_receipt()
+        self._on_receipt = None  # uvicorn's timer may still run
         super().connection_lost(exc)
 
     def abort(self) -> None:

@@ -442,7 +442,7 @@ class Explanation(BaseModel):
     """`no_trainer`, `too_few`, `minimum` or `sizes`."""
     reason: str
     refusal: str | None = None
-    """Why groups are refused now for want of space, and the flag that changes it; None: they are not."""
+    """Why groups are refused now, and the flag that changes it; None: they are not."""
     env_id: int | None = None
     """The environment that must queue more."""
     have: int | None = None

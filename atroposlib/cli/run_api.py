@@ -328,12 +328,7 @@ def _stores(config: RunApiConfig, on_failure: Callable[[BaseException], None]) -
 
 def _database(config: RunApiConfig) -> str | None:
     """Return the URL of the database that keeps the runs, if one does. Raises `ConfigError`."""
-    others = {
-        "memory",
-        "store",
-        "data_dir",
-        "durability",
-    } & config.model_fields_set
+    others = {"memory", "store", "data_dir", "durability"} & config.model_fields_set
     return hub_database.url_of(
         config.database, conflicting=["--" + name.replace("_", "-") for name in sorted(others)]
     )

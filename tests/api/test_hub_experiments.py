@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,12 +18,17 @@ from atroposlib.api.run.hub import AwakeClock, TooManyRuns
 from atroposlib.api.run.hub import Hub as Runs
 from atroposlib.api.run.types import Quota, RunPolicy
 from atroposlib.api.schemas import RegisterTrainer
-from atroposlib.api.stores.base import GroupStore, SavedRun, StoreBroken
+from atroposlib.api.stores.base import GroupStore, NewGroup, SavedRun, StoreBroken, StoreFull
 from atroposlib.api.stores.disk import DiskStore
 from atroposlib.api.stores.memory import MemoryStore
 from atroposlib.api.stores.runs import DirectoryRuns, MemoryRuns, RunStores
+from atroposlib.scored_data import GroupHeader
 from tests.api.helpers_api import Hub, environment, group, registration, running_hub
 from tests.builders.clocks import Clock
+
+HEADER = GroupHeader(
+    env_id=None, num_sequences=2, num_tokens=2, policy_version=None, group_id="", digest=b""
+)
 
 
 @pytest.fixture
@@ -419,6 +425,56 @@ async def test_runs_count_for_the_token_that_began_them_also_after_a_restart() -
             await runs.register(f"b{number}", first, token="team")
         await runs.register(f"c{number}", first, token=f"other {number}")
         await runs.close()
+
+
+async def test_groups_that_arrive_at_once_share_the_quota_of_their_token() -> None:
+    runs = Runs()
+    runs.quota_of = lambda token: Quota(max_bytes=1000)
+    for name in ("a", "b"):
+        await runs.register(name, RegisterTrainer(**registration()), token="team")
+    posts = [
+        runs.runs[name].accept(
+            [NewGroup(header=replace(HEADER, group_id=group_id), payload=bytes(400))]
+        )
+        for name in ("a", "b")
+        for group_id in ("first", "second")
+    ]
+    answers = await asyncio.gather(*posts, return_exceptions=True)
+    assert [isinstance(answer, StoreFull) for answer in answers] == [False, False, True, True]
+    assert [run.arriving_bytes for run in runs.runs.values()] == [0, 0]
+    await runs.close()
+
+
+async def test_a_run_that_is_deleted_while_closed_leaves_its_epoch_to_the_next(
+    clock: Clock,
+) -> None:
+    runs = Runs(MemoryRuns(), clock=clock)
+    for name in ("first", "second"):
+        await runs.register("x", RegisterTrainer(**registration(experiment=name)))
+    clock.now_s += 4000
+    await runs.close_idle()
+    assert (list(runs.runs), runs.idle) == ([], {"x"})
+    await runs.forget("x")
+    assert runs.idle == set()
+    assert (await runs.run("x")).state.leases.epoch == 2
+    await runs.close()
+
+
+async def test_an_experiment_set_aside_counts_for_no_token_until_one_resumes_it() -> None:
+    runs = Runs()
+    runs.quota_of = lambda token: Quota(max_runs=2)
+    first = RegisterTrainer(**registration(experiment="first"))
+    await runs.register("a", first, token="team")
+    await runs.runs["a"].accept([NewGroup(header=HEADER, payload=b"1")])
+    await runs.register("a", RegisterTrainer(**registration(experiment="second")), token="team")
+    assert await runs.find("a.1") is not None  # someone looks at it
+    await runs.register("b", first, token="team")
+    with pytest.raises(TooManyRuns, match="token 'team' has 2 open runs;"):
+        await runs.register("c", first, token="team")
+    await runs.register("a", first.model_copy(update={"resume_step": 0}), token="other")
+    assert runs.runs["a"].state.experiment == "first"
+    await runs.register("c", first, token="team")
+    await runs.close()
 
 
 async def test_epochs_of_a_deleted_run_continue_after_an_opening_that_failed() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import socket
+import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -15,7 +17,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from atroposlib.api.http.connections import RESERVED_CONNECTIONS, Connections, HubProtocol
 from atroposlib.api.http.handlers import ROUTES
-from atroposlib.api.http.limits import HubLimits, Ladder, RequestBodies
+from atroposlib.api.http.limits import (
+    IS_GONE_EXTENSION,
+    RECEIPT_EXTENSION,
+    HubLimits,
+    Ladder,
+    RequestBodies,
+)
 from atroposlib.api.http.security import Access
 from atroposlib.utils.local_server import listening
 from tests.api.helpers_api import FullRun
@@ -33,7 +41,9 @@ async def read_all(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 @asynccontextmanager
-async def serving(app: ASGIApp, *, max_connections: int = 4096) -> AsyncIterator[Server]:
+async def serving(
+    app: ASGIApp, *, max_connections: int = 4096, keep_alive_s: int = 5
+) -> AsyncIterator[Server]:
     listener = listening("127.0.0.1", 0)
     server = uvicorn.Server(
         uvicorn.Config(
@@ -45,6 +55,7 @@ async def serving(app: ASGIApp, *, max_connections: int = 4096) -> AsyncIterator
             lifespan="off",
             log_config=None,
             log_level="error",
+            timeout_keep_alive=keep_alive_s,
         )
     )
     task = asyncio.create_task(server.serve(sockets=[listener]))
@@ -91,8 +102,15 @@ class Server:
         self._port = port
         self._clients: list[Client] = []
 
-    async def connect(self) -> Client:
-        client = Client(*await asyncio.open_connection("127.0.0.1", self._port))
+    async def connect(self, *, buffer_bytes: int | None = None) -> Client:
+        """`buffer_bytes`: what its system receives without a read, roughly; None: the default."""
+        connection = socket.socket()
+        limit = 2**16
+        if buffer_bytes is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
+            limit = 1  # `StreamReader` reads until it holds twice as much
+        connection.connect(("127.0.0.1", self._port))
+        client = Client(*await asyncio.open_connection(sock=connection, limit=limit))
         self._clients.append(client)
         return client
 
@@ -309,3 +327,53 @@ async def test_busy_crowd_leaves_room_for_health_and_acknowledgements() -> None:
         late = await server.connect()
         late.writer.write(ask("/status"))
         assert await late.answer() == b"HTTP/1.1 200 OK"
+
+
+async def test_nothing_is_asked_of_a_connection_that_broke_before_its_timer(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        await hello(scope, receive, send)
+        scope["extensions"][RECEIPT_EXTENSION](lambda: None)
+
+    async with serving(answer, keep_alive_s=1) as server:
+        client = await server.connect()
+        client.writer.write(GET)
+        assert await client.answer() == b"HTTP/1.1 200 OK"
+        reset = struct.pack("ii", 1, 0)
+        client.writer.get_extra_info("socket").setsockopt(
+            socket.SOL_SOCKET, socket.SO_LINGER, reset
+        )
+        client.writer.transport.abort()
+        await asyncio.sleep(1.2)
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("closed_by", ["keep_alive", "another_connection"])
+@pytest.mark.parametrize("has_room", [True, False])
+async def test_an_answer_was_received_only_if_the_client_has_all_of_it_when_the_hub_closes(
+    closed_by: str, has_room: bool
+) -> None:
+    received: list[str] = []
+    is_sent, is_closed = asyncio.Event(), asyncio.Event()
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        await PlainTextResponse("x" * 60_000)(scope, receive, send)
+        scope["extensions"][RECEIPT_EXTENSION](lambda: received.append("all"))
+        is_sent.set()
+        while not scope["extensions"][IS_GONE_EXTENSION]():  # noqa: ASYNC110 - no event to wait for
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.05)
+        is_closed.set()
+
+    keep_alive_s = 1 if closed_by == "keep_alive" else 30
+    async with serving(answer, max_connections=1, keep_alive_s=keep_alive_s) as server:
+        client = await server.connect(buffer_bytes=None if has_room else 2048)
+        client.writer.write(GET)
+        async with asyncio.timeout(10):
+            await is_sent.wait()
+            if closed_by == "another_connection":
+                await asyncio.sleep(0.1)  # for the acknowledgement
+                await server.connect()
+            await is_closed.wait()
+        assert received == (["all"] if has_room else [])

@@ -50,9 +50,9 @@ class Connections:
             idle = next(iter(self._strangers), None) or next(iter(self._known), None)
             if idle is not None:
                 self.remove(idle)
-                idle.transport.abort()
+                idle.abort()
             elif len(self._open) >= self.limit + RESERVED_CONNECTIONS:
-                connection.transport.abort()
+                connection.abort()
                 return
         connection.is_crowded = len(self._open) >= self.limit
         self._open.add(connection)
@@ -106,11 +106,20 @@ class HubProtocol(HttpToolsProtocol):
         self._all.remove(self)
         if exc is None:
             self._note_receipt()
+        self._on_receipt = None  # uvicorn's timer may still run
         super().connection_lost(exc)
 
+    def abort(self) -> None:
+        """Close the connection without waiting for the client to read."""
+        self._check_receipt()
+        self.transport.abort()
+
+    def timeout_keep_alive_handler(self) -> None:
+        self._check_receipt()
+        super().timeout_keep_alive_handler()
+
     def eof_received(self) -> None:
-        if self._on_receipt is not None and self._num_unreceived_bytes() > 0:
-            self._on_receipt = None  # the client closed before all of the answer had arrived
+        self._check_receipt()
         super().eof_received()
 
     def data_received(self, data: bytes) -> None:
@@ -135,7 +144,7 @@ class HubProtocol(HttpToolsProtocol):
         self.is_crowded = self.is_crowded and self._all.are_too_many
         extensions: dict[str, Any] = {
             IS_GONE_EXTENSION: self._is_gone,
-            ABORT_EXTENSION: self.transport.abort,
+            ABORT_EXTENSION: self.abort,
             RECEIPT_EXTENSION: self._await_receipt,
             CROWDED_EXTENSION: self.is_crowded,
         }
@@ -151,9 +160,8 @@ class HubProtocol(HttpToolsProtocol):
         super().on_message_complete()
         if self.cycle is not None and self.cycle.response_complete:
             self._all.note_idle(self)
-            self._close_after(
-                self.HEAD_TIMEOUT_S
-            )  # for the next request: uvicorn's timer has ended
+            # For the next request: uvicorn's timer has ended.
+            self._close_after(self.HEAD_TIMEOUT_S)
 
     def on_response_complete(self) -> None:
         # With pipelining, `cycle` is the last request; the answered one had its whole body.
@@ -180,6 +188,11 @@ class HubProtocol(HttpToolsProtocol):
 
     def _await_receipt(self, on_receipt: Callable[[], None]) -> None:
         self._on_receipt = on_receipt
+
+    def _check_receipt(self) -> None:
+        """Before the connection ends: an answer of which not all has arrived counts as not received."""
+        if self._on_receipt is not None and self._num_unreceived_bytes() > 0:
+            self._on_receipt = None
 
     def _note_receipt(self) -> None:
         on_receipt, self._on_receipt = self._on_receipt, None

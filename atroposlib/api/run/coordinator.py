@@ -121,6 +121,8 @@ class Coordinator(Accounts):
         self.num_set_aside_deleted = 0
         self._clock = clock
         self._room_of = room_of
+        self.arriving_bytes = 0
+        """Payloads on their way to the store."""
         self._is_closed = False
         self._is_moved = False
 
@@ -208,7 +210,7 @@ class Coordinator(Accounts):
 
     def _check_open(self) -> None:
         if self._is_closed and self._is_moved:
-            raise RunMoved(f"run {self.name} has moved to another replica; try again")
+            raise RunMoved(f"run {self.name} was closed here, idle or moved; try again")
         if self._is_closed:
             raise RunReset(f"run {self.name} is closed; register again")
 
@@ -501,11 +503,12 @@ class Coordinator(Accounts):
         for index, group in enumerate(groups):
             self._check_size(group.header.num_sequences, _at(index, groups), num_groups=len(groups))
         self._check_room(groups)
-        token = self.state.token
+        num_bytes, token = sum(len(group.payload) for group in groups), self.state.token
         if token is not None and (room := self._room_of(token)) is not None:
-            room.take(sum(len(group.payload) for group in groups))
+            room.take(num_bytes)
+        self.arriving_bytes += num_bytes
         # A cancelled caller must not leave groups in the store that memory does not know.
-        return await asyncio.shield(asyncio.create_task(self._take_in(groups)))
+        return await asyncio.shield(asyncio.create_task(self._take_in(groups, num_bytes=num_bytes)))
 
     def _check_experiment(self, experiment: str, *, num_groups: int) -> None:
         current = self.state.experiment
@@ -532,12 +535,15 @@ class Coordinator(Accounts):
         self.reject(reason, num_groups=num_groups)
         raise GroupError(f"{where}tokens: {problem}")
 
-    async def _take_in(self, groups: Sequence[NewGroup]) -> list[Receipt]:
+    async def _take_in(self, groups: Sequence[NewGroup], *, num_bytes: int) -> list[Receipt]:
         """Store groups, then take them into memory; must not be cancelled in between."""
-        self._check_open()
         run = self.state
-        new = [run.numbered(group) for group in groups]
-        outcomes = await self.store.append(new)
+        try:
+            self._check_open()
+            new = [run.numbered(group) for group in groups]
+            outcomes = await self.store.append(new)
+        finally:
+            self.arriving_bytes -= num_bytes
         self._check_open()
         if run is not self.state:
             raise RunReset("the run ended while the groups were stored; register again")

@@ -185,7 +185,8 @@ class Hub:
         max_bytes = None if token is None else self.quota_of(token).max_bytes
         if token is None or max_bytes is None:
             return None
-        used = sum(run.store.usage().payload_bytes for run in self._begun_by(token))
+        begun = self._begun_by(token)
+        used = sum(run.store.usage().payload_bytes + run.arriving_bytes for run in begun)
         flag = "max_bytes in the token file or --max-token-bytes"
         room = self._rooms.setdefault(token, Space())
         room.note([used_bound(f"token {token!r}", used_bytes=used, max_bytes=max_bytes, flag=flag)])
@@ -259,6 +260,7 @@ class Hub:
         trainer, which got no reply, completes the replacement.
         """
         self.runs.pop(name, None)
+        earlier.state.token = None  # set aside, it counts for no token until one resumes it
         await earlier.close()
         if kept is None and earlier.ledger().produced == 0:
             earlier = await self._open(name)  # with what was stored while it was closed
@@ -338,6 +340,7 @@ class Hub:
             await run.reset()
             await run.close()
         await self._stores.forget(name)
+        self.idle.discard(name)
 
     async def close_idle(self) -> None:
         """Close the runs without leases that nothing has asked for lately; the default run stays open."""
@@ -346,14 +349,15 @@ class Hub:
             is_busy = name == DEFAULT_RUN or run.state.leases.leased
             if idle_s > self.policy.idle_run_s and not is_busy:
                 self.idle.add(name)
+                self._last_epochs[name] = run.state.leases.epoch  # it may be deleted while closed
                 await self.release(name)
                 logger.info("run %s: closed after %.0f s without a request", name, idle_s)
 
     async def delete_surplus(self) -> None:
         """Measure the earlier experiments of this hub's runs, and delete those beyond what the policy keeps."""
         days, num = self.policy.keep_set_aside_days, self.policy.keep_set_aside
+        num_bytes = {run.name: run.num_bytes for run in await self._stores.stored()}
         async with self._registering:  # none is brought back meanwhile
-            num_bytes = {run.name: run.num_bytes for run in await self._stores.stored()}
             left: dict[str, list[int]] = {name: [] for name in (*self.runs, *self.idle)}
             for kept in await self._stores.kept():
                 sizes = left.get(kept.of_run)

@@ -37,8 +37,8 @@ class GroupQueue:
         self.total_tokens = 0
         self.version = 0
         """Increases with every change."""
-        self._supplies: dict[int | None, int] = {}
-        """Queued sequences by environment; only of those that have some."""
+        self.supplies: dict[int | None, int] = {}
+        """Queued sequences by environment; only of those that have some. Read-only for others."""
         self._num_supplying: dict[int, int] = {}
         """How many environments have so many sequences queued."""
         self._num_groups = 0
@@ -90,10 +90,10 @@ class GroupQueue:
         self.version += 1
 
     def _change_supply(self, env_id: int | None, change: int) -> None:
-        before = self._supplies.pop(env_id, 0)
+        before = self.supplies.pop(env_id, 0)
         after = before + change
         if after:
-            self._supplies[env_id] = after
+            self.supplies[env_id] = after
             self._num_supplying[after] = self._num_supplying.get(after, 0) + 1
         if before:
             num_left = self._num_supplying.pop(before) - 1
@@ -102,13 +102,8 @@ class GroupQueue:
 
     # Counts
 
-    @property
-    def supplies(self) -> Mapping[int | None, int]:
-        """Queued sequences by environment; only of those that have some."""
-        return self._supplies
-
     def num_sequences(self, env_id: int | None) -> int:
-        return self._supplies.get(env_id, 0)
+        return self.supplies.get(env_id, 0)
 
     def num_rounded(self, multiple: int) -> int:
         """Sequences, those of each environment rounded up to a `multiple`."""

@@ -293,9 +293,8 @@ class Replica:
         if DEFAULT_RUN in runs:
             self._free_since.pop("", None)
         elif self._clock() - self._free_since.setdefault("", self._clock()) > YIELD_S:
-            await self._adopt(
-                DEFAULT_RUN
-            )  # it was deleted, not just replaced by another experiment
+            # It was deleted, not just replaced by another experiment.
+            await self._adopt(DEFAULT_RUN)
         for run in runs.values():
             if self._should_adopt(run):
                 await self._adopt(run.name)

@@ -25,7 +25,6 @@ logger = logging.getLogger(__name__)
 
 MEASURE_S: Final = 1.0
 _BALLAST_BYTES: Final = 16 << 20
-_CHUNK_BYTES: Final = 1 << 20
 _FILL_PAUSE_S: Final = 10.0
 """Between attempts: one that fails takes the last room for a moment."""
 _MEASURE: Final = """
@@ -48,7 +47,7 @@ create unlogged table atropos_ballast (filling bytea not null) with (autovacuum_
 alter table atropos_ballast alter column filling set storage external
 """
 """Unlogged, so that it costs no WAL; a crash of the server empties it, and it is filled again."""
-_FILL: Final = "insert into atropos_ballast select convert_to(repeat('x', $1), 'UTF8') from generate_series(1, $2)"
+_FILL: Final = "insert into atropos_ballast values (convert_to(repeat('x', $1), 'UTF8'))"
 
 
 class DatabaseSpace(Space):
@@ -153,7 +152,7 @@ class DatabaseSpace(Space):
                 await connection.execute(_DROP)
                 if num_bytes:
                     await connection.execute(_CREATE)
-                    await connection.execute(_FILL, _CHUNK_BYTES, -(-num_bytes // _CHUNK_BYTES))
+                    await connection.execute(_FILL, num_bytes)
 
         if not num_bytes:
             self._fill_from_s = math.inf  # also for a filling that waits for its turn

@@ -211,3 +211,7 @@ def test_the_hubs_data_are_on_the_disk_of_the_node_that_has_its_job(tmp_path: Pa
     late = job("b", f'echo a > "{run_dir}/hub_node"; save_data')  # another hub serves meanwhile
     assert late == (["a", "a", "c", "b", "b"], "")
     assert (run_dir / "hub" / "lines").read_text().split() == ["a", "a", "c"]
+    (run_dir / "hub").rename(run_dir / "hub.new")  # killed between the two renames of save_data
+    (run_dir / "hub.old").mkdir()
+    assert job("d", ends)[0] == ["a", "a", "c", "d"]
+    assert sorted(path.name for path in run_dir.iterdir()) == ["hub"]

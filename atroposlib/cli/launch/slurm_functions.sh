@@ -97,7 +97,7 @@ take_data() {
     local directory last
     directory=${LOCAL_DISK:-/var/tmp}/atropos-$(id -u)-${RUN_DIR##*/}-$(printf %s "$RUN_DIR" | cksum | cut -d " " -f 1)
     (umask 077 && mkdir -p "$directory")
-    if [ ! -O "$directory" ]; then
+    if [ -L "$directory" ] || [ ! -O "$directory" ]; then
         echo "$directory belongs to another user; set LOCAL_DISK in the run file's setup" >&2
         return 1
     fi
@@ -105,6 +105,8 @@ take_data() {
     if [ "$last" != "$(hostname)" ]; then
         [ -z "$last" ] || echo "the hub's newest data stay in $last:$directory/hub" >&2
         rm -rf "$directory/hub"
+        # save_data was killed between its two renames: the copy is complete.
+        if [ ! -d "$RUN_DIR/hub" ] && [ -d "$RUN_DIR/hub.old" ]; then mv "$RUN_DIR/hub.new" "$RUN_DIR/hub"; fi
         [ ! -d "$RUN_DIR/hub" ] || cp -a "$RUN_DIR/hub" "$directory"
         hostname > "$RUN_DIR/hub_node"
     fi

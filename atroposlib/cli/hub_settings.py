@@ -88,7 +88,7 @@ class RunApiConfig(BaseModel):
     keep_set_aside_days: float | None = Field(default=_POLICY.keep_set_aside_days, gt=0)
     """Delete an earlier experiment this long after it was set aside. None: never."""
     max_token_runs: int | None = Field(default=None, ge=0)
-    """Of these, begun by one token that has no max_runs in the --tokens file. None: half of --max-runs."""
+    """Open runs begun by one token that has no max_runs in the --tokens file. None: half of --max-runs."""
     max_token_bytes: int | None = Field(default=None, ge=0)
     """Refuse groups to runs begun by one token if they would hold more; max_bytes in the --tokens file. Beyond queued
     groups a run keeps up to 2 GiB. None: no bound."""

@@ -211,3 +211,38 @@ def test_the_hubs_data_are_on_the_disk_of_the_node_that_has_its_job(tmp_path: Pa
     late = job("b", f'echo a > "{run_dir}/hub_node"; save_data')  # another hub serves meanwhile
     assert late == (["a", "a", "c", "b", "b"], "")
     assert (run_dir / "hub" / "lines").read_text().split() == ["a", "a", "c"]
+    (run_dir / "hub").rename(run_dir / "hub.new")  # killed between the two renames of save_data
+    (run_dir / "hub.old").mkdir()
+    assert job("d", ends)[0] == ["a", "a", "c", "d"]
+    assert sorted(path.name for path in run_dir.iterdir()) == ["hub"]
+
+
+@pytest.mark.parametrize(("reads", "num_starts"), [("fails", 1), ("moved", 2)])
+def test_a_program_starts_again_when_a_server_has_moved_not_when_its_address_cannot_be_read(
+    tmp_path: Path, reads: str, num_starts: int
+) -> None:
+    script = f"""
+        source {FUNCTIONS}
+        CONNECT() {{ :; }}
+        kill() {{ SECONDS=$((SECONDS + 5)); builtin kill "$@"; }}  # each look counts as five seconds
+        cat() {{
+            echo x >> "$RUN_DIR/reads"
+            case "$(wc -l < "$RUN_DIR/reads")-{reads}" in
+                2-fails) return 1 ;;
+                1-moved) echo http://old:1 ;;
+                *) echo http://new:1 ;;
+            esac
+        }}
+        PROGRAM() {{ echo start; exec sleep 4; }}
+        USES=hub
+        run_part env exit 600 never 0
+    """
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", script],
+        env={**os.environ, "RUN_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == ["start"] * num_starts
+    assert len((tmp_path / "reads").read_text().split()) > 2

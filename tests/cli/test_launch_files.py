@@ -377,6 +377,20 @@ esac
 """
 
 
+def end_of_run(
+    folder: Path, pod: dict[str, Any], *, states: str, kubectl: str = KUBECTL
+) -> tuple[int, list[str]]:
+    """Run the program that ends the run; return its exit status and the calls of kubectl."""
+    (folder / "states").write_text(states)
+    for name, text in {"kubectl": kubectl, "sleep": "#!/bin/sh\nexit 9\n"}.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    command = [word.replace("$$", "$") for word in pod["containers"][0]["command"]]
+    environ = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
+    done = subprocess.run(command, cwd=folder, env=environ)
+    return done.returncode, (folder / "calls").read_text().split()
+
+
 @pytest.mark.parametrize(
     ("states", "ends"),
     [
@@ -394,16 +408,23 @@ def test_a_job_of_kubernetes_stops_all_pods_when_the_run_has_ended(
     assert "labels" not in by_name["Job full-end"]["metadata"]  # it does not suspend itself
     [rules] = [each["rules"] for each in by_name.values() if each["kind"] == "Role"]
     assert {"patch"} <= {verb for rule in rules for verb in rule["verbs"]}
-    (tmp_path / "states").write_text(states)
-    for name, text in {"kubectl": KUBECTL, "sleep": "#!/bin/sh\nexit 9\n"}.items():
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
-    command = [word.replace("$$", "$") for word in job["containers"][0]["command"]]
-    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    done = subprocess.run(command, cwd=tmp_path, env=environ)
-    assert done.returncode == (0 if ends else 9)
-    calls = (tmp_path / "calls").read_text().split()
-    assert calls == (["get", "get", "scale", "get", "patch", "patch"] if ends else ["get"])
+    status, calls = end_of_run(tmp_path, job, states=states)
+    assert status == (0 if ends else 9)
+    assert calls == (["get", "get", "get", "scale", "patch", "patch"] if ends else ["get"])
+
+
+@pytest.mark.parametrize("what", ["statefulsets", "jobs"])
+def test_the_job_of_kubernetes_is_tried_again_when_it_cannot_list_what_to_stop(
+    tmp_path: Path, what: str
+) -> None:
+    job = documents(tmp_path, FULL, "kubernetes")["Job full-end"]["spec"]["template"]["spec"]
+    assert job["restartPolicy"] == "OnFailure"
+    answers = KUBECTL.replace(
+        f'"get {what} -l app.kubernetes.io/part-of=full -o name") ', "unknown) "
+    )
+    status, calls = end_of_run(tmp_path, job, states="trainer:Complete\n", kubectl=answers)
+    assert status == 1
+    assert {*calls} == {"get"}
 
 
 def test_no_part_of_kubernetes_has_the_name_of_the_job_that_ends_the_run(tmp_path: Path) -> None:

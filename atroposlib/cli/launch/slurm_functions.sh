@@ -36,14 +36,14 @@ address() {
 
 addresses_in_use() {
     local name
-    for name in $USES; do address "$name"; done
+    for name in $USES; do address "$name" || return 1; done
 }
 
 # run_part NAME READY TIMEOUT RESTART MAX_RESTARTS: run PROGRAM; start it again when it fails, when it does not answer
 # for TIMEOUT seconds, and when a server in USES has moved to another host (Slurm has queued its job again).
 run_part() {
     local name=$1 ready=$2 timeout=$3 restart=$4 max_restarts=$5
-    local num_failed=0 status moved started answered checked in_use child
+    local num_failed=0 status moved started answered checked in_use now child
     mkdir -p "$RUN_DIR/addresses" "$RUN_DIR/done"
     if [ -n "${PORT:-}" ]; then
         own_address > "$RUN_DIR/addresses/.$name"
@@ -65,7 +65,7 @@ run_part() {
             if [ $((SECONDS - answered)) -gt "$timeout" ]; then
                 echo "$name did not answer for $timeout s" >&2
                 kill -KILL $child 2>/dev/null || true
-            elif [ "$in_use" != "$(addresses_in_use)" ]; then
+            elif now=$(addresses_in_use) && [ "$in_use" != "$now" ]; then
                 echo "a server has moved to another host: $name starts again" >&2
                 moved=yes
                 kill -TERM $child 2>/dev/null || true
@@ -97,7 +97,7 @@ take_data() {
     local directory last
     directory=${LOCAL_DISK:-/var/tmp}/atropos-$(id -u)-${RUN_DIR##*/}-$(printf %s "$RUN_DIR" | cksum | cut -d " " -f 1)
     (umask 077 && mkdir -p "$directory")
-    if [ ! -O "$directory" ]; then
+    if [ -L "$directory" ] || [ ! -O "$directory" ]; then
         echo "$directory belongs to another user; set LOCAL_DISK in the run file's setup" >&2
         return 1
     fi
@@ -105,6 +105,8 @@ take_data() {
     if [ "$last" != "$(hostname)" ]; then
         [ -z "$last" ] || echo "the hub's newest data stay in $last:$directory/hub" >&2
         rm -rf "$directory/hub"
+        # save_data was killed between its two renames: the copy is complete.
+        if [ ! -d "$RUN_DIR/hub" ] && [ -d "$RUN_DIR/hub.old" ]; then mv "$RUN_DIR/hub.new" "$RUN_DIR/hub"; fi
         [ ! -d "$RUN_DIR/hub" ] || cp -a "$RUN_DIR/hub" "$directory"
         hostname > "$RUN_DIR/hub_node"
     fi

@@ -440,17 +440,13 @@ def collate(rows: Sequence[Row], options: DataOptions) -> MicroBatch:
         shape = (len(rows), _padded(int(lengths.max()), options))
         starts = np.arange(len(rows)) * shape[1]
     tokens = np.zeros(shape[0] * shape[1], dtype=np.int64)
-    position_ids = np.zeros_like(tokens) if is_packed else np.tile(np.arange(shape[1]), shape[0])
     for start, length, row in zip(starts, lengths, rows, strict=True):
         tokens[start : start + length] = row.tokens
-        if is_packed:
-            position_ids[start : start + length] = np.arange(length)
-    borders = None
+    borders = np.arange(0, len(tokens) + 1, shape[1], dtype=np.int32)
     if is_packed:
-        end = int(lengths.sum())
-        position_ids[end:] = np.arange(len(tokens) - end)
-        borders = np.unique([*starts, end, len(tokens)]).astype(np.int32)
-
+        borders = np.unique([*starts, lengths.sum(), len(tokens)]).astype(np.int32)
+    sizes = np.diff(borders)
+    position_ids = np.arange(len(tokens)) - np.repeat(borders[:-1], sizes)
     num_trained = np.array([len(row.trained) for row in rows])
 
     def joined(name: str, dtype: torch.dtype) -> Tensor:
@@ -468,8 +464,8 @@ def collate(rows: Sequence[Row], options: DataOptions) -> MicroBatch:
     return MicroBatch(
         tokens_BT=torch.from_numpy(tokens.reshape(shape)),
         position_ids_BT=torch.from_numpy(position_ids.reshape(shape)),
-        borders=None if borders is None else torch.from_numpy(borders),
-        longest=shape[1] if borders is None else int(np.diff(borders).max()),
+        borders=torch.from_numpy(borders) if is_packed else None,
+        longest=int(sizes.max()),
         trained_N=torch.from_numpy(
             np.concatenate([start + row.trained for start, row in zip(starts, rows, strict=True)])
         ),

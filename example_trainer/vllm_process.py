@@ -235,9 +235,8 @@ def visible_devices(gpus: Sequence[int], base: Mapping[str, str]) -> dict[str, s
 
 def _allowed_rank(rank: int) -> int:
     """Return the smallest `--max-lora-rank` that allows `rank`; raise ConfigError if there is none."""
-    for allowed in LORA_RANKS:
-        if rank <= allowed:
-            return allowed
-    raise ConfigError(
-        f"--lora_r makes adapters of rank {rank} here, and vLLM serves rank {LORA_RANKS[-1]} at most"
-    )
+    if rank > LORA_RANKS[-1]:
+        raise ConfigError(
+            f"--lora_r makes adapters of rank {rank} here, and vLLM serves rank {LORA_RANKS[-1]} at most"
+        )
+    return min(allowed for allowed in LORA_RANKS if rank <= allowed)

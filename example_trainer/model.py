@@ -326,7 +326,8 @@ def load_policy(
     # A process alone that computes in its weights' dtype has nothing to shard and nothing to cast.
     casts = any(p.dtype != dtype for p in model.parameters())
     if world.size > 1 or config.cpu_offload or casts:
-        world.shard(module, transformer_layers(model), dtype, offloads=config.cpu_offload)
+        settings = {"offloads": config.cpu_offload, "is_frozen": is_frozen}
+        world.shard(module, transformer_layers(model), dtype, **settings)
     if world.size > 1:
         module.to_empty(device="cpu" if config.cpu_offload else device)
         world.fill(model, read)

@@ -160,12 +160,10 @@ class _Head(torch.autograd.Function):
         weight = weight_VH.to(hidden_NH.dtype)
         wide = torch.float64 if hidden_NH.dtype == torch.float64 else torch.float32
         num_positions, is_cuda = len(hidden_NH), hidden_NH.is_cuda
-        logprobs_NK = torch.empty(ids_NK.shape, dtype=wide, device=hidden_NH.device)
-        log_sum_N, entropy_N = (
-            torch.empty(num_positions, dtype=wide, device=hidden_NH.device) for _ in range(2)
-        )
-        shape = (min(chunk_size, num_positions), len(weight))
-        block = torch.empty(shape, dtype=wide, device=hidden_NH.device)
+        empty = functools.partial(torch.empty, dtype=wide, device=hidden_NH.device)
+        logprobs_NK = empty(ids_NK.shape)
+        log_sum_N, entropy_N = empty(num_positions), empty(num_positions)
+        block = empty((min(chunk_size, num_positions), len(weight)))
         spare = None if is_cuda else torch.empty_like(block)
         sums = _fused(_sums) if is_cuda else _sums
         for start in range(0, num_positions, chunk_size):

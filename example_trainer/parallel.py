@@ -48,18 +48,17 @@ class World:
         return self.rank == 0
 
     def broadcast(self, data: bytes | None) -> bytes | None:
-        """Return the first process's `data` in every process."""
+        """Return the first process's `data`, not empty, in every process; None if it is None."""
         if self.size == 1:
             return data
-        length = torch.tensor([-1 if data is None else len(data)], dtype=torch.int64)
+        length = torch.tensor(len(data or b""))
         dist.broadcast(length, src=0, group=self.control)
-        if int(length) < 0:
+        if not length:
             return None
         buffer = torch.empty(int(length), dtype=torch.uint8)
         if self.is_main and data:
             buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        if int(length):
-            dist.broadcast(buffer, src=0, group=self.control)
+        dist.broadcast(buffer, src=0, group=self.control)
         return buffer.numpy().tobytes()
 
     def barrier(self) -> None:

@@ -15,6 +15,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -82,10 +83,9 @@ class EngineProcess(OwnedProcess):
         started = time.monotonic()
         with httpx.Client(trust_env=False, timeout=5.0) as http:
             while True:
-                try:
+                healthy = False
+                with suppress(httpx.TransportError):
                     healthy = http.get(self._health_url).status_code == httpx.codes.OK
-                except httpx.TransportError:
-                    healthy = False
                 self.check_alive()  # after the request: another process may have answered it
                 if healthy:
                     break

@@ -33,15 +33,6 @@ Layout = Literal["padded", "packed"]
 SkipReason = Literal["too_long", "untrained", "zero_advantage"]
 """Why a sequence is not computed; untrained: it has no trained position."""
 
-_WITHIN_GROUP: dict[Baseline, samples.GroupBaseline] = {
-    "group": "group",
-    "rloo": "rloo",
-    "group_batch": "group",
-    "batch": "none",
-    "none": "none",
-}
-"""Baseline applied within a group; "batch" and "group_batch" are normalised over the batch afterwards."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataOptions:
@@ -288,10 +279,13 @@ def _rows(group: ScoredGroup, number: int, options: DataOptions) -> Iterator[Row
             longest=options.overlong_max,
             buffer=options.overlong_buffer,
         )
+    within: samples.GroupBaseline = "rloo" if options.baseline == "rloo" else "group"
+    if options.baseline in ("batch", "none"):  # "batch" and "group_batch" are normalised afterwards
+        within = "none"
     sequences = samples.group_samples(
         group,
         scores=scores,
-        baseline=_WITHIN_GROUP[options.baseline],
+        baseline=within,
         scale=options.scale_advantages and options.baseline != "group_batch",
         std=options.advantage_std,
     )
@@ -456,11 +450,12 @@ def collate(rows: Sequence[Row], options: DataOptions) -> MicroBatch:
         return torch.from_numpy(np.repeat(np.array(values), num_trained)).to(dtype)
 
     teacher = _join_teachers(rows)
-    reference = [
-        np.full(len(row.trained), np.nan) if row.ref_logprobs is None else row.ref_logprobs
-        for row in rows
-    ]
-    has_reference = any(row.ref_logprobs is not None for row in rows)
+    own = [row.ref_logprobs for row in rows]
+    reference = None
+    if any(values is not None for values in own):
+        pairs = zip(own, num_trained, strict=True)
+        filled = [np.full(num, np.nan) if values is None else values for values, num in pairs]
+        reference = torch.from_numpy(np.concatenate(filled)).float()
     return MicroBatch(
         tokens_BT=torch.from_numpy(tokens.reshape(shape)),
         position_ids_BT=torch.from_numpy(position_ids.reshape(shape)),
@@ -478,9 +473,7 @@ def collate(rows: Sequence[Row], options: DataOptions) -> MicroBatch:
             sequence_N=repeated(list(range(len(rows))), torch.int64),
             num_sequences=len(rows),
             is_supervised_N=repeated([row.is_supervised for row in rows], torch.bool),
-            ref_logprobs_N=torch.from_numpy(np.concatenate(reference)).float()
-            if has_reference
-            else None,
+            ref_logprobs_N=reference,
             teacher_ids_NK=None if teacher is None else torch.from_numpy(teacher.ids),
             teacher_logprobs_NK=None if teacher is None else torch.from_numpy(teacher.logprobs),
         ),

@@ -165,11 +165,6 @@ class Policy:
         return int(self.model.get_input_embeddings().num_embeddings)
 
     @property
-    def uses_flash(self) -> bool:
-        """Whether attention takes the borders between sequences in one row."""
-        return uses_flash(self.model)
-
-    @property
     def keeps_state(self) -> bool:
         """Whether layers carry a recurrent state (Mamba, gated delta rule), which crosses the borders of sequences."""
         return bool(base_model(self.model)._is_stateful)

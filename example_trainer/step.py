@@ -24,7 +24,7 @@ from example_trainer.loss import (
     logprob_sums,
     policy_loss,
 )
-from example_trainer.model import Policy, PolicyOutput, Reference
+from example_trainer.model import Policy, PolicyOutput, Reference, uses_flash
 from example_trainer.optim import set_learning_rate
 from example_trainer.parallel import whole
 from example_trainer.trained_groups import StepTrace
@@ -267,7 +267,7 @@ def data_options(config: TrainerConfig, policy: Policy | None = None) -> DataOpt
     """Return the data options of the configuration, adapted to the model of `policy`."""
     packs = config.packing == "on"
     if config.packing == "auto" and policy is not None:
-        packs = policy.uses_flash and not policy.keeps_state
+        packs = uses_flash(policy.model) and not policy.keeps_state
     on_gpu = policy is not None and policy.device.type == "cuda"
     # Without checkpointing, 32,768 positions of a 0.5B take 45 GB.
     most_tokens = 8192 if on_gpu and not config.gradient_checkpointing else 32768

@@ -15,13 +15,15 @@ import time
 from contextlib import ExitStack, closing
 from pathlib import Path
 
+import torch
+
 from atroposlib.cli.launch.supervisor import free_port
 from benchmarks._trainer_measure import Meter
 from benchmarks._trainer_work import Spec
 from example_trainer.bridges import make_bridge
 from example_trainer.config import TrainerConfig
 from example_trainer.model import load_policy
-from example_trainer.training import empty_cache, set_up_torch
+from example_trainer.training import set_up_torch
 from example_trainer.vllm_process import make_engine
 from example_trainer.weights import WeightsDirectory
 
@@ -64,7 +66,7 @@ def main() -> None:
             for parameter in trained:
                 parameter.data.mul_(1.01)
             with meter.step():
-                empty_cache(policy.device)
+                torch.cuda.empty_cache()
                 served = way.publish(policy, version)
             if served != version:
                 raise RuntimeError(f"the engine serves version {served} instead of {version}")

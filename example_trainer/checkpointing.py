@@ -15,7 +15,6 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-import random
 import re
 import shutil
 import warnings
@@ -24,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -284,14 +282,9 @@ def _load_tensors(
         checkpoint.load(tensors, storage_reader=reader, no_dist=policy.world.size == 1)
 
 
-def _random_states() -> dict[str, Any]:
-    name, keys, *rest = np.random.get_state()
-    version, internal, gauss = random.getstate()
-    states: dict[str, Any] = {
-        "torch": torch.get_rng_state().tolist(),
-        "numpy": [name, np.asarray(keys).tolist(), *rest],
-        "python": [version, list(internal), gauss],
-    }
+def _random_states() -> dict[str, list[int]]:
+    """Return torch's: a step draws from no other generator."""
+    states = {"torch": torch.get_rng_state().tolist()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state().tolist()
     return states
@@ -299,9 +292,5 @@ def _random_states() -> dict[str, Any]:
 
 def _restore_random_states(states: dict[str, Any]) -> None:
     torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
-    name, keys, *rest = states["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
-    version, internal, gauss = states["python"]
-    random.setstate((version, tuple(internal), gauss))
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(torch.tensor(states["cuda"], dtype=torch.uint8))

@@ -80,7 +80,7 @@ class TrainerConfig(BaseModel):
     threads: int | None = Field(None, ge=1)
     """Torch CPU threads; None: 1 on at most two cores, else torch's default."""
     seed: int = 0
-    """Random seed of torch, numpy and python."""
+    """Random seed of torch, and of the groups that are drawn for trace_groups."""
 
     plan: bool = False
     """Print the memory that each of plan_gpus GPUs needs and the flags that make it fit, and exit; loads no weights."""

@@ -113,8 +113,8 @@ class EngineCheck:
 
     atropos-engine must agree on every tensor, in its own dtype. vLLM keeps some tensors in a form of its own (padded,
     split over GPUs, packed for a kernel): those whose checksum is another after the first publication are logged and
-    not compared after the second. Later publications are not compared: vLLM answers no request while it computes
-    SHA-256, about a second per GB.
+    not compared after the second; a warning, if they are all. Later publications are not compared: vLLM answers no
+    request while it computes SHA-256, about a second per GB.
     """
 
     NUM_CHECKED = 2
@@ -137,10 +137,11 @@ class EngineCheck:
         if self._num_checked == 0:
             self._own_form = set() if is_ours else different
             unknown = [key for key in found if expected[key] is None or key in self._own_form]
-            logger.info(
+            is_blind = found and len(unknown) == len(found)
+            logger.log(
+                logging.WARNING if is_blind else logging.INFO,
                 "engine %s: %d loaded tensors are compared with the published ones; not compared: %s",
-                self._engine,
-                len(found) - len(unknown),
+                *(self._engine, len(found) - len(unknown)),
                 _some(unknown) or ("none" if found else "all, because it reports no checksums"),
             )
         self._num_checked += 1

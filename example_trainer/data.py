@@ -33,15 +33,6 @@ Layout = Literal["padded", "packed"]
 SkipReason = Literal["too_long", "untrained", "zero_advantage"]
 """Why a sequence is not computed; untrained: it has no trained position."""
 
-_WITHIN_GROUP: dict[Baseline, samples.GroupBaseline] = {
-    "group": "group",
-    "rloo": "rloo",
-    "group_batch": "group",
-    "batch": "none",
-    "none": "none",
-}
-"""Baseline applied within a group; "batch" and "group_batch" are normalised over the batch afterwards."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataOptions:
@@ -288,10 +279,13 @@ def _rows(group: ScoredGroup, number: int, options: DataOptions) -> Iterator[Row
             longest=options.overlong_max,
             buffer=options.overlong_buffer,
         )
+    within: samples.GroupBaseline = "rloo" if options.baseline == "rloo" else "group"
+    if options.baseline in ("batch", "none"):  # "batch" and "group_batch" are normalised afterwards
+        within = "none"
     sequences = samples.group_samples(
         group,
         scores=scores,
-        baseline=_WITHIN_GROUP[options.baseline],
+        baseline=within,
         scale=options.scale_advantages and options.baseline != "group_batch",
         std=options.advantage_std,
     )
@@ -440,17 +434,13 @@ def collate(rows: Sequence[Row], options: DataOptions) -> MicroBatch:
         shape = (len(rows), _padded(int(lengths.max()), options))
         starts = np.arange(len(rows)) * shape[1]
     tokens = np.zeros(shape[0] * shape[1], dtype=np.int64)
-    position_ids = np.zeros_like(tokens) if is_packed else np.tile(np.arange(shape[1]), shape[0])
     for start, length, row in zip(starts, lengths, rows, strict=True):
         tokens[start : start + length] = row.tokens
-        if is_packed:
-            position_ids[start : start + length] = np.arange(length)
-    borders = None
+    borders = np.arange(0, len(tokens) + 1, shape[1], dtype=np.int32)
     if is_packed:
-        end = int(lengths.sum())
-        position_ids[end:] = np.arange(len(tokens) - end)
-        borders = np.unique([*starts, end, len(tokens)]).astype(np.int32)
-
+        borders = np.unique([*starts, lengths.sum(), len(tokens)]).astype(np.int32)
+    sizes = np.diff(borders)
+    position_ids = np.arange(len(tokens)) - np.repeat(borders[:-1], sizes)
     num_trained = np.array([len(row.trained) for row in rows])
 
     def joined(name: str, dtype: torch.dtype) -> Tensor:
@@ -460,16 +450,17 @@ def collate(rows: Sequence[Row], options: DataOptions) -> MicroBatch:
         return torch.from_numpy(np.repeat(np.array(values), num_trained)).to(dtype)
 
     teacher = _join_teachers(rows)
-    reference = [
-        np.full(len(row.trained), np.nan) if row.ref_logprobs is None else row.ref_logprobs
-        for row in rows
-    ]
-    has_reference = any(row.ref_logprobs is not None for row in rows)
+    own = [row.ref_logprobs for row in rows]
+    reference = None
+    if any(values is not None for values in own):
+        pairs = zip(own, num_trained, strict=True)
+        filled = [np.full(num, np.nan) if values is None else values for values, num in pairs]
+        reference = torch.from_numpy(np.concatenate(filled)).float()
     return MicroBatch(
         tokens_BT=torch.from_numpy(tokens.reshape(shape)),
         position_ids_BT=torch.from_numpy(position_ids.reshape(shape)),
-        borders=None if borders is None else torch.from_numpy(borders),
-        longest=shape[1] if borders is None else int(np.diff(borders).max()),
+        borders=torch.from_numpy(borders) if is_packed else None,
+        longest=int(sizes.max()),
         trained_N=torch.from_numpy(
             np.concatenate([start + row.trained for start, row in zip(starts, rows, strict=True)])
         ),
@@ -482,9 +473,7 @@ def collate(rows: Sequence[Row], options: DataOptions) -> MicroBatch:
             sequence_N=repeated(list(range(len(rows))), torch.int64),
             num_sequences=len(rows),
             is_supervised_N=repeated([row.is_supervised for row in rows], torch.bool),
-            ref_logprobs_N=torch.from_numpy(np.concatenate(reference)).float()
-            if has_reference
-            else None,
+            ref_logprobs_N=reference,
             teacher_ids_NK=None if teacher is None else torch.from_numpy(teacher.ids),
             teacher_logprobs_NK=None if teacher is None else torch.from_numpy(teacher.logprobs),
         ),

@@ -285,7 +285,6 @@ class Leader(Follower):
                 "%d groups that were trained on after step %d come again, and %d steps are no longer held",
                 *(reply.replayed or 0, step, reply.forgotten_steps or 0),
             )
-
         if reply.unknown_steps:
             logger.warning(
                 "the hub has no record of the last %d steps before step %d, as if a backup was restored: groups that"

@@ -45,9 +45,9 @@ class LogprobGapError(EngineError):
 class GapReport:
     """Nats over the trained positions sampled by one policy version; None if there are none."""
 
-    maximum: float | None
-    mean: float | None
-    kl: float | None
+    maximum: float | None = None
+    mean: float | None = None
+    kl: float | None = None
     """KL of sampler to trainer, the k3 estimate (http://joschu.net/blog/kl-approx.html)."""
 
 
@@ -83,7 +83,7 @@ class LogprobGap:
         sums, largest = world.sum(self._sums).tolist(), world.max(self._largest).tolist()
         self._begin()
         current, unknown = (
-            _report(count, absolute, k3, most)
+            GapReport(maximum=most, mean=absolute / count, kl=k3 / count) if count else GapReport()
             for (count, absolute, k3), most in zip(sums, largest, strict=True)
         )
         self._warn("an unknown policy version", unknown)
@@ -111,9 +111,3 @@ class LogprobGap:
                 "at most %.3g); %g and %g are normal",
                 *(what, report.mean, report.kl, report.maximum, *limits),
             )
-
-
-def _report(count: float, absolute: float, k3: float, largest: float) -> GapReport:
-    if not count:
-        return GapReport(maximum=None, mean=None, kl=None)
-    return GapReport(maximum=largest, mean=absolute / count, kl=k3 / count)

@@ -160,12 +160,10 @@ class _Head(torch.autograd.Function):
         weight = weight_VH.to(hidden_NH.dtype)
         wide = torch.float64 if hidden_NH.dtype == torch.float64 else torch.float32
         num_positions, is_cuda = len(hidden_NH), hidden_NH.is_cuda
-        logprobs_NK = torch.empty(ids_NK.shape, dtype=wide, device=hidden_NH.device)
-        log_sum_N, entropy_N = (
-            torch.empty(num_positions, dtype=wide, device=hidden_NH.device) for _ in range(2)
-        )
-        shape = (min(chunk_size, num_positions), len(weight))
-        block = torch.empty(shape, dtype=wide, device=hidden_NH.device)
+        empty = functools.partial(torch.empty, dtype=wide, device=hidden_NH.device)
+        logprobs_NK = empty(ids_NK.shape)
+        log_sum_N, entropy_N = empty(num_positions), empty(num_positions)
+        block = empty((min(chunk_size, num_positions), len(weight)))
         spare = None if is_cuda else torch.empty_like(block)
         sums = _fused(_sums) if is_cuda else _sums
         for start in range(0, num_positions, chunk_size):
@@ -192,7 +190,7 @@ class _Head(torch.autograd.Function):
         weight = weight_VH.to(hidden_NH.dtype)
         if grad_logprobs_NK is None:
             grad_logprobs_NK = torch.zeros_like(ids_NK, dtype=log_sum_N.dtype)
-        # Sums over many blocks are float32 or wider: bfloat16 would lose small contributions.
+        # Sums over many blocks are float32 or wider: bfloat16 would lose small contributions. Autograd casts them.
         grad_hidden_NH = torch.empty_like(hidden_NH)
         grad_weight_VH = grad_bias_V = None
         if ctx.needs_input_grad[1]:
@@ -223,10 +221,6 @@ class _Head(torch.autograd.Function):
             grad_hidden_NH[cut] = grad_logits @ weight
             if grad_weight_VH is not None:
                 _add_product(grad_weight_VH, grad_logits.T, hidden_NH[cut])
-        if grad_weight_VH is not None:
-            grad_weight_VH = grad_weight_VH.to(weight_VH.dtype)
-        if grad_bias_V is not None and bias_V is not None:
-            grad_bias_V = grad_bias_V.to(bias_V.dtype)
         return grad_hidden_NH, grad_weight_VH, grad_bias_V, None, None, None
 
 

@@ -174,14 +174,12 @@ def correction_weights(config: TrainerConfig, gap_N: Tensor, positions: Position
         gap_N = sequence_sum(gap_N, positions)[positions.sequence_N]
         gap_N = gap_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     weight_N = gap_N.exp()
-    cap, floor = config.correction_cap, config.correction_floor
     if config.correction == "tis":
-        return weight_N.clamp(max=cap)
-    if config.correction == "mis":
-        return torch.where(weight_N <= cap, weight_N, 0.0)
-    if config.correction == "icepop":
-        return torch.where((weight_N <= cap) & (weight_N >= floor), weight_N, 0.0)
-    return weight_N
+        return weight_N.clamp(max=config.correction_cap)
+    if config.correction == "decoupled":
+        return weight_N
+    floor = config.correction_floor if config.correction == "icepop" else 0.0
+    return torch.where((weight_N <= config.correction_cap) & (weight_N >= floor), weight_N, 0.0)
 
 
 def rejected_positions(config: TrainerConfig, gap_N: Tensor, positions: Positions) -> Tensor:

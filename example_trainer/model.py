@@ -165,11 +165,6 @@ class Policy:
         return int(self.model.get_input_embeddings().num_embeddings)
 
     @property
-    def uses_flash(self) -> bool:
-        """Whether attention takes the borders between sequences in one row."""
-        return uses_flash(self.model)
-
-    @property
     def keeps_state(self) -> bool:
         """Whether layers carry a recurrent state (Mamba, gated delta rule), which crosses the borders of sequences."""
         return bool(base_model(self.model)._is_stateful)
@@ -326,7 +321,8 @@ def load_policy(
     # A process alone that computes in its weights' dtype has nothing to shard and nothing to cast.
     casts = any(p.dtype != dtype for p in model.parameters())
     if world.size > 1 or config.cpu_offload or casts:
-        world.shard(module, transformer_layers(model), dtype, offloads=config.cpu_offload)
+        settings = {"offloads": config.cpu_offload, "is_frozen": is_frozen}
+        world.shard(module, transformer_layers(model), dtype, **settings)
     if world.size > 1:
         module.to_empty(device="cpu" if config.cpu_offload else device)
         world.fill(model, read)
@@ -451,7 +447,11 @@ def choose_dtype(config: TrainerConfig, device: torch.device) -> torch.dtype:
 
 @contextlib.contextmanager
 def written_directory(target: Path, world: World, *, is_durable: bool = True) -> Iterator[Path]:
-    """Yield a directory for all processes to fill, which then becomes `target`; after an error it is removed."""
+    """Yield a directory for all processes to fill, which then replaces `target`; after an error it is removed.
+
+    A reader sees the old directory, for an instant none, or the new one, never part of one. Files are flushed to disk
+    before if it must be durable.
+    """
     name = ""
     if world.is_main:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -462,27 +462,19 @@ def written_directory(target: Path, world: World, *, is_durable: bool = True) ->
         yield directory
         world.barrier()
         if world.is_main:
-            finish_directory(directory, target, is_durable=is_durable)
+            for path in [*directory.rglob("*"), directory] if is_durable else ():
+                sync_to_disk(path)
+            old = directory.with_name(directory.name + ".old")
+            with contextlib.suppress(FileNotFoundError):
+                target.rename(old)
+            directory.rename(target)
+            if is_durable:
+                sync_to_disk(target.parent)
+            remove_directory(old)
     finally:
         if world.is_main:
             remove_directory(directory)
     world.barrier()
-
-
-def finish_directory(fresh: Path, target: Path, *, is_durable: bool = True) -> None:
-    """Flush a filled directory to disk if it must be durable, and move it to `target`, replacing an earlier one.
-
-    A reader sees the old directory, for an instant none, or the new one, never part of one.
-    """
-    for path in [*fresh.rglob("*"), fresh] if is_durable else ():
-        sync_to_disk(path)
-    old = fresh.with_name(fresh.name + ".old")
-    with contextlib.suppress(FileNotFoundError):
-        target.rename(old)
-    fresh.rename(target)
-    if is_durable:
-        sync_to_disk(target.parent)
-    remove_directory(old)
 
 
 def remove_directory(path: Path) -> None:

@@ -48,18 +48,17 @@ class World:
         return self.rank == 0
 
     def broadcast(self, data: bytes | None) -> bytes | None:
-        """Return the first process's `data` in every process."""
+        """Return the first process's `data`, not empty, in every process; None if it is None."""
         if self.size == 1:
             return data
-        length = torch.tensor([-1 if data is None else len(data)], dtype=torch.int64)
+        length = torch.tensor(len(data or b""))
         dist.broadcast(length, src=0, group=self.control)
-        if int(length) < 0:
+        if not length:
             return None
         buffer = torch.empty(int(length), dtype=torch.uint8)
         if self.is_main and data:
             buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        if int(length):
-            dist.broadcast(buffer, src=0, group=self.control)
+        dist.broadcast(buffer, src=0, group=self.control)
         return buffer.numpy().tobytes()
 
     def barrier(self) -> None:
@@ -110,12 +109,14 @@ class World:
         dtype: torch.dtype,
         *,
         offloads: bool = False,
+        is_frozen: bool = False,
     ) -> None:
         """Shard the parameters of each layer, then the remaining ones, over the processes (in place).
 
-        A forward or backward pass gathers a layer's parameters in `dtype` and frees them after it; gradients are summed
-        in float32. With one process FSDP only casts; the process group that it needs has no other member to find.
-        With `offloads`, shards, gradients and optimizer are in host memory, where the optimizer then computes.
+        A forward or backward pass gathers a layer's parameters in `dtype` and frees them after it, the remaining ones
+        after the backward pass, or, if `is_frozen`, after the forward pass. Gradients are summed in float32. With one
+        process FSDP only casts; the process group that it needs has no other member to find. With `offloads`, shards,
+        gradients and optimizer are in host memory, where the optimizer then computes.
         """
         if self.size == 1 and not dist.is_initialized():
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -129,7 +130,9 @@ class World:
         pinned = CPUOffloadPolicy(pin_memory=self.device.type != "cpu")
         offload = pinned if offloads else OffloadPolicy()
         for each in (*layers, module):
-            fully_shard(each, mesh=mesh, mp_policy=precision, offload_policy=offload)
+            frees = is_frozen or None  # None: all but the root
+            options = {"mp_policy": precision, "offload_policy": offload}
+            fully_shard(each, mesh=mesh, reshard_after_forward=frees, **options)
 
     @torch.no_grad()
     def fill(self, model: nn.Module, read: nn.Module | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from example_trainer.loss import (
     logprob_sums,
     policy_loss,
 )
-from example_trainer.model import Policy, PolicyOutput, Reference
+from example_trainer.model import Policy, PolicyOutput, Reference, uses_flash
 from example_trainer.optim import set_learning_rate
 from example_trainer.parallel import whole
 from example_trainer.trained_groups import StepTrace
@@ -266,24 +267,17 @@ def data_options(config: TrainerConfig, policy: Policy | None = None) -> DataOpt
     """Return the data options of the configuration, adapted to the model of `policy`."""
     packs = config.packing == "on"
     if config.packing == "auto" and policy is not None:
-        packs = policy.uses_flash and not policy.keeps_state
+        packs = uses_flash(policy.model) and not policy.keeps_state
     on_gpu = policy is not None and policy.device.type == "cuda"
     # Without checkpointing, 32,768 positions of a 0.5B take 45 GB.
     most_tokens = 8192 if on_gpu and not config.gradient_checkpointing else 32768
+    names = {field.name for field in dataclasses.fields(DataOptions)} - {"loss_constant"}
     return DataOptions(
-        baseline=config.baseline,
-        scale_advantages=config.scale_advantages,
-        advantage_std=config.advantage_std,
-        loss_mean=config.loss_mean,
-        rollout_weight=config.rollout_weight,
+        **config.model_dump(include=names),
         loss_constant=config.loss_constant or config.seq_len,
-        overlong_max=config.overlong_max,
-        overlong_buffer=config.overlong_buffer,
-        seq_len=config.seq_len,
         max_sequences=config.batch_size,
         max_tokens=config.max_microbatch_tokens or most_tokens,
         layout="packed" if packs else "padded",
-        pad_to_multiple_of=config.pad_to_multiple_of,
         keep_zero_advantage=bool(config.kl_coef or config.distill_coef or config.entropy_coef),
         processed_logprobs=config.reports_processed,
     )

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 import signal
 import threading
 import time
@@ -22,7 +21,6 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
-import numpy as np
 import torch
 
 from atroposlib.client import TrainerClient
@@ -82,9 +80,9 @@ def train(config: TrainerConfig) -> None:
         reference = reference_of(policy, config) if config.kl_coef else None
         optimizer = make_optimizer(policy, config)
         apart = world.for_another_thread()
-        refreshed = None
-        if config.reference_refresh and isinstance(reference, Policy):
-            refreshed = reference
+        refreshed = (
+            reference if config.reference_refresh and isinstance(reference, Policy) else None
+        )
         directory, keep = config.save_path, config.keep_last
         saved = Checkpoints(save_path=directory, world=apart, keep_last=keep, reference=refreshed)
         start, metrics, experiment = resume(config, saved, policy, optimizer)
@@ -94,7 +92,7 @@ def train(config: TrainerConfig) -> None:
         weights = enter(WeightsDirectory(config, policy))
         stopping = threading.Event()
         bridge = enter(closing(make_bridge(config, weights, is_stopping=stopping.is_set)))
-        empty_cache(policy.device)
+        torch.cuda.empty_cache()  # an engine on the same GPU needs it to start
         bridge.start(policy, start)
         enter(stop_on_signals(stopping))
         feed = Follower(world, is_stopping=stopping.is_set)
@@ -223,7 +221,7 @@ def publish(
 
     Wait if the next batch must be sampled from them.
     """
-    empty_cache(policy.device)
+    torch.cuda.empty_cache()  # and to load weights
     background.wait()  # one copy of the weights at a time
     serve = bridge.begin(policy, version)
     background.start(lambda: feed.announce(serve()))
@@ -319,12 +317,6 @@ def warn_of_memory(policy: Policy, config: TrainerConfig) -> None:
         logger.warning("%s", line)
 
 
-def empty_cache(device: torch.device) -> None:
-    """Release cached GPU memory: an engine on the same GPU needs it to start or to load weights."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
 def is_publish_due(version: int, config: TrainerConfig) -> bool:
     """Whether to publish: every `steps_per_publish` steps, and after the last to engines that outlive the trainer."""
     if version == config.num_steps:
@@ -333,8 +325,6 @@ def is_publish_due(version: int, config: TrainerConfig) -> bool:
 
 
 def set_up_torch(config: TrainerConfig) -> None:
-    random.seed(config.seed)
-    np.random.seed(config.seed)
     torch.manual_seed(config.seed)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)

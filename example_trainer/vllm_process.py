@@ -15,6 +15,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -82,10 +83,9 @@ class EngineProcess(OwnedProcess):
         started = time.monotonic()
         with httpx.Client(trust_env=False, timeout=5.0) as http:
             while True:
-                try:
+                healthy = False
+                with suppress(httpx.TransportError):
                     healthy = http.get(self._health_url).status_code == httpx.codes.OK
-                except httpx.TransportError:
-                    healthy = False
                 self.check_alive()  # after the request: another process may have answered it
                 if healthy:
                     break
@@ -235,9 +235,8 @@ def visible_devices(gpus: Sequence[int], base: Mapping[str, str]) -> dict[str, s
 
 def _allowed_rank(rank: int) -> int:
     """Return the smallest `--max-lora-rank` that allows `rank`; raise ConfigError if there is none."""
-    for allowed in LORA_RANKS:
-        if rank <= allowed:
-            return allowed
-    raise ConfigError(
-        f"--lora_r makes adapters of rank {rank} here, and vLLM serves rank {LORA_RANKS[-1]} at most"
-    )
+    if rank > LORA_RANKS[-1]:
+        raise ConfigError(
+            f"--lora_r makes adapters of rank {rank} here, and vLLM serves rank {LORA_RANKS[-1]} at most"
+        )
+    return min(allowed for allowed in LORA_RANKS if rank <= allowed)

@@ -11,7 +11,7 @@ import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -114,10 +114,10 @@ class RunningEngine(ABC):
             )
 
     def _unload(self, route: str, name: str) -> None:
-        try:
+        with suppress(
+            EngineRejected
+        ):  # no such adapter yet, or no such route: loading reports that
             self.control.post(route, {"lora_name": name})
-        except EngineRejected:
-            pass  # no such adapter yet, or no such route, which loading it then reports
 
 
 def identify(control: Control) -> RunningEngine:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from atroposlib.errors import EngineProtocolError
@@ -17,7 +18,6 @@ from example_trainer.bridges import make_bridge, running
 from example_trainer.contract import EngineCheck, tensors_in
 from example_trainer.model import load_policy
 from example_trainer.optim import make_optimizer
-from example_trainer.training import empty_cache
 from example_trainer.vllm_process import make_engine
 from example_trainer.weights import WeightsDirectory
 from tests.gpu.helpers_gpu import ON_GPU, REHEARSES, config_for, steps
@@ -67,12 +67,12 @@ def test_vllm_has_loaded_what_was_published(
     results = steps(policy, config, make_optimizer(policy, config))
     with ExitStack() as stack:
         weights = stack.enter_context(WeightsDirectory(config, policy))
-        empty_cache(policy.device)
+        torch.cuda.empty_cache()
         stack.enter_context(make_engine(config, Path(config.model_name)))
         way = stack.enter_context(closing(make_bridge(config, weights, is_stopping=lambda: False)))
         way.start(policy, 0)
         next(results)
-        empty_cache(policy.device)
+        torch.cuda.empty_cache()
         assert way.publish(policy, 1) == 1
         if bridge == "lora":
             return

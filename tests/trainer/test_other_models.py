@@ -18,6 +18,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
+import example_trainer.step
 from atroposlib.errors import ConfigError
 from example_trainer.contract import check_files
 from example_trainer.data import make_batch
@@ -62,7 +63,7 @@ def test_sequences_of_a_hybrid_model_do_not_read_each_others_state(
     """Where flash attention is used, which packs: every sequence has the logprobs that it has alone."""
     alone = config_for_dry_run(hybrid, tmp_path, packing="off", batch_size=1)
     chosen = config_for_dry_run(hybrid, tmp_path, batch_size=100)
-    monkeypatch.setattr(Policy, "uses_flash", True)
+    monkeypatch.setattr(example_trainer.step, "uses_flash", lambda model: True)
     policy = load_policy(alone)
     assert "linear_attention" in base_model(policy.model).config.layer_types
     expected, found = logprobs(policy, alone), logprobs(policy, chosen)

@@ -20,7 +20,7 @@ from atroposlib.errors import EngineError, EngineProtocolError
 from example_trainer.bridges.restart import RestartBridge
 from example_trainer.bridges.running import LoraBridge, ReloadBridge
 from example_trainer.config import TrainerConfig
-from example_trainer.contract import CHECKSUMS, check_files, source_shapes
+from example_trainer.contract import CHECKSUMS, EngineCheck, check_files, source_shapes
 from example_trainer.model import base_model, load_policy
 from example_trainer.vllm_process import make_engine
 from example_trainer.weights import WeightsDirectory
@@ -267,3 +267,15 @@ def test_an_engine_without_checksums_is_used_and_told_about_once(
             bridge.publish(directory, version)
         bridge.close()
     assert caplog.text.count("not compared: all, because it reports no checksums") == 2
+
+
+@pytest.mark.parametrize("line", ["00ff", "float32[1] 00ff"])
+def test_an_engine_whose_tensors_are_all_unknown_is_warned_of(
+    line: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    EngineCheck("e").check({"of.another.model": line}, {"lm_head.weight": torch.ones(1)})
+    [record] = caplog.records
+    assert (record.levelname, "0 loaded tensors are compared" in record.message) == (
+        "WARNING",
+        True,
+    )

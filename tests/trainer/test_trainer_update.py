@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from atroposlib.scored_data import Strictness, check_group
 from example_trainer.data import make_batch
 from example_trainer.gap import LogprobGap
-from example_trainer.model import Policy, load_policy
+from example_trainer.model import Policy, load_policy, reference_of
 from example_trainer.objective import OBJECTIVES
 from example_trainer.step import data_options, take_step
 from tests.trainer.helpers_run import config_for
@@ -308,3 +309,17 @@ def test_an_objective_can_be_told_from_another_by_its_update(
     weights = [update["lm_head.weight"] for update in plain_updates.values()]
     for one, other in itertools.combinations(weights, 2):
         assert float((one - other).abs().max()) > 1e-4
+
+
+def test_a_sharded_reference_is_whole_only_in_its_forward_pass(
+    model_dir: Path, groups: list[dict[str, Any]]
+) -> None:
+    """Embedding and head would stay whole in every process, beside the policy's."""
+    config = config_for(model_dir, model_dir, kl_coef=0.1, cpu_offload=True)
+    policy = load_policy(config)
+    reference = reference_of(policy, config)
+    assert isinstance(reference, Policy)
+    checked = [check_group(groups[0], strictness=Strictness.MEANING)]
+    with torch.no_grad():
+        reference.logprobs(make_batch(checked, data_options(config)).micro_batches[0])
+    assert all(isinstance(value, DTensor) for value in reference.model.parameters())

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import sys
 import time
 from pathlib import Path
@@ -105,13 +104,15 @@ class DatabaseSpace(Space):
 
     async def _measure(self, pool: asyncpg.Pool) -> None:
         """Measure the database, and restore the ballast if there is room for it."""
+        fault = self._fault
         row = await on_connection(
             pool, lambda connection: connection.fetchrow(_MEASURE), who="the size of the database"
         )
         missing = max(0, self._ballast_bytes - row["ballast"])
         bounds = self._bounds_of(row, ballast_bytes=missing)
         has_room = all(bound.left_bytes >= 0 for bound in bounds)
-        self._fault = self._fault if missing else ""
+        if not missing and self._fault == fault:  # not one that came meanwhile
+            self._fault = ""
         self.note([*bounds, self._full()] if self._fault else bounds)
         if missing and has_room:
             await self._replace_ballast(pool, num_bytes=self._ballast_bytes)
@@ -154,8 +155,8 @@ class DatabaseSpace(Space):
                     await connection.execute(_CREATE)
                     await connection.execute(_FILL, num_bytes)
 
-        if not num_bytes:
-            self._fill_from_s = math.inf  # also for a filling that waits for its turn
+        if not num_bytes:  # also for a filling that waits for its turn
+            self._fill_from_s = time.monotonic() + _FILL_PAUSE_S
         try:
             async with self._replacing:
                 if num_bytes and time.monotonic() < self._fill_from_s:

@@ -361,7 +361,11 @@ def environment_from(env_cls: type[EnvHooks], mode: str, given: SectionValues) -
     if manager.verbose:
         print(described, end="")
     print(_summary(env_cls, mode, config, servers[OPENAI_NAMESPACE], manager), flush=True)
-    if manager.testing:
+    typed = given.flags.get(ENV_NAMESPACE, {})
+    if manager.testing and "tokenizer_name" not in {
+        **(given.yaml.get(ENV_NAMESPACE) or {}),
+        **typed,
+    }:
         env_cls = with_stand_in_tokenizer(env_cls)
     env = _construct(
         env_cls,

@@ -295,16 +295,17 @@ def _instrument(life: Life, phase_file: int, rank: int) -> None:
         return real_append(self, record)
 
     records.MetricsLog._append = half  # type: ignore[method-assign]
-    real_finish = model.finish_directory
+    real_sync = model.sync_to_disk
 
-    def finish(fresh: Path, target: Path, *, is_durable: bool) -> None:
-        if is_durable:  # of a checkpoint
+    def sync(path: Path) -> None:
+        # Of a checkpoint: its files, the hidden directory that holds them, and after the renaming the one above.
+        if path.name.startswith("."):
             deeds.pass_by("before rename")
-        real_finish(fresh, target, is_durable=is_durable)
-        if is_durable:
+        real_sync(path)
+        if not any(part.startswith(".") for part in path.parts):
             deeds.pass_by("after rename")
 
-    model.finish_directory = finish
+    model.sync_to_disk = sync
     real_remove = checkpointing.remove_directory
 
     def half_removed(path: Path) -> None:

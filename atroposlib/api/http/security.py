@@ -196,8 +196,9 @@ def _refuse(status: int, detail: str) -> JSONResponse:
 class Access:
     """ASGI middleware: finds the run and row of a request, strips the run from the path, and checks the rights.
 
-    It sets `scope["run"]`, `scope["hub_route"]` (None: no row), with a known token `scope["token_name"]`, with one for
-    some runs `scope["covers"]`, and if a route that needs a scope is permitted `scope["is_authorised"]`. `tokens` None:
+    It sets `scope["run"]`, `scope["names_run"]` (the path does), `scope["hub_route"]` (None: no row), with a known token
+    `scope["token_name"]`, with one for some runs `scope["covers"]`, and if a route that needs a scope is permitted
+    `scope["is_authorised"]`. `tokens` None:
     everything is permitted, except destructive routes from other machines, foreign `Host` headers, and requests from
     web pages of other sites.
     """
@@ -222,7 +223,8 @@ class Access:
         else:
             # In place: the request log outside and the routes inside both read this.
             scope["run"] = run
-            if path != scope["path"]:
+            scope["names_run"] = path != scope["path"]
+            if scope["names_run"]:
                 scope["path"] = path
                 scope["raw_path"] = quote(path).encode()
             refusal = self._refusal(scope, run, route)
@@ -270,7 +272,8 @@ class Access:
         if not token.allows(needed):
             names = " or ".join(sorted(needed))
             return _refuse(403, f"token {token.name!r} lacks the scope {names}")
-        if not token.covers(run) and not (route is not None and route.is_hub_wide):
+        is_of_all_runs = route is not None and route.is_hub_wide and not scope["names_run"]
+        if not token.covers(run) and not is_of_all_runs:
             return _refuse(403, f"token {token.name!r} is not for the run {run!r}")
         return None
 

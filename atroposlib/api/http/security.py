@@ -196,11 +196,10 @@ def _refuse(status: int, detail: str) -> JSONResponse:
 class Access:
     """ASGI middleware: finds the run and row of a request, strips the run from the path, and checks the rights.
 
-    It sets `scope["run"]`, `scope["names_run"]` (the path does), `scope["hub_route"]` (None: no row), with a known token
-    `scope["token_name"]`, with one for some runs `scope["covers"]`, and if a route that needs a scope is permitted
-    `scope["is_authorised"]`. `tokens` None:
-    everything is permitted, except destructive routes from other machines, foreign `Host` headers, and requests from
-    web pages of other sites.
+    It sets `scope["run"]`, `scope["names_run"]` (whether the path does), `scope["hub_route"]` (None: no row), with a
+    known token `scope["token_name"]`, with one for some runs `scope["covers"]`, and if a route that needs a scope is
+    permitted `scope["is_authorised"]`. `tokens` None: everything is permitted, except destructive routes from other
+    machines, foreign `Host` headers, and requests from web pages of other sites.
     """
 
     def __init__(self, app: ASGIApp, routes: RouteTable, tokens: TokenSet | None) -> None:

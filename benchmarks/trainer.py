@@ -248,7 +248,7 @@ print(json.dumps({"python": platform.python_version(), **dict(sorted(found.items
 
 def measure_tests(session: Session) -> Iterator[Row]:
     """A file is a process: a kernel that fails leaves its process without a usable device."""
-    for path in sorted(ROOT.glob("tests/gpu/test_*.py")):
+    for path in sorted(ROOT.glob("tests/gpu/test_gpu_*.py")):
         row = Row(part="tests", case=str(path.relative_to(ROOT)))
         began_s = time.monotonic()
         try:

@@ -1,5 +1,7 @@
 """The Tinker client of the SDK makes real optimizer steps on the hub's batches, at a server in this process."""
 
+import gc
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -49,6 +51,9 @@ def connected(tmp_path: Path) -> Iterator[Connected]:
         service = tinker.ServiceClient(base_url=url, api_key="tml-test")
         yield Connected(server, service.create_lora_training_client(base_model="tiny").result())
         service.close("success").result()
+    del service
+    with warnings.catch_warnings(action="ignore", category=ResourceWarning):
+        gc.collect()  # its connections, before the next test is told of them
 
 
 def test_steps_through_the_tinker_api_learn(connected: Connected) -> None:

@@ -23,7 +23,6 @@ from tests.api.helpers_api import serving
 from tests.trainer.helpers_bandit import (
     BATCH_SIZE,
     make_starting_model,
-    registration,
     sample_groups,
 )
 
@@ -119,7 +118,6 @@ def test_two_processes_with_fsdp2_train_what_one_trains(
                 run_processes(model_path, hub_url, out, num_processes=num_processes)
                 sending.result()
             ledger = httpx.get(f"{hub_url}/ledger").json()
-            hub.register(registration(NUM_STEPS))  # joins the run, as it is
             released = [hub.lease_batch() for _ in range(NUM_BATCHES - NUM_STEPS)]
         assert (ledger["trained"], ledger["leased"]) == (NUM_STEPS * 9, 0), ledger
         assert ledger["produced"] == ledger["trained"] + ledger["queued"], ledger

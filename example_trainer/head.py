@@ -190,7 +190,7 @@ class _Head(torch.autograd.Function):
         weight = weight_VH.to(hidden_NH.dtype)
         if grad_logprobs_NK is None:
             grad_logprobs_NK = torch.zeros_like(ids_NK, dtype=log_sum_N.dtype)
-        # Sums over many blocks are float32 or wider: bfloat16 would lose small contributions. Autograd casts the bias's.
+        # Sums over many blocks are float32 or wider: bfloat16 would lose small contributions.
         grad_hidden_NH = torch.empty_like(hidden_NH)
         grad_weight_VH = grad_bias_V = None
         if ctx.needs_input_grad[1]:

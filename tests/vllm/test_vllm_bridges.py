@@ -282,7 +282,7 @@ def test_five_steps_with_the_adapter_swapped_after_each(served: Served, tmp_path
 
 
 def test_a_vllm_that_is_killed_is_started_again_on_the_version_it_served(tmp_path: Path) -> None:
-    model = make_tiny_model(tmp_path / "model")
+    model = published(make_tiny_model(tmp_path / "model"))
     port = free_port()
 
     def engine_on(path: Path) -> EngineProcess:

@@ -1,4 +1,4 @@
-"""Where a client goes that is told who owns its run."""
+"""Which URL a client calls after a hub has named the owner of its run."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ evaluation_held_out: no evaluation row is a training row
 collects: collect_trajectories() works and turns items into groups
     let it return (group, backlog); None only where an item is worth nothing
 tools_work: every tool gives a result for arguments of its schema, and for those of right answers
-    correct what the tool raises, and keep its time limit; the model gets errors as results, and training goes on
+    correct what the tool raises or make it return in time: in training the model gets the error as its result
     does not apply if it has no tools
 group_size: a group has config.group_size sequences, or says otherwise in group_overrides
     sample config.group_size completions, or state group_overrides={'group_size': n}

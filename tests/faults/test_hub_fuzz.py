@@ -306,7 +306,7 @@ async def forwarding(
     """A replica that passes every request of run `default` on to another, which owns it."""
     schema = request.getfixturevalue("postgres").create_schema(f"fuzz_{uuid.uuid4().hex}")
     with pytest.MonkeyPatch.context() as patch:
-        # Every request for a run that nobody has waits so long for others that look it up.
+        # A request for a run without an owner waits this long, so that concurrent requests share one query.
         patch.setattr("atroposlib.api.run.replica.LOOK_S", 0.0)
         async with two_replicas(schema, limits=LIMITS, tokens=tokens) as (_, other):
             yield other.app

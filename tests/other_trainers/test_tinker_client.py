@@ -53,7 +53,7 @@ def connected(tmp_path: Path) -> Iterator[Connected]:
         service.close("success").result()
     del service
     with warnings.catch_warnings(action="ignore", category=ResourceWarning):
-        gc.collect()  # its connections, before the next test is told of them
+        gc.collect()  # closes its connections here, so that no later test fails with their ResourceWarning
 
 
 def test_steps_through_the_tinker_api_learn(connected: Connected) -> None:

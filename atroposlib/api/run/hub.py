@@ -369,7 +369,7 @@ class Hub:
                     continue
                 try:
                     await self.forget(kept.name)
-                except OwnedElsewhere as e:  # somebody looks at it there
+                except OwnedElsewhere as e:  # another hub has it open
                     logger.info("%s; it is deleted later", e)
                     continue
                 logger.warning(

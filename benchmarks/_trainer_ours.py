@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -59,6 +60,7 @@ def config_of(spec: Spec) -> TrainerConfig:
         lr=spec.LR,
         lr_schedule="constant",
         clip_eps=spec.CLIP,
+        dual_clip=math.inf,  # TRL has none
         max_grad_norm=spec.MAX_GRAD_NORM,
         threads=spec.NUM_THREADS,
         save_path=Path(spec.directory, "ours"),

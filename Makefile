@@ -41,7 +41,7 @@ bench: $(VENV)/.installed
 
 docs: $(VENV)/.installed
 	$(BIN)/mkdocs build --strict --quiet
-	@echo "runs/docs/index.html"
+	@echo "python -m http.server -d runs/docs 8001"
 
 gpu: $(VENV)/.installed
 	PYTHONPATH=. $(BIN)/python benchmarks/trainer.py --device cuda --part $(PART) --out runs/gpu.json

@@ -40,7 +40,7 @@ bench: $(VENV)/.installed
 	for script in benchmarks/[a-z]*.py; do PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python $$script || exit 1; done
 
 docs: $(VENV)/.installed
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "python -m http.server -d runs/docs 8001"
 
 gpu: $(VENV)/.installed

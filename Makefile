@@ -8,7 +8,7 @@ TORCH ?= torch==2.13.0
 # Parts of `make gpu`: all, or some of tests, trainer, memory, bridges, head.
 PART ?= all
 
-.PHONY: demo test drills lint bench gpu agents clean
+.PHONY: demo test drills lint bench docs gpu agents clean
 
 # Tests and drills wait for processes and timers: three workers keep two cores busy (tests 219 s, where two took 280 s).
 #
@@ -38,6 +38,10 @@ lint: $(VENV)/.installed
 
 bench: $(VENV)/.installed
 	for script in benchmarks/[a-z]*.py; do PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python $$script || exit 1; done
+
+docs: $(VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "python -m http.server -d runs/docs 8001"
 
 gpu: $(VENV)/.installed
 	PYTHONPATH=. $(BIN)/python benchmarks/trainer.py --device cuda --part $(PART) --out runs/gpu.json

@@ -66,11 +66,12 @@ def samples(batch: HasGroups | Iterable[ScoredGroup]) -> list[Sample]:
     Sequences without a trained position are included, so `len(samples(batch))` is the number sent. Raises GroupError
     for a group without sampled logprobs, unless all its sequences are supervised.
 
-    >>> from atroposlib.scored_data import Strictness, check_group
-    >>> group = {"tokens": [[5, 6], [5, 7]], "masks": [[-100, 6], [-100, 7]], "scores": [1.0, 0.0]}
-    >>> checked = check_group(group | {"inference_logprobs": [[1.0, -0.5]] * 2}, strictness=Strictness.MEANING)
-    >>> [sample.advantages.round(2).tolist() for sample in samples([checked])]
-    [[0.0, 1.0], [0.0, -1.0]]
+    Examples:
+        >>> from atroposlib.scored_data import Strictness, check_group
+        >>> group = {"tokens": [[5, 6], [5, 7]], "masks": [[-100, 6], [-100, 7]], "scores": [1.0, 0.0]}
+        >>> checked = check_group(group | {"inference_logprobs": [[1.0, -0.5]] * 2}, strictness=Strictness.MEANING)
+        >>> [sample.advantages.round(2).tolist() for sample in samples([checked])]
+        [[0.0, 1.0], [0.0, -1.0]]
     """
     groups = batch if isinstance(batch, Iterable) else batch.groups
     return [sample for i, group in enumerate(groups) for sample in group_samples(group, number=i)]

@@ -2,7 +2,7 @@
 
 Environments are the files of `atroposlib.environments`, and what installed packages register as entry points of the
 group `atropos.environments` (`my_task = "my_package.my_task:MyTask"`). `list` reads their source and imports none, so
-that it works without their extras; `new` copies an example of `atroposlib/envs/README.md`.
+that it works without their extras; `new` copies an example of `atroposlib/envs/guides`.
 """
 
 from __future__ import annotations
@@ -408,9 +408,10 @@ def _shape_of(cls: str, bases: dict[str, list[str]]) -> str:
 
 
 def _example(shape: str) -> str:
-    readme = (Path(str(atroposlib.envs.__file__)).parent / "README.md").read_text(encoding="utf-8")
     base = next(base for base, each in SHAPES.items() if each == shape)
-    blocks = re.findall(r"<!-- runs: \w+ -->\n```python\n(.*?)```", readme, re.DOTALL)
+    guides = Path(str(atroposlib.envs.__file__)).parent / "guides"
+    text = "".join(path.read_text(encoding="utf-8") for path in sorted(guides.glob("*.md")))
+    blocks = re.findall(r"<!-- runs: \w+ -->\n```python\n(.*?)```", text, re.DOTALL)
     [block] = [each for each in blocks if re.search(rf"^class \w+\({base}\)", each, re.M)]
     return str(block)
 

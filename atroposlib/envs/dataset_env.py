@@ -501,7 +501,7 @@ class DatasetEnv(BaseEnv):
         return self.summarize([[sample["score"] for sample in of_row] for _, of_row in by_row])
 
     def summarize(self, scores: Sequence[Sequence[float | None]]) -> dict[str, float]:
-        """Return metrics of the scores of every evaluation row ([num_rows][num_eval_samples], None: not judged).
+        """Return metrics of the scores of every evaluation row (`[num_rows][num_eval_samples]`, None: not judged).
 
         Rows that are faulty are left out. An answer without a score is not correct: pass@k is over all answers, and
         percent_correct, the name in the dashboards of existing environments, is pass@1. Where there are such answers,

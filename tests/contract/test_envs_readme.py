@@ -1,4 +1,4 @@
-"""The classes of envs/README.md run as they stand, on a scripted engine, and have at most 25 lines each."""
+"""The classes of the guides in envs/guides run as they stand, on a scripted engine, and have at most 25 lines each."""
 
 import asyncio
 import itertools
@@ -18,7 +18,8 @@ from atroposlib.inference.harness import ByteTokenizer, HarnessRequest, ServerHa
 from atroposlib.runtime.process import process
 from atroposlib.scored_data import Strictness, check_group
 
-README = (Path(__file__).resolve().parents[2] / "atroposlib/envs/README.md").read_text()
+GUIDES = sorted((Path(__file__).resolve().parents[2] / "atroposlib/envs/guides").glob("*.md"))
+README = "".join(path.read_text() for path in GUIDES)
 BLOCKS = dict(re.findall(r"<!-- runs: (\w+) -->\n```python\n(.*?)```", README, re.S))
 ENVIRONMENTS = [name for name in BLOCKS if name != "testing"]
 

@@ -37,7 +37,7 @@ PROCESS = ["process", "--testing", "--env.total_steps", "5"]
 
 
 def environment_source() -> str:
-    return block("readme-environment", (ROOT / "atroposlib/envs/README.md").read_text())
+    return block("readme-environment", (ROOT / "atroposlib/envs/guides/by_hand.md").read_text())
 
 
 def test_the_readme_is_short() -> None:
@@ -153,8 +153,6 @@ async def test_every_command_in_a_block_is_accepted() -> None:
                     assert answer.status_code == 200, words
                 case ["atropos-grpo-run", *flags]:
                     parse_flags(RunConfig, flags, prog="atropos-grpo-run")
-                case ["atropos", "up", "run.yaml"]:
-                    pass
                 case ["python", "count_vowels.py", mode, *flags]:
                     if mode != "check":
                         read_flags(DatasetEnv, mode, flags, prog="count_vowels.py")

@@ -16,6 +16,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -45,11 +46,26 @@ ITEM_CHARS = 40
 PREVIEW_CHARS = 80
 
 
-class Chart(NamedTuple):
-    """A picture for the top of the page."""
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """One value of a run over its steps."""
+
+    run: int
+    """0, or 1 for the second of two runs."""
+    name: str
+    steps: list[int]
+    values: list[float]
+    outliers: list[int]
+    """Places in `values`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A diagram for the top of the page."""
 
     title: str
-    svg: str
+    is_log: bool
+    curves: list[Curve]
 
 
 def write_page(
@@ -87,7 +103,7 @@ def write_page(
             "title": title,
             "about": ". ".join(filter(None, [about, index.summary()])),
             "num_groups": num_groups,
-            "charts": [chart._asdict() for chart in charts],
+            "charts": charts,
             "live": None,
         }
         with replacing(target) as file:
@@ -174,7 +190,7 @@ class Index:
                     "num_sequences",
                     "length_mean",
                 ),
-                *("gap_mean", "staleness", "advantage_max", "dropped", "preview"),
+                *("gap_mean", "staleness", "advantage_max", "loss_share", "dropped", "preview"),
             )
         }
         self._ids: set[str] = set()
@@ -271,6 +287,7 @@ def row_of(group: ViewGroup) -> IndexRow:
             "gap_mean": sum(gaps) / len(gaps) if gaps else None,
             "staleness": group.get("staleness"),
             "advantage_max": max(advantages, default=None),
+            "loss_share": group.get("loss_share"),
             "preview": _preview(sequences[0]) if sequences else "",
         },
         scores,

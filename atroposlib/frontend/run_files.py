@@ -14,9 +14,9 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 
-from atroposlib.errors import ConfigError, MissingDependency
+from atroposlib.errors import ConfigError
 from atroposlib.frontend.charts import charts_of
-from atroposlib.frontend.page import Chart, write_page
+from atroposlib.frontend.page import write_page
 from atroposlib.frontend.view_groups import rounded, view_of_row, views_of_samples
 from atroposlib.frontend.vocabulary import Decode, decoder
 from atroposlib.utils.json_lines import decode_object, read_lines
@@ -90,20 +90,14 @@ def write_run_page(
         tokenizer = _tokenizer_of(files.source)
     decode = None if tokenizer is None else decoder(tokenizer)
     steps = [step for path in files.metrics for step in read_lines(path)]
-    charts: list[Chart] = []
-    missing = ""
-    try:
-        charts = charts_of(steps) if steps else []
-    except MissingDependency as error:
-        missing = f"No charts: {error}"
-    said = [about, counted(len(steps), "optimizer step") if steps else "", missing]
+    said = [about, counted(len(steps), "optimizer step") if steps else ""]
     try:
         write_page(
             target,
             view_groups(files, decode),
             title=title or files.source.resolve().name,
             about=". ".join(filter(None, said)),
-            charts=charts,
+            charts=charts_of(steps),
             decode=decode,
         )
     except RecursionError as error:

@@ -2,12 +2,13 @@
 
 import logging
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from atroposlib.frontend.page import GROUPS_PER_CHUNK, Chart, write_page
+from atroposlib.frontend.page import GROUPS_PER_CHUNK, Chart, Curve, write_page
 from atroposlib.frontend.vocabulary import Vocabulary, decoder
 from tests.frontend.helpers_pages import read_page
 from tests.tiny_model import make_tiny_tokenizer
@@ -22,13 +23,14 @@ def group(number: int, **more: Any) -> dict[str, Any]:
 def test_a_page_holds_its_head_an_index_and_every_group_in_order(tmp_path: Path) -> None:
     path = tmp_path / "new" / "page.html"
     groups = [group(i, environment="sums", item_id=i, step=i // 8) for i in range(120)]
-    write_page(path, iter(groups), title="A run", about="About", charts=[Chart("reward", "<svg/>")])
+    chart = Chart("reward", is_log=False, curves=[Curve(0, "reward_mean", [1], [0.5], [])])
+    write_page(path, iter(groups), title="A run", about="About", charts=[chart])
     page = read_page(path)
     assert page.head == {
         "title": "A run",
         "about": "About. 120 groups, 240 sequences, mean score 0.500",
         "num_groups": 120,
-        "charts": [{"title": "reward", "svg": "<svg/>"}],
+        "charts": [asdict(chart)],
         "live": None,
     }
     assert page.groups == groups
@@ -50,6 +52,7 @@ def test_a_page_holds_its_head_an_index_and_every_group_in_order(tmp_path: Path)
         "gap_mean": None,
         "staleness": None,
         "advantage_max": 0.5,
+        "loss_share": None,
         "dropped": -1,
         "preview": "What is 119 + 1?",
     }

@@ -173,17 +173,6 @@ def test_pieces_come_from_the_tokenizer_of_a_model_in_the_directory(tmp_path: Pa
     assert page.groups[0]["sequences"][0]["text"] == "abc"
 
 
-def test_without_matplotlib_the_page_says_that_it_has_no_charts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_rows(tmp_path / "metrics.jsonl", {"step": 1, "reward_mean": 0.5})
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    page = page_of(tmp_path / "metrics.jsonl")
-    assert page.head["charts"] == []
-    assert page.head["about"].startswith("1 optimizer step. ")
-    assert "No charts: matplotlib is not installed" in page.head["about"]
-
-
 def test_a_directory_without_files_of_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such file or directory"):
         find_run_files(tmp_path / "absent")

@@ -9,14 +9,14 @@ import http.server
 import json
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from atroposlib.frontend.page import Chart, Index, live_page, row_of, write_page
+from atroposlib.frontend.page import Chart, Curve, Index, live_page, row_of, write_page
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="NOT TESTED: the viewer, no selenium")
 from selenium.webdriver.chrome.service import Service  # noqa: E402
@@ -84,6 +84,15 @@ def group_with_tokens(number: int) -> dict[str, Any]:
         "versions": [None] * 5 + [3, 3, 4, 4],
     }
     return group_of_two
+
+
+def curves(title: str, *values: list[float], outliers: Sequence[int] = ()) -> Chart:
+    """Return a chart of curves over the steps from 1; the outliers are in the first."""
+    found = [
+        Curve(0, f"curve {i}", list(range(1, len(each) + 1)), each, [] if i else list(outliers))
+        for i, each in enumerate(values)
+    ]
+    return Chart(title, is_log=False, curves=found)
 
 
 class Viewer:
@@ -395,12 +404,8 @@ def test_hostile_text_is_shown_as_text(viewer: Viewer, tmp_path: Path) -> None:
     sequences[0]["messages"] += [odd, {"role": "assistant", "content": None, "tool_calls": [call]}]
     fields = {"environment": EVIL, "dropped": EVIL, "item": EVIL, "facts": {EVIL: EVIL}}
     shown = {**fields, "id": EVIL, "gold_answer": EVIL, "images": [EVIL], "sequences": sequences}
-    svg = (
-        "<svg xmlns='http://www.w3.org/2000/svg' onload='hacked=1'><script>hacked=3</script></svg>"
-    )
-    write_page(
-        tmp_path / "p.html", [shown, group(2)], title=EVIL, about=EVIL, charts=[Chart(EVIL, svg)]
-    )
+    charts = [Chart(EVIL, False, [Curve(0, EVIL, [1, 2], [0.0, 1.0], [])])]
+    write_page(tmp_path / "p.html", [shown, group(2)], title=EVIL, about=EVIL, charts=charts)
     viewer.open(tmp_path / "p.html")
     viewer.one("#rows a[data-row='0']").click()
     viewer.until(lambda: viewer.all(".card"))
@@ -482,24 +487,70 @@ def test_plain_texts_share_their_prompt_up_to_a_whole_word(viewer: Viewer, tmp_p
 
 
 def test_the_overview_has_charts_and_leads_to_filters(viewer: Viewer, page: Path) -> None:
-    svg = "<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 9 9'><text>Reward</text></svg>"
     groups = [
         group(i, environment="ab"[i % 2], dropped="late" if i == 3 else None) for i in range(6)
     ]
-    viewer.open(written(page.parent, *groups, charts=[Chart("Mean reward", svg)]))
+    viewer.open(written(page.parent, *groups, charts=[curves("Mean reward", [0.0, 1.0])]))
     viewer.until(viewer.rows)
     assert viewer.texts("figcaption") == ["Mean reward"]
-    drawn = (
-        "return document.querySelector('figure div').shadowRoot.querySelector('text').textContent"
-    )
-    assert viewer.run(drawn) == "Reward"
     assert viewer.texts("tbody tr") == ["a 3 0.5 22", "b 3 0.5 22", "late 1"]
     viewer.all("tbody a")[-1].click()
     viewer.wait_for_rows("What is 3 + 1?")
 
 
+def test_charts_share_a_cursor_and_a_zoom_and_open_the_groups_of_a_step(
+    viewer: Viewer, tmp_path: Path
+) -> None:
+    groups = [group(i, step=i, loss_share=0.25) for i in range(1, 101)]
+    groups += [group(101, step=40, loss_share=0.5), group(102, step=40, loss_share=0.1)]
+    reward = curves("reward", [i / 10 for i in range(100)], [5.0] * 50)
+    loss = curves("loss", [9.0 if i == 39 else 1.0 + i % 2 for i in range(100)], outliers=[39])
+    viewer.open(written(tmp_path, *groups, charts=[reward, loss]))
+    viewer.until(lambda: len(viewer.all(".charts svg")) == 2)
+    assert len(viewer.all(".outlier")) == 1
+    drawing = viewer.all(".charts svg")[1]
+    width = drawing.rect["width"]
+
+    def at(step: int, first: int = 1, last: int = 100) -> int:
+        """Return the distance of a step from the middle of the chart, where the driver points."""
+        share = (46 + 304 * (step - first) / (last - first)) / 360
+        return round(width * share - width / 2)
+
+    pointer = ActionChains(viewer.driver).move_to_element_with_offset
+    pointer(drawing, at(40), 0).perform()
+    viewer.until(lambda: viewer.texts("figcaption span") == ["step 40", "step 40"])
+    assert viewer.texts(".curves strong") == ["3.9", "5", "9"]
+    pointer(drawing, at(30), 0).click_and_hold().move_by_offset(
+        at(50) - at(30), 0
+    ).release().perform()
+    viewer.until(lambda: viewer.state() in ("#zoom=30-50", "#zoom=31-50", "#zoom=30-49"))
+    viewer.run("go({zoom: '30-50'})")
+    drawing = viewer.until(lambda: viewer.all(".charts svg")[1])
+    pointer(drawing, at(40, 30, 50), 0).perform()
+    viewer.until(lambda: viewer.texts("figcaption span") == ["step 40", "step 40"])
+    viewer.press(Keys.NULL)
+    ActionChains(viewer.driver).click().perform()
+    viewer.until(lambda: "Step 40" in viewer.texts("h2"))
+    shown = ["What is 101 + 1?", "What is 40 + 1?", "What is 102 + 1?"]
+    assert viewer.texts("tbody th") == shown
+    assert viewer.texts("tbody td:nth-child(2)") == ["50 %", "25 %", "10 %"]
+    assert "9 (outlier)" in viewer.one("#detail .facts").text
+    assert viewer.one("#count").text == "3 of 102 groups"
+    viewer.all("tbody a")[0].click()  # the second click from the overview
+    viewer.until(lambda: "Item 101" in viewer.texts("h2"))
+    viewer.driver.back()
+    viewer.until(lambda: "Step 40" in viewer.texts("h2"))
+    viewer.button("Back").click()
+    viewer.button("Show all steps").click()
+    viewer.until(lambda: viewer.one("#count").text == "102 groups")
+    viewer.run("document.querySelector('.charts svg').focus()")
+    viewer.press(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT, Keys.ENTER)
+    viewer.until(lambda: "Step 2" in viewer.texts("h2"))
+
+
 @pytest.mark.parametrize(
-    "state", ["", "view=run", "group=g1", "group=g1&view=tokens", "group=g1&view=diff"]
+    "state",
+    ["", "view=run", "view=step&at=0", "group=g1", "group=g1&view=tokens", "group=g1&view=diff"],
 )
 @pytest.mark.parametrize("width", [390, 1280])
 def test_nothing_is_wider_than_the_screen(
@@ -509,7 +560,8 @@ def test_nothing_is_wider_than_the_screen(
     shown["sequences"][1]["messages"][-1]["content"] = "x" * 3000
     screen = {"width": width, "height": 844, "deviceScaleFactor": 1, "mobile": width < 900}
     viewer.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
-    viewer.open(written(tmp_path, shown, group(2), decode=decode), state)
+    charts = [curves("reward", [0.5, 1.0], [1.0])]
+    viewer.open(written(tmp_path, shown, group(2), decode=decode, charts=charts), state)
     viewer.until(lambda: viewer.all("#detail *"))
     assert viewer.run("return document.scrollingElement.scrollWidth") == width
     assert viewer.one("#list").is_displayed() == (width == 1280 or state == "")

@@ -37,7 +37,7 @@ function show() {
 const LIST_FIELDS = ["q", "env", "item", "fate", "sort", "score_from", "score_to", "step_from", "step_to"];
 
 async function showDetail({ keepPlace = false } = {}) {
-  document.body.dataset.show = state.group ? "group" : state.view === "run" ? "run" : "list";
+  document.body.dataset.show = state.group ? "group" : state.view in PAGES ? "run" : "list";
   if (!state.group) {
     shownGroup = null;
     showRun();
@@ -91,8 +91,14 @@ function showError(error) {
 
 // The overview: figures, charts, environments, reasons.
 
+/** The pages that are about no group, by `view`. */
+const PAGES = { run: overview, step: stepPage };
+
 function showRun() {
-  if (state.group) return;
+  if (!state.group) byId("detail").replaceChildren(...(PAGES[state.view] ?? overview)().filter(Boolean));
+}
+
+function overview() {
   const kept = index.dropped.filter((reason) => reason < 0).length;
   const num = (column, wanted) => column.reduce((count, value) => count + (value === wanted ? 1 : 0), 0);
   const environments = index.environments.map((name, number) => {
@@ -100,7 +106,7 @@ function showRun() {
     return [name, { env: name }, rows.length, mean(rows.map((row) => index.score_mean[row])), mean(rows.map((row) => index.length_mean[row]))];
   });
   const reasons = index.reasons.map((reason, number) => [reason, { fate: `dropped: ${reason}` }, num(index.dropped, number)]);
-  byId("detail").replaceChildren(
+  return [
     el("h2", {}, "Overview"),
     facts([
       ["groups", figure(index.id.length)],
@@ -108,31 +114,17 @@ function showRun() {
       ["mean score", figure(mean(index.score_mean))],
       ["kept", reasons.length ? figure(kept) : null],
     ]),
-    el("div", { class: "charts" }, (head.charts ?? []).map(chart)),
+    chartsSection(),
     ...(environments.length > 1 ? table(["Environment", "Groups", "Mean score", "Mean length"], environments) : []),
-    ...(reasons.length ? table(["Dropped", "Groups"], reasons) : []));
+    ...(reasons.length ? table(["Dropped", "Groups"], reasons) : []),
+  ];
 }
 
 /** Rows of [name, filter it leads to, figures...]. */
 function table(titles, rows) {
   const row = ([name, filter, ...figures]) =>
-    el("tr", {}, el("th", { scope: "row" }, el("a", { href: hashWith({ ...filter, view: undefined }) }, name)), figures.map((value) => el("td", {}, figure(value))));
+    el("tr", {}, el("th", { scope: "row" }, el("a", { href: hashWith({ ...filter, view: undefined }) }, name)), figures.map((value) => el("td", {}, value instanceof Node ? value : figure(value))));
   return [el("table", {}, el("thead", {}, el("tr", {}, titles.map((title) => el("th", { scope: "col" }, title)))), el("tbody", {}, rows.map(row)))];
-}
-
-/** A chart in a shadow root of its own: matplotlib's ids and styles must not meet those of the page. */
-function chart({ title, svg }) {
-  const parsed = new DOMParser().parseFromString(svg, "image/svg+xml");
-  const drawing = parsed.documentElement;
-  for (const element of [drawing, ...drawing.querySelectorAll("*")]) {
-    if (["script", "foreignObject"].includes(element.localName)) element.remove();
-    for (const { name } of [...element.attributes]) if (name.startsWith("on")) element.removeAttribute(name);
-  }
-  const box = el("div", { role: "img", "aria-label": title });
-  const fit = document.createElement("style");
-  fit.textContent = "svg { display: block; width: 100%; height: auto; } text { fill: currentColor; }";
-  box.attachShadow({ mode: "open" }).append(document.importNode(drawing, true), fit);
-  return el("figure", {}, el("figcaption", {}, title), box);
 }
 
 // Filters and keys.
@@ -203,7 +195,7 @@ function nextColour() {
 }
 
 function goBack() {
-  if (state.view) go({ view: undefined, pair: undefined });
+  if (state.view && !(state.group && state.view in PAGES)) go({ view: undefined, pair: undefined });
   else if (state.group) go({ group: undefined });
 }
 

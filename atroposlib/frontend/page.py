@@ -15,9 +15,11 @@ import re
 import shutil
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import correlation
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
@@ -189,6 +191,7 @@ class Index:
                     "num_rollouts",
                     "num_sequences",
                     "length_mean",
+                    "length_correlation",
                 ),
                 *("gap_mean", "staleness", "advantage_max", "loss_share", "dropped", "preview"),
             )
@@ -262,6 +265,10 @@ def row_of(group: ViewGroup) -> IndexRow:
     ]
     by_sequence, rollouts = np.array([score for _, score in scored]), [of for of, _ in scored]
     scores: list[float] = rollout_scores(by_sequence, np.array(rollouts, int))[0].tolist()
+    lengths = list(map(_length, sequences))
+    by_rollout = Counter[int]()
+    for number, each in enumerate(sequences):
+        by_rollout[each.get("rollout", number)] += lengths[number]
     gaps = [
         abs(trainer - sampled)
         for each in sequences
@@ -283,7 +290,10 @@ def row_of(group: ViewGroup) -> IndexRow:
             "score_max": max(scores, default=None),
             "num_rollouts": len({each.get("rollout", i) for i, each in enumerate(sequences)}),
             "num_sequences": len(sequences),
-            "length_mean": _mean(list(map(_length, sequences))),
+            "length_mean": _mean(lengths),
+            "length_correlation": _correlation(
+                [by_rollout[of] for of in sorted(set(rollouts))], scores
+            ),
             "gap_mean": sum(gaps) / len(gaps) if gaps else None,
             "staleness": group.get("staleness"),
             "advantage_max": max(advantages, default=None),
@@ -296,6 +306,13 @@ def row_of(group: ViewGroup) -> IndexRow:
 
 def _mean(values: Sequence[float]) -> float | None:
     return round(sum(values) / len(values), 6) if values else None
+
+
+def _correlation(lengths: Sequence[float], scores: Sequence[float]) -> float | None:
+    """Return Pearson's correlation; None if all lengths or all scores are equal."""
+    if min(lengths, default=0) == max(lengths, default=0) or min(scores) == max(scores):
+        return None
+    return round(correlation(lengths, scores), 3)
 
 
 def _length(sequence: Mapping[str, Any]) -> int:

@@ -644,6 +644,9 @@ def test_rows_of_100_000_groups_are_there_before_the_chunks(viewer: Viewer, tmp_
     viewer.run("document.getElementById('scroller').scrollTop = 1e9")
     viewer.until(lambda: viewer.run("return [...rowElements.keys()].at(-1)") == 99_999)
     assert len(viewer.rows()) < 50
+    drawing = """const began = performance.now(); go({group: undefined, view: 'lengths'});
+        document.querySelector('canvas').toDataURL(); return performance.now() - began"""
+    assert viewer.run(drawing) < 2000
 
 
 def test_a_live_page_shows_new_groups_and_keeps_the_open_one(viewer: Viewer) -> None:

@@ -172,7 +172,7 @@ function stepPage() {
     const title = head.runs?.length > 1 ? `${name} of ${head.runs[run]}` : name;
     return place < 0 ? [] : [[title, figure(values[place]) + (outliers.includes(place) ? " (outlier)" : "")]];
   }));
-  const shares = index.loss_share ?? [];
+  const shares = index.loss_share;
   const weight = (row) => shares[row] ?? index.advantage_max[row] ?? -1;
   const rows = index.id.flatMap((_, row) => (index.step[row] === step ? [row] : [])).sort((a, b) => weight(b) - weight(a));
   const share = (row) => isNumber(shares[row]) && el("span", { class: "share" }, el("span", { style: `width:${Math.min(100, 100 * shares[row])}%` }), `${figure(100 * shares[row])} %`);

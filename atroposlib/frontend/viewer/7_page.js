@@ -92,7 +92,7 @@ function showError(error) {
 // The overview: figures, charts, environments, reasons.
 
 /** The pages that are about no group, by `view`. */
-const PAGES = { run: overview, step: stepPage };
+const PAGES = { run: overview, step: stepPage, lengths: lengthsPage };
 
 function showRun() {
   if (!state.group) byId("detail").replaceChildren(...(PAGES[state.view] ?? overview)().filter(Boolean));
@@ -114,6 +114,7 @@ function overview() {
       ["mean score", figure(mean(index.score_mean))],
       ["kept", reasons.length ? figure(kept) : null],
     ]),
+    el("nav", { class: "row", "aria-label": "Questions" }, el("a", { href: hashWith({ view: "lengths" }) }, "Reward against length")),
     chartsSection(),
     ...(environments.length > 1 ? table(["Environment", "Groups", "Mean score", "Mean length"], environments) : []),
     ...(reasons.length ? table(["Dropped", "Groups"], reasons) : []),

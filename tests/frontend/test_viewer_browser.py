@@ -377,12 +377,55 @@ def test_two_completions_are_compared_word_by_word(viewer: Viewer, tmp_path: Pat
     viewer.until(lambda: viewer.texts(".difference") == [texts[0], texts[1]])
 
 
-def test_texts_too_different_for_words_are_marked_whole(viewer: Viewer, tmp_path: Path) -> None:
-    texts = [" ".join(f"{letter}{i}" for i in range(5000)) for letter in "ab"]
+@pytest.mark.parametrize("num_words", [30, 5000])
+def test_texts_with_little_in_common_are_shown_side_by_side(
+    viewer: Viewer, tmp_path: Path, num_words: int
+) -> None:
+    texts = [" ".join(f"{letter}{10**12 + i} the" for i in range(num_words)) for letter in "ab"]
     sequences = [{"score": 0.0, "messages": messages} for messages in conversation("?", *texts)]
     viewer.open(written(tmp_path, {"id": "g", "sequences": sequences}), "group=g&view=diff")
-    viewer.until(lambda: "differ too much" in viewer.one("#detail").text)
-    assert [viewer.inside("del"), viewer.inside("ins")] == texts
+    viewer.until(lambda: "too little in common" in viewer.one("#detail").text)
+    columns = "return [...document.querySelectorAll('.difference')].map(e => e.textContent)"
+    assert viewer.run(columns) == texts
+    assert viewer.all("del, ins") == []
+
+
+def test_changes_are_counted_and_visited_and_equal_parts_folded(
+    viewer: Viewer, tmp_path: Path
+) -> None:
+    filler = [f"word{i} " for i in range(2000)]
+    changed = filler.copy()
+    changed[500], changed[1500] = "other ", "last "
+    changed.insert(1000, "added ")
+    texts = ["".join(filler), "".join(changed)]
+    sequences = [{"score": 0.0, "messages": messages} for messages in conversation("?", *texts)]
+    sequences.append(sequences[0])
+    viewer.open(written(tmp_path, {"id": "g", "sequences": sequences}), "group=g&view=diff")
+    viewer.until(lambda: viewer.all(".changes"))
+    assert viewer.one(".changes span").text == "3 changes"
+    assert viewer.texts("del") == ["word500 ", "word1500 "]
+    assert viewer.texts("ins") == ["other ", "added ", "last "]
+    folded = viewer.all("#detail > details")
+    assert len(folded) == 4
+    assert "equal characters" in folded[0].text
+    shown = sum(map(len, viewer.texts(".difference")))
+    assert 6 * 100 < shown < 6 * 300  # of 2 * 17,000
+    for keys, said, marks in [
+        ("n", "Change 1 of 3", ["word500", "other"]),
+        ("nn", "Change 3 of 3", ["word1500", "last"]),
+        ("n", "Change 1 of 3", ["word500", "other"]),
+        ("pp", "Change 2 of 3", ["added"]),
+    ]:
+        viewer.press(keys)
+        viewer.until(lambda said=said: viewer.one(".changes span").text == said)
+        assert [text.strip() for text in viewer.texts(".chosen")] == marks
+    in_sight = "const {top, bottom} = arguments[0].getBoundingClientRect(); return top > 0 && bottom < innerHeight"
+    assert viewer.run(in_sight, viewer.one(".chosen"))
+    folded[1].find_element(By.TAG_NAME, "summary").click()
+    viewer.until(lambda: "word700 " in folded[1].text)
+    viewer.run("go({pair: '0,2'})")
+    viewer.until(lambda: "The texts are equal." in viewer.one("#detail").text)
+    viewer.press("n")
 
 
 EVIL = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"

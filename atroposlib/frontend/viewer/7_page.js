@@ -185,6 +185,8 @@ const KEYS = {
   "/": () => byId("filters").elements.q.focus(),
   t: () => state.group && go({ view: state.view === "tokens" ? undefined : "tokens" }),
   c: nextColour,
+  n: () => openChange(1),
+  p: () => openChange(-1),
   Escape: goBack,
   "?": () => byId("keys").showModal(),
 };

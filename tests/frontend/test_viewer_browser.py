@@ -229,23 +229,48 @@ def test_a_link_to_a_group_opens_it(viewer: Viewer, page: Path) -> None:
 def test_filters_and_order_choose_the_rows_and_survive_a_reload(viewer: Viewer, page: Path) -> None:
     viewer.open(page)
     viewer.until(viewer.rows)
+    assert viewer.one("#scroller").rect["y"] < 200  # of 900
+    assert not viewer.one("[name=item]").is_displayed()
+    viewer.one("#more-filters summary").click()
+    assert not viewer.one("#clear").is_displayed()
     Select(viewer.one("[name=env]")).select_by_value("words")
     viewer.one("[name=step_from]").send_keys("1")
     viewer.one("[name=step_to]").send_keys("2")
     expected = [f"What is {i} + 1?" for i in (12, 16, 20, 24, 28)]
     viewer.wait_for_rows(*expected)
     assert viewer.one("#count").text == "5 of 40 groups"
+    summary = "Filters \u00b7 env words \u00b7 step from 1 \u00b7 step to 2"
+    assert viewer.one("#more-filters summary").text == summary
     Select(viewer.one("[name=sort]")).select_by_value("last")
     by_step = [expected[i] for i in (2, 3, 4, 0, 1)]
     viewer.wait_for_rows(*by_step)
     viewer.driver.refresh()
     viewer.wait_for_rows(*by_step)
+    viewer.one("#more-filters summary").click()
     viewer.button("Clear the filters").click()
     viewer.until(lambda: viewer.one("#count").text == "40 groups")
     Select(viewer.one("[name=fate]")).select_by_value("dropped: equal scores")
     viewer.wait_for_rows(*(f"What is {i} + 1?" for i in (9, 19, 29, 39)))
     viewer.one("[name=item]").send_keys("29")
     viewer.wait_for_rows("What is 29 + 1?")
+
+
+def test_controls_that_change_nothing_are_hidden(viewer: Viewer, tmp_path: Path) -> None:
+    groups = [group(i, environment="sums", step=None) for i in range(3)]
+    for each in groups:
+        for sequence in each["sequences"]:
+            sequence |= {"score": 1.0, "advantage": None}
+    viewer.open(written(tmp_path, *groups))
+    viewer.until(viewer.rows)
+    viewer.one("#more-filters summary").click()
+    shown = [field for field in viewer.all("#filters [name]") if field.is_displayed()]
+    assert [field.get_attribute("name") for field in shown] == ["q", "sort", "item"]
+    values = [option.get_attribute("value") for option in Select(shown[1]).options]
+    assert values == ["", "high", "low", "spread", "long"]
+    viewer.open(tmp_path / "page.html", "step_from=2")
+    viewer.until(lambda: viewer.one("#count").text == "0 of 3 groups")
+    viewer.one("#more-filters summary").click()
+    assert viewer.one("[name=step_from]").is_displayed()
 
 
 def test_groups_are_filtered_by_score_and_sorted_by_advantage(
@@ -728,6 +753,7 @@ def test_a_live_page_shows_new_groups_and_keeps_the_open_one(viewer: Viewer) -> 
         is_broken.clear()
         viewer.until(lambda: viewer.one("#live").text == "Live")
         viewer.one("[name=q]").send_keys("it is 3.")
+        viewer.one("#more-filters summary").click()
         Select(viewer.one("[name=env]")).select_by_value("words")
         viewer.wait_for_rows("What is 2 + 1?")
         groups.append(group(202, environment="words", gold_answer="It is 3."))

@@ -141,15 +141,27 @@ function fillOptions() {
   };
   fill(form.env, [["", "all"], ...index.environments.map((name) => [name, name])]);
   fill(form.fate, [["", "all"], ["kept", "kept"], ["dropped", "dropped"], ...index.reasons.map((reason) => [`dropped: ${reason}`, `dropped: ${reason}`])]);
-  fill(form.sort, Object.entries(SORTS).map(([name, [title]]) => [name, title]));
+  const isSortable = (key) => !key || index.id.some((_, row) => isNumber(key(row)));
+  fill(form.sort, Object.entries(SORTS).filter(([, [, key]]) => isSortable(key)).map(([name, [title]]) => [name, title]));
+  const [lowest, highest] = scoreScale();
+  const isUseful = {
+    env: index.environments.length > 1,
+    fate: index.reasons.length > 0,
+    score: lowest !== highest,
+    step: index.step.some(isNumber),
+  };
+  for (const field of document.querySelectorAll("[data-field]")) {
+    field.hidden = !isUseful[field.dataset.field] && ![...field.querySelectorAll("[name]")].some(({ name }) => state[name]);
+  }
 }
 
 /** Show the state in the fields, except in the one that is typed into. */
 function fillFilters() {
   const form = byId("filters").elements;
   for (const name of LIST_FIELDS) if (form[name] !== document.activeElement) form[name].value = state[name] ?? "";
-  const num = LIST_FIELDS.filter((name) => name !== "q" && state[name]).length;
-  byId("more-filters").firstElementChild.textContent = num ? `Filters and order (${num} set)` : "Filters and order";
+  const set = LIST_FIELDS.filter((name) => !["q", "sort"].includes(name) && state[name]);
+  byId("more-filters").firstElementChild.textContent = ["Filters", ...set.map((name) => `${name.replace("_", " ")} ${oneLine(state[name], 30)}`)].join(" \u00b7 ");
+  byId("clear").hidden = !set.length;
 }
 
 /** Open a row in the view that is shown now; its own address is for copying and for new tabs. */
@@ -238,7 +250,6 @@ async function start() {
   byId("scroller").addEventListener("scroll", () => showRows({ anew: false }), { passive: true });
   byId("open-keys").addEventListener("click", () => byId("keys").showModal());
   byId("open-run").addEventListener("click", () => go({ group: undefined, view: "run" }));
-  byId("more-filters").open = wide.matches;
   const packed = byId("index").textContent.trim();
   if (packed) useIndex(JSON.parse(await inflate(packed)));
   if (head.live) await poll();

@@ -483,7 +483,7 @@ def test_hostile_text_is_shown_as_text(viewer: Viewer, tmp_path: Path) -> None:
     assert set(answers) <= set(texts)
     assert viewer.one("#title").text == EVIL
     assert EVIL in viewer.one("#detail").text
-    for view in ("diff", "tokens", "text"):
+    for view in ("diff", "tokens", "rewards", "text"):
         viewer.run("go({view: arguments[0], q: arguments[1]})", view, EVIL)
         viewer.until(lambda: viewer.one("#count").text == "1 of 2 groups")
     assert viewer.run("return window.hacked ?? null") is None
@@ -517,6 +517,35 @@ def test_many_tokens_are_shown_in_pieces(viewer: Viewer, tmp_path: Path) -> None
     assert viewer.all(".token.number")[1].text == "5"  # no tokenizer: ids
     viewer.run("arguments[0].click()", viewer.button("Show more of 100,000 tokens"))
     assert len(viewer.all(".token")) == 8000
+
+
+def test_rewards_are_shown_by_part_and_by_turn(viewer: Viewer, tmp_path: Path) -> None:
+    shown = group(1)
+    why = "The answer has no unit."
+    shown["sequences"][0] |= {
+        "messages": [
+            {"role": role, "content": f"{role} {i}"}
+            for i in range(2)
+            for role in ("user", "assistant")
+        ],
+        "turn_rewards": [-0.5, 1.0],
+        "notes": {"format": 0.25, "is_right": False, "read": "4"},
+    }
+    shown["sequences"][1] |= {"notes": {"format": 1.0, "is_right": True, "explanation": why}}
+    viewer.open(written(tmp_path, shown, group(2)))
+    viewer.one("#rows a[data-row='0']").click()  # the first click from the overview
+    viewer.until(lambda: viewer.all(".card"))
+    viewer.button("Rewards").click()
+    viewer.until(lambda: viewer.all("#detail table"))
+    assert viewer.texts("thead th") == ["", "Score", "Advantage", "format", "is_right"]
+    assert viewer.texts("tbody tr") == ["#1 0 -0.5 0.25 0", "#2 1 0.5 1 1"]
+    assert viewer.texts(".turns li") == ["-0.5 assistant 0", "+1 assistant 1"]
+    cards = viewer.texts("#detail .card")
+    assert "read\n4" in cards[0]
+    assert f"explanation\n{why}" in cards[1]
+    viewer.press("j")
+    viewer.until(lambda: "Item 2" in viewer.texts("h2"))
+    assert "Rewards" not in viewer.texts("#detail .tabs button")
 
 
 def test_tools_and_reasoning_are_folded_and_images_shown(viewer: Viewer, tmp_path: Path) -> None:
@@ -618,7 +647,15 @@ def test_charts_share_a_cursor_and_a_zoom_and_open_the_groups_of_a_step(
 
 @pytest.mark.parametrize(
     "state",
-    ["", "view=run", "view=step&at=0", "group=g1", "group=g1&view=tokens", "group=g1&view=diff"],
+    [
+        "",
+        "view=run",
+        "view=step&at=0",
+        "group=g1",
+        "group=g1&view=tokens",
+        "group=g1&view=diff",
+        "group=g1&view=rewards",
+    ],
 )
 @pytest.mark.parametrize("width", [390, 1280])
 def test_nothing_is_wider_than_the_screen(
@@ -626,6 +663,10 @@ def test_nothing_is_wider_than_the_screen(
 ) -> None:
     shown = group_with_tokens(1)
     shown["sequences"][1]["messages"][-1]["content"] = "x" * 3000
+    shown["sequences"][1] |= {
+        "turn_rewards": [1.0],
+        "notes": {"x" * 50 + str(i): 1 for i in range(9)},
+    }
     screen = {"width": width, "height": 844, "deviceScaleFactor": 1, "mobile": width < 900}
     viewer.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
     charts = [curves("reward", [0.5, 1.0], [1.0])]

@@ -58,8 +58,9 @@ async function showDetail({ keepPlace = false } = {}) {
   const options = [["text", "Text"]];
   if (group.sequences.some((sequence) => sequence.tokens)) options.push(["tokens", "Tokens"]);
   if (group.sequences.length > 1) options.push(["diff", "Difference"]);
+  if (hasRewards(group)) options.push(["rewards", "Rewards"]);
   const view = options.some(([name]) => name === state.view) ? state.view : "text";
-  const views = { text: textView, tokens: tokenView, diff: differenceView };
+  const views = { text: textView, tokens: tokenView, diff: differenceView, rewards: rewardsView };
   byId("detail").replaceChildren(
     groupHeading(group, rowOfId.get(group.id)),
     tabs(options, view, (name) => go({ view: name === "text" ? undefined : name }), "View"),

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from atroposlib.errors import require
 from atroposlib.frontend.page import Chart, Curve
@@ -81,7 +82,7 @@ def smooth(values: Sequence[float], *, window: int) -> list[float]:
     return [sum(part) / len(part) for part in recent]
 
 
-def outliers(values: Sequence[float]) -> list[int]:
+def outliers(values: Sequence[float] | NDArray[np.float64]) -> list[int]:
     """Return the places of the values that are far from the median of those around them.
 
     The distances are measured by their median, or by their mean if most are 0: the modified z-score of Iglewicz and

@@ -70,6 +70,17 @@ class Chart:
     curves: list[Curve]
 
 
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """Two runs on one page."""
+
+    names: list[str]
+    settings: list[tuple[str, str | None, str | None]]
+    """Those that differ: path and values."""
+    num_settings: int
+    """Of both runs together."""
+
+
 def write_page(
     target: Path,
     groups: Iterable[ViewGroup],
@@ -77,6 +88,7 @@ def write_page(
     title: str,
     about: str,
     charts: Sequence[Chart] = (),
+    compared: Compared | None = None,
     decode: Decode | None = None,
 ) -> None:
     """Write the page in one step; `about` is a line under the title, to which the number of groups is added.
@@ -106,6 +118,7 @@ def write_page(
             "about": ". ".join(filter(None, [about, index.summary()])),
             "num_groups": num_groups,
             "charts": charts,
+            "compared": compared,
             "live": None,
         }
         with replacing(target) as file:

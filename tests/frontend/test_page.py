@@ -31,6 +31,7 @@ def test_a_page_holds_its_head_an_index_and_every_group_in_order(tmp_path: Path)
         "about": "About. 120 groups, 240 sequences, mean score 0.500",
         "num_groups": 120,
         "charts": [asdict(chart)],
+        "compared": None,
         "live": None,
     }
     assert page.groups == groups

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.frontend.page import Chart, Curve, Index, live_page, row_of, write_page
+from atroposlib.frontend.page import Chart, Compared, Curve, Index, live_page, row_of, write_page
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="NOT TESTED: the viewer, no selenium")
 from selenium.webdriver.chrome.service import Service  # noqa: E402
@@ -517,6 +517,25 @@ def test_many_tokens_are_shown_in_pieces(viewer: Viewer, tmp_path: Path) -> None
     assert viewer.all(".token.number")[1].text == "5"  # no tokenizer: ids
     viewer.run("arguments[0].click()", viewer.button("Show more of 100,000 tokens"))
     assert len(viewer.all(".token")) == 8000
+
+
+def test_two_runs_are_overlaid_with_the_settings_that_differ(
+    viewer: Viewer, tmp_path: Path
+) -> None:
+    both = [Curve(run, "reward_mean", [1, 2], [0.0, run + 1.0], []) for run in (0, 1)]
+    compared = Compared(["old", "new"], [("trainer.lr", "1e-05", None)], num_settings=40)
+    chart = Chart("reward", is_log=False, curves=both)
+    viewer.open(written(tmp_path, group(1, step=2), charts=[chart], compared=compared))
+    viewer.until(lambda: viewer.all(".charts svg"))
+    assert viewer.texts(".curves span") == ["reward_mean, old", "reward_mean, new"]
+    assert len(viewer.all("path.run-1")) == 2
+    assert "Solid: old, dashed: new." in viewer.one("#detail").text
+    assert viewer.one("#detail summary").text == "Settings that differ: 1 of 40"
+    assert viewer.texts(".settings tr") == ["Setting old new", "trainer.lr 1e-05 not set"]
+    assert viewer.all(".settings a") == []
+    viewer.run("document.querySelector('.charts svg').focus()")
+    viewer.press(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
+    viewer.until(lambda: viewer.texts(".curves strong") == ["1", "2"])
 
 
 def test_rewards_are_shown_by_part_and_by_turn(viewer: Viewer, tmp_path: Path) -> None:

@@ -57,10 +57,22 @@ function chartsSection() {
   if (!drawn.length) return null;
   return el("section", {},
     el("p", { class: "row about" }, "Point for values, drag to zoom, click a step for its groups. Rings are outliers.",
+      head.compared && ` Solid: ${head.compared.names[0]}, dashed: ${head.compared.names[1]}.`,
       state.zoom && el("button", { type: "button", onclick: () => go({ zoom: undefined }) }, "Show all steps")),
     el("div", { class: "charts" }, drawn));
 }
 
+/** The settings in which two runs differ. */
+function settingsSection() {
+  if (!head.compared) return null;
+  const { names, settings, num_settings: count } = head.compared;
+  const said = (value) => el("span", {}, value === null ? "not set" : value);
+  const title = count ? `Settings that differ: ${figure(settings.length)} of ${figure(count)}` : "Neither run has a recorded configuration.";
+  const rows = settings.map(([name, ...values]) => [name, null, ...values.map(said)]);
+  return settings.length ? fold(title, () => el("div", { class: "scrolled settings" }, table(["Setting", ...names], rows)), { open: settings.length <= 20 }) : el("p", {}, title);
+}
+
+const curveName = (name, run) => (head.compared ? `${name}, ${head.compared.names[run]}` : name);
 const openStep = (step) => go({ view: "step", at: step, group: undefined, ...ofStep(step) });
 const ofStep = (step) => ({ step_from: step, step_to: step });
 
@@ -93,8 +105,9 @@ function chart({ title, is_log: isLog, curves }, [first, last]) {
     drawing.append(svg("text", { x: xOf(step), y: height - 6, "text-anchor": "middle" }, String(step)));
   }
   const names = [...new Set(curves.map(({ name }) => name))];
+  const cssOf = ({ name, run }) => `curve-${(names.indexOf(name) + run * names.length) % 4} run-${run}`;
   curves.forEach((curve, number) => {
-    const css = `curve-${names.indexOf(curve.name) % 4} run-${curve.run}`;
+    const css = cssOf(curve);
     let sum = 0;
     const smooth = raw[number].map(([step, value], i) => {
       sum += value - (raw[number][i - SMOOTHED_STEPS]?.[1] ?? 0);
@@ -108,8 +121,7 @@ function chart({ title, is_log: isLog, curves }, [first, last]) {
   drawing.append(cursor);
   const stepShown = el("span", {});
   const values = curves.map(() => el("strong", {}));
-  const labels = curves.map(({ name, run }, number) => el("span", { class: `curve-${names.indexOf(name) % 4} run-${run}` },
-    head.runs?.length > 1 ? `${name} of ${head.runs[run]} ` : `${name} `, values[number]));
+  const labels = curves.map((curve, number) => el("span", { class: cssOf(curve) }, `${curveName(curve.name, curve.run)} `, values[number]));
   let at = null; // the step of the cursor
   function pointAt(step) {
     at = step;
@@ -169,8 +181,7 @@ function stepPage() {
   const step = Number(state.at);
   const found = (head.charts ?? []).flatMap(({ curves }) => curves.flatMap(({ name, run, steps, values, outliers }) => {
     const place = steps.indexOf(step);
-    const title = head.runs?.length > 1 ? `${name} of ${head.runs[run]}` : name;
-    return place < 0 ? [] : [[title, figure(values[place]) + (outliers.includes(place) ? " (outlier)" : "")]];
+    return place < 0 ? [] : [[curveName(name, run), figure(values[place]) + (outliers.includes(place) ? " (outlier)" : "")]];
   }));
   const shares = index.loss_share;
   const weight = (row) => shares[row] ?? index.advantage_max[row] ?? -1;

@@ -116,16 +116,17 @@ function overview() {
       ["kept", reasons.length ? figure(kept) : null],
     ]),
     el("nav", { class: "row", "aria-label": "Questions" }, el("a", { href: hashWith({ view: "lengths" }) }, "Reward against length")),
+    settingsSection(),
     chartsSection(),
     ...(environments.length > 1 ? table(["Environment", "Groups", "Mean score", "Mean length"], environments) : []),
     ...(reasons.length ? table(["Dropped", "Groups"], reasons) : []),
   ];
 }
 
-/** Rows of [name, filter it leads to, figures...]. */
+/** Rows of [name, filter it leads to or null, figures or elements...]. */
 function table(titles, rows) {
   const row = ([name, filter, ...figures]) =>
-    el("tr", {}, el("th", { scope: "row" }, el("a", { href: hashWith({ ...filter, view: undefined }) }, name)), figures.map((value) => el("td", {}, value instanceof Node ? value : figure(value))));
+    el("tr", {}, el("th", { scope: "row" }, filter ? el("a", { href: hashWith({ ...filter, view: undefined }) }, name) : name), figures.map((value) => el("td", {}, value instanceof Node ? value : figure(value))));
   return [el("table", {}, el("thead", {}, el("tr", {}, titles.map((title) => el("th", { scope: "col" }, title)))), el("tbody", {}, rows.map(row)))];
 }
 

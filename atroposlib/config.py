@@ -106,12 +106,13 @@ def parse_flags(
     *,
     prog: str,
     description: str = "",
-    positional: str | None = None,
+    positional: Sequence[str] = (),
 ) -> M:
     """Build `model` from its defaults, then `--config FILE`, then flags.
 
-    `argv` None reads the process's arguments; `-h` prints every field and exits 0. `positional` is a field whose value
-    may also be given without its flag. Raises ConfigError for an unknown flag, a missing or bad value, a bad file.
+    `argv` None reads the process's arguments; `-h` prints every field and exits 0. `positional` are fields whose values
+    may also be given without their flags, in this order. Raises ConfigError for an unknown flag, a missing or bad
+    value, a bad file.
 
     >>> class Serve(BaseModel):
     ...     port: int = 8000
@@ -134,7 +135,7 @@ def parse_sections(
     prog: str,
     description: str = "",
     flat_names: Mapping[str, str] | None = None,
-    positional: str | None = None,
+    positional: Sequence[str] = (),
     layout: HelpLayout | None = None,
 ) -> SectionValues:
     """Read flags of several models at once; each key is a namespace, "" for flags without one.
@@ -155,7 +156,7 @@ def parse_sections(
     while rest:
         argument = rest.pop(0)
         if argument in ("-h", "--help"):
-            usage = prog if positional is None else f"{prog} {positional.upper()}"
+            usage = " ".join([prog, *map(str.upper, positional)])
             head = [f"usage: {usage} [--flag VALUE | --flag=VALUE]...", ""]
             head += [description, ""] if description else []
             sys.stdout.write(
@@ -163,10 +164,10 @@ def parse_sections(
             )
             raise SystemExit(0)
         if not argument.startswith("--"):
-            stands_alone = positional is not None and positional not in typed.get("", {})
-            if not stands_alone or argument.startswith("-"):
+            free = next((name for name in positional if name not in typed.get("", {})), None)
+            if free is None or argument.startswith("-"):
                 raise ConfigError(f"unexpected argument {argument!r}: flags start with '--'")
-            argument = f"--{positional}={argument}"
+            argument = f"--{free}={argument}"
         spelled, equals, text = argument[2:].partition("=")
         name = spelled.replace("-", "_")
         given = [text] if equals else None

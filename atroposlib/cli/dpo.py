@@ -47,7 +47,7 @@ def _run(argv: Sequence[str] | None) -> int:
         argv,
         prog="atropos-dpo-gen",
         description="Save pairs of good and bad answers for preference training.",
-        positional="filepath",
+        positional=["filepath"],
     )
     write_rows(config, rows_for(config), groups_per_step=GROUPS_PER_STEP)
     return 0

@@ -38,7 +38,7 @@ def _main(argv: Sequence[str]) -> None:
         argv,
         prog="atropos-grpo plot",
         description="Draw the curves of a run as PNG.",
-        positional="run",
+        positional=["run"],
     )
     print(plot(config))
 

@@ -36,7 +36,7 @@ def _run(argv: Sequence[str] | None) -> int:
         argv,
         prog="atropos-sft-gen",
         description="Save the best answers of environments for supervised training.",
-        positional="filepath",
+        positional=["filepath"],
     )
     write_rows(config, rows_for(config), groups_per_step=config.tasks_per_step)
     return 0

@@ -61,6 +61,8 @@ class ViewConfig(BaseModel):
 
     run: Path | None = None
     """A run's or an evaluation's directory, or a JSONL file, to show instead of a live run."""
+    other: Path | None = None
+    """A second one, to compare with the first."""
     api_url: str = "http://localhost:8000"
     """Address of the hub of a live run."""
     host: str = "127.0.0.1"
@@ -90,18 +92,18 @@ def run(argv: Sequence[str] | None, model: type[ViewConfig], *, prog: str) -> in
         model,
         argv,
         prog=prog,
-        description="Show the groups of a run in the browser.",
-        positional="run",
+        description="Show the groups of a run in the browser, or compare two runs.",
+        positional=["run", "other"],
     )
-    if config.run is not None:
-        return serve_stored(config.run, config)
+    if stored := [path for path in (config.run, config.other) if path is not None]:
+        return serve_stored(stored, config)
     return serve_live(config)
 
 
 # Stored files.
 
 
-def serve_stored(source: Path, config: ViewConfig) -> int:
+def serve_stored(sources: Sequence[Path], config: ViewConfig) -> int:
     if config.share or config.consume:
         raise ConfigError("--share and --consume are for a live run; omit them or the directory")
     logging.basicConfig(level=logging.INFO, format="%(message)s")  # how far a long page is
@@ -111,11 +113,14 @@ def serve_stored(source: Path, config: ViewConfig) -> int:
         listen(config.host, config.port) as listener,
         tempfile.TemporaryDirectory(prefix="view-run-") as folder,
     ):
-        page = StoredPage(source, Path(folder) / "page.html", tokenizer)
+        page = StoredPage(sources, Path(folder) / "page.html", tokenizer)
         page.path()  # a file that cannot be read is reported here
         app = stored_app(page)
         port = listener.getsockname()[1]
-        print(f"{source}: http://{config.host}:{port}/ (Ctrl-C ends)", flush=True)
+        print(
+            f"{' and '.join(map(str, sources))}: http://{config.host}:{port}/ (Ctrl-C ends)",
+            flush=True,
+        )
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
         server.run(sockets=[listener])
     return 0
@@ -124,8 +129,9 @@ def serve_stored(source: Path, config: ViewConfig) -> int:
 class StoredPage:
     """The page of stored files, written again when they have changed."""
 
-    def __init__(self, source: Path, target: Path, tokenizer: Any) -> None:
-        self._source = source
+    def __init__(self, sources: Sequence[Path], target: Path, tokenizer: Any) -> None:
+        """`sources`: one run, or two to compare."""
+        self._sources = sources
         self._target = target
         self._tokenizer = tokenizer
         self._signature: object = None
@@ -135,12 +141,12 @@ class StoredPage:
     def path(self) -> Path:
         """Return the current page; ConfigError if the files cannot be read."""
         with self._lock:
-            files = find_run_files(self._source)
-            if files.signature != self._signature:
-                signature = (
-                    files.signature
-                )  # taken first: what is added meanwhile is shown next time
-                write_run_page(files, self._target, tokenizer=self._tokenizer)
+            runs = [find_run_files(source) for source in self._sources]
+            # Taken first: what is added meanwhile is shown next time.
+            signature = [run.signature for run in runs]
+            if signature != self._signature:
+                other = runs[1] if len(runs) > 1 else None
+                write_run_page(runs[0], self._target, other=other, tokenizer=self._tokenizer)
                 self._signature = signature
             return self._target
 

@@ -1,21 +1,27 @@
-"""The curves of a run from the trainer's metrics, for the viewer's page and `atropos-grpo plot`. Needs matplotlib."""
+"""The curves of a run from the trainer's metrics: data for the viewer's page, a picture for `atropos-grpo plot`.
+
+Only the picture needs matplotlib.
+"""
 
 from __future__ import annotations
 
-import io
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
 from atroposlib.errors import require
-from atroposlib.frontend.page import Chart
+from atroposlib.frontend.page import Chart, Curve
 
 StepMetrics: TypeAlias = Mapping[str, Any]
 """One line of the trainer's metrics file."""
 
 SMOOTHING_STEPS = 10
-_INK = "#010203"
-"""Colour of text and axes; in an SVG it becomes the text colour of the page around it."""
+OUTLIER_WINDOW = 21
+"""Values around one, itself included, whose median it is compared with."""
+OUTLIER_DISTANCE = 6.0
+"""In standard deviations; at the customary 3.5, a run of thousands of steps marks dozens of ordinary ones."""
 
 
 class Panel(NamedTuple):
@@ -37,16 +43,18 @@ PANELS = (
 )
 
 
-def charts_of(steps: Sequence[StepMetrics]) -> list[Chart]:
-    """Draw the panels that have something to show; MissingDependency without matplotlib."""
-    rows = _rows(steps)
-    figures = require("matplotlib.figure", extra="view")
+def charts_of(*runs: Sequence[StepMetrics]) -> list[Chart]:
+    """Return the panels that have something to show; each chart has the curves of all runs."""
+    rows = [_rows(steps) for steps in runs]
     charts = []
     for panel in PANELS:
-        figure = figures.Figure(figsize=(4.6, 2.6), layout="constrained")
-        figure.patch.set_alpha(0)
-        if _draw(figure.subplots(), panel, rows, ink=_INK):
-            charts.append(Chart(panel.title, _svg(figure)))
+        curves = [
+            Curve(run, name, steps, values, outliers(np.log(values) if panel.is_log else values))
+            for run, of_run in enumerate(rows)
+            for name, steps, values in _curves(panel, of_run)
+        ]
+        if curves:
+            charts.append(Chart(panel.title, panel.is_log, curves))
     return charts
 
 
@@ -59,7 +67,7 @@ def draw_run(steps: Sequence[StepMetrics], *, title: str) -> Any:
     figure.suptitle(title)
     for axes, panel in zip(figure.subplots(3, 3).flat, PANELS, strict=True):
         axes.set_title(panel.title, fontsize=10)
-        if not _draw(axes, panel, rows, ink="black"):
+        if not _draw(axes, panel, rows):
             axes.text(0.5, 0.5, "nothing to draw", ha="center", transform=axes.transAxes)
     return figure
 
@@ -72,6 +80,23 @@ def smooth(values: Sequence[float], *, window: int) -> list[float]:
     """
     recent = [values[max(0, end - window) : end] for end in range(1, len(values) + 1)]
     return [sum(part) / len(part) for part in recent]
+
+
+def outliers(values: Sequence[float] | NDArray[np.float64]) -> list[int]:
+    """Return the places of the values that are far from the median of those around them.
+
+    The distances are measured by their median, or by their mean if most are 0: the modified z-score of Iglewicz and
+    Hoaglin, "How to Detect and Handle Outliers" (1993).
+
+    >>> outliers([1.0, 1.1, 0.9, 1.0, 9.0, 1.1, 1.0, 0.9])
+    [4]
+    """
+    padded = np.pad(np.asarray(values, float), OUTLIER_WINDOW // 2, "reflect", reflect_type="odd")
+    around = np.lib.stride_tricks.sliding_window_view(padded, OUTLIER_WINDOW)
+    distances = np.abs(values - np.median(around, axis=1))
+    deviation = 1.4826 * np.median(distances) or 1.2533 * np.mean(distances)
+    places: list[int] = np.flatnonzero(distances > OUTLIER_DISTANCE * deviation).tolist()
+    return places
 
 
 def _rows(steps: Sequence[StepMetrics]) -> list[StepMetrics]:
@@ -96,43 +121,33 @@ def _with_shares(step: StepMetrics) -> StepMetrics:
     return {**step, **skipped, "kept": kept, "tokens_per_sequence": tokens and tokens / kept}
 
 
-def _draw(axes: Any, panel: Panel, steps: Sequence[StepMetrics], *, ink: str) -> bool:
-    """Draw a panel; return whether there was anything to draw."""
-    axes.set_facecolor("none")
-    axes.set_xlabel("optimizer step", fontsize=8, color=ink)
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.tick_params(colors=ink, which="both", labelsize=8)
-    for spine in axes.spines.values():
-        spine.set_color(ink)
-    axes.grid(alpha=0.3)
-    drawn = []
-    for index, name in enumerate(panel.names):
+def _curves(
+    panel: Panel, steps: Sequence[StepMetrics]
+) -> Iterator[tuple[str, list[int], list[float]]]:
+    """Yield the name, the steps and the values of each curve of a panel that has something to show."""
+    for name in panel.names:
         points = [(s["step"], s[name]) for s in steps if s.get(name) is not None]
         if panel.is_log:
             points = [(step, value) for step, value in points if value > 0]
-        if not points or (name in panel.names[2:] and not any(value for _, value in points)):
-            continue
-        at, values = zip(*points, strict=True)
+        if points and (name not in panel.names[2:] or any(value for _, value in points)):
+            at, values = zip(*points, strict=True)
+            yield name, list(at), list(values)
+
+
+def _draw(axes: Any, panel: Panel, steps: Sequence[StepMetrics]) -> bool:
+    """Draw a panel; return whether there was anything to draw."""
+    axes.set_xlabel("optimizer step", fontsize=8)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.tick_params(which="both", labelsize=8)
+    axes.grid(alpha=0.3)
+    curves = list(_curves(panel, steps))
+    for index, (name, at, values) in enumerate(curves):
         colour = f"C{index}"
         axes.plot(at, values, color=colour, alpha=0.3, marker="." if len(at) == 1 else None)
         axes.plot(at, smooth(values, window=SMOOTHING_STEPS), color=colour, label=name)
-        drawn.append(name)
-    if panel.is_log and drawn:
+    if panel.is_log and curves:
         axes.set_yscale("log")
-        axes.tick_params(colors=ink, which="both", labelsize=8)
-    if len(drawn) > 1:
-        axes.legend(fontsize=7, framealpha=0, labelcolor=ink)
-    return bool(drawn)
-
-
-def _svg(figure: Any) -> str:
-    """Return the picture with text as text and without a header, a date or a background."""
-    from matplotlib import rc_context
-
-    file = io.StringIO()
-    with rc_context({"svg.fonttype": "none", "font.family": "sans-serif"}):
-        figure.savefig(file, format="svg", metadata={"Date": None})
-    svg = file.getvalue()
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    return svg.replace(_INK, "currentColor").strip()
+        axes.tick_params(which="both", labelsize=8)
+    if len(curves) > 1:
+        axes.legend(fontsize=7)
+    return bool(curves)

@@ -15,8 +15,11 @@ import re
 import shutil
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import correlation
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
@@ -45,11 +48,37 @@ ITEM_CHARS = 40
 PREVIEW_CHARS = 80
 
 
-class Chart(NamedTuple):
-    """A picture for the top of the page."""
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """One value of a run over its steps."""
+
+    run: int
+    """0, or 1 for the second of two runs."""
+    name: str
+    steps: list[int]
+    values: list[float]
+    outliers: list[int]
+    """Places in `values`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A diagram for the top of the page."""
 
     title: str
-    svg: str
+    is_log: bool
+    curves: list[Curve]
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """Two runs on one page."""
+
+    names: list[str]
+    settings: list[tuple[str, str | None, str | None]]
+    """Those that differ: path and values."""
+    num_settings: int
+    """Of both runs together."""
 
 
 def write_page(
@@ -59,6 +88,7 @@ def write_page(
     title: str,
     about: str,
     charts: Sequence[Chart] = (),
+    compared: Compared | None = None,
     decode: Decode | None = None,
 ) -> None:
     """Write the page in one step; `about` is a line under the title, to which the number of groups is added.
@@ -87,7 +117,8 @@ def write_page(
             "title": title,
             "about": ". ".join(filter(None, [about, index.summary()])),
             "num_groups": num_groups,
-            "charts": [chart._asdict() for chart in charts],
+            "charts": charts,
+            "compared": compared,
             "live": None,
         }
         with replacing(target) as file:
@@ -173,8 +204,9 @@ class Index:
                     "num_rollouts",
                     "num_sequences",
                     "length_mean",
+                    "length_correlation",
                 ),
-                *("gap_mean", "staleness", "advantage_max", "dropped", "preview"),
+                *("gap_mean", "staleness", "advantage_max", "loss_share", "dropped", "preview"),
             )
         }
         self._ids: set[str] = set()
@@ -246,6 +278,10 @@ def row_of(group: ViewGroup) -> IndexRow:
     ]
     by_sequence, rollouts = np.array([score for _, score in scored]), [of for of, _ in scored]
     scores: list[float] = rollout_scores(by_sequence, np.array(rollouts, int))[0].tolist()
+    lengths = list(map(_length, sequences))
+    by_rollout = Counter[int]()
+    for number, each in enumerate(sequences):
+        by_rollout[each.get("rollout", number)] += lengths[number]
     gaps = [
         abs(trainer - sampled)
         for each in sequences
@@ -267,10 +303,14 @@ def row_of(group: ViewGroup) -> IndexRow:
             "score_max": max(scores, default=None),
             "num_rollouts": len({each.get("rollout", i) for i, each in enumerate(sequences)}),
             "num_sequences": len(sequences),
-            "length_mean": _mean(list(map(_length, sequences))),
+            "length_mean": _mean(lengths),
+            "length_correlation": _correlation(
+                [by_rollout[of] for of in sorted(set(rollouts))], scores
+            ),
             "gap_mean": sum(gaps) / len(gaps) if gaps else None,
             "staleness": group.get("staleness"),
             "advantage_max": max(advantages, default=None),
+            "loss_share": group.get("loss_share"),
             "preview": _preview(sequences[0]) if sequences else "",
         },
         scores,
@@ -279,6 +319,13 @@ def row_of(group: ViewGroup) -> IndexRow:
 
 def _mean(values: Sequence[float]) -> float | None:
     return round(sum(values) / len(values), 6) if values else None
+
+
+def _correlation(lengths: Sequence[float], scores: Sequence[float]) -> float | None:
+    """Return Pearson's correlation; None if all lengths or all scores are equal."""
+    if min(lengths, default=0) == max(lengths, default=0) or min(scores) == max(scores):
+        return None
+    return round(correlation(lengths, scores), 3)
 
 
 def _length(sequence: Mapping[str, Any]) -> int:

@@ -9,14 +9,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 
-from atroposlib.errors import ConfigError, MissingDependency
+from atroposlib.errors import ConfigError
 from atroposlib.frontend.charts import charts_of
-from atroposlib.frontend.page import Chart, write_page
+from atroposlib.frontend.page import write_page
+from atroposlib.frontend.run_settings import compare_runs
 from atroposlib.frontend.view_groups import rounded, view_of_row, views_of_samples
 from atroposlib.frontend.vocabulary import Decode, decoder
 from atroposlib.utils.json_lines import decode_object, read_lines
@@ -78,36 +80,46 @@ def write_run_page(
     files: RunFiles,
     target: Path,
     *,
+    other: RunFiles | None = None,
     title: str | None = None,
     about: str = "",
     tokenizer: Any = None,
 ) -> None:
     """Write the page of a run; `title` None: the name of its directory or file.
 
-    Without a tokenizer, that of a model in the directory is used, if there is one.
+    Without a tokenizer, that of a model in the directory is used, if there is one. With `other`, the page has both
+    runs: their curves in the same charts, the settings that differ, and the groups of both.
     """
+    runs = [files] if other is None else [files, other]
+    compared = None if other is None else compare_runs(files.source, other.source)
+    names = [files.source.resolve().name] if compared is None else compared.names
     if tokenizer is None and files.source.is_dir():
         tokenizer = _tokenizer_of(files.source)
     decode = None if tokenizer is None else decoder(tokenizer)
-    steps = [step for path in files.metrics for step in read_lines(path)]
-    charts: list[Chart] = []
-    missing = ""
-    try:
-        charts = charts_of(steps) if steps else []
-    except MissingDependency as error:
-        missing = f"No charts: {error}"
-    said = [about, counted(len(steps), "optimizer step") if steps else "", missing]
+    steps = [[step for path in run.metrics for step in read_lines(path)] for run in runs]
+    num_steps = " and ".join(counted(len(each), "optimizer step") for each in steps)
+    said = [about, num_steps if any(steps) else ""]
+    groups = [view_groups(run, decode) for run in runs]
+    if compared is not None:
+        groups = list(map(_named, names, groups))
     try:
         write_page(
             target,
-            view_groups(files, decode),
-            title=title or files.source.resolve().name,
+            chain.from_iterable(groups),
+            title=title or " and ".join(names),
             about=". ".join(filter(None, said)),
-            charts=charts,
+            charts=charts_of(*steps),
+            compared=compared,
             decode=decode,
         )
     except RecursionError as error:
         raise ConfigError(f"{files.source}: a value is nested too deeply") from error
+
+
+def _named(run: str, groups: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the groups with the name of their run before that of their environment."""
+    for view in groups:
+        yield {**view, "environment": ": ".join(filter(None, [run, view.get("environment")]))}
 
 
 def view_groups(files: RunFiles, decode: Decode | None) -> Iterator[dict[str, Any]]:

@@ -39,7 +39,7 @@ _BASE64 = re.compile(r"[A-Za-z0-9+/\s]+(?:={1,2}\s*)?")
 
 _PLACED = {
     *("scores", "messages", "images", "env_id", "group_id", "policy_version", "rollout"),
-    "weight_versions",
+    *("weight_versions", "overrides"),
 }
 """Fields of a group or a sequence that have a place of their own."""
 _FACTS = (
@@ -81,7 +81,9 @@ def view_of_row(
                 "score": numbers[i],
                 "advantage": advantages[i],
                 "finish_reason": _at(row.get("finish_reasons"), i),
+                **_noted(_mapping(_at(row.get("overrides"), i))),
                 **_part_of(rollouts, i),
+                **_turn_rewards(_mapping(_at(row.get("overrides"), i))),
                 **shown,
                 **_token_figures(row, i, tokens, trained),
             }
@@ -242,6 +244,12 @@ def _part_of(rollouts: list[int], i: int) -> dict[str, Any]:
     return {"rollout": place, "label": f"rollout {place + 1}{part}"}
 
 
+def _turn_rewards(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the key `turn_rewards`, a number or None for each turn of the model; {} without them."""
+    rewards = _listed(values.get("turn_rewards"))
+    return {"turn_rewards": [rounded(reward) for reward in rewards]} if rewards else {}
+
+
 def _trained(row: Mapping[str, Any]) -> list[list[int]]:
     """Return 0 or 1 for each token of each sequence; masks of 0 and 1 alone are read as that."""
     masks = [_array(_listed(mask)) for mask in _listed(row.get("masks"))]
@@ -366,6 +374,12 @@ def _number(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
+def _noted(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the key `notes`, what an environment wrote of a sequence besides its turns; {} without any."""
+    notes = {key: value for key, value in values.items() if key != "turn_rewards"}
+    return {"notes": notes} if notes else {}
+
+
 def _facts(row: Mapping[str, Any], scores: Sequence[Any]) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     odd = [f"sequence {i}: {s}" for i, s in enumerate(scores, start=1) if _number(s) is None]
@@ -439,7 +453,10 @@ def _view_of_sample(sample: Mapping[str, Any], shared: Mapping[str, Any]) -> dic
     other = {
         key: value
         for key, value in sample.items()
-        if key not in _SAMPLE_KEYS and key not in shared and value is not None
+        if key not in _SAMPLE_KEYS
+        and key not in shared
+        and key != "turn_rewards"
+        and value is not None
     }
     metrics = {
         key: value
@@ -451,6 +468,8 @@ def _view_of_sample(sample: Mapping[str, Any], shared: Mapping[str, Any]) -> dic
     return {
         "score": _number(metrics.pop("score", None)),
         "finish_reason": sample.get("finish_reason"),
+        **_noted({key: value for key, value in other.items() if key not in {*metrics, "score"}}),
+        **_turn_rewards(sample),
         "messages": [_message(message) for message in _flat(messages)] if messages else None,
         "text": "\n\n".join(texts) if texts and not messages else None,
         "metrics": metrics,

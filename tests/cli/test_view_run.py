@@ -158,7 +158,7 @@ def test_a_stored_run_is_served_and_read_again_when_its_files_grow(tmp_path: Pat
     source.mkdir()
     (source / "groups.jsonl").write_text(row("first"))
     (tmp_path / "served").mkdir()
-    page = StoredPage(source, tmp_path / "served" / "page.html", None)
+    page = StoredPage([source], tmp_path / "served" / "page.html", None)
     with serving(stored_app(page)) as url:
 
         def shown() -> Page:
@@ -179,6 +179,18 @@ def test_a_stored_run_is_served_and_read_again_when_its_files_grow(tmp_path: Pat
         broken = httpx.get(url)
         assert broken.status_code == 500
         assert "hold no groups" in broken.text
+
+
+def test_the_page_of_two_runs_is_written_again_when_one_of_them_grows(tmp_path: Path) -> None:
+    sources = [tmp_path / name for name in "ab"]
+    for source in sources:
+        source.mkdir()
+        (source / "groups.jsonl").write_text(row("first"))
+    page = StoredPage(sources, tmp_path / "page.html", None)
+    assert read_page(page.path()).columns["environments"] == ["a", "b"]
+    with (sources[1] / "groups.jsonl").open("a") as file:
+        file.write(row("second"))
+    assert read_page(page.path()).head["num_groups"] == 3
 
 
 def test_wrong_files_and_flags_of_a_stored_run_are_one_line(

@@ -207,11 +207,23 @@ def test_build_names_the_section_of_a_bad_value() -> None:
     ],
 )
 def test_one_field_may_stand_without_its_flag(argv: list[str]) -> None:
-    found = parse_flags(Settings, argv, prog="settings", positional="name")
+    found = parse_flags(Settings, argv, prog="settings", positional=["name"])
     assert (found.name, found.port) == ("out.jsonl", 1)
+
+
+def test_several_fields_may_stand_without_their_flags_in_order() -> None:
+    class Two(BaseModel):
+        run: str = ""
+        other: str = ""
+
+    for argv in (["a", "b"], ["--run=a", "b"], ["a", "--other", "b"]):
+        found = parse_flags(Two, argv, prog="two", positional=["run", "other"])
+        assert (found.run, found.other) == ("a", "b")
+    with pytest.raises(ConfigError, match="unexpected argument 'c'"):
+        parse_flags(Two, ["a", "b", "c"], prog="two", positional=["run", "other"])
 
 
 @pytest.mark.parametrize("argv", [["a", "b"], ["--name=a", "b"], ["-n"]])
 def test_what_stands_without_a_flag_stands_there_once(argv: list[str]) -> None:
     with pytest.raises(ConfigError, match="unexpected argument"):
-        parse_flags(Settings, argv, prog="settings", positional="name")
+        parse_flags(Settings, argv, prog="settings", positional=["name"])

@@ -1,22 +1,12 @@
 """The charts of a run."""
 
-import xml.etree.ElementTree as ET
 from typing import Any
 
-import pytest
-
-from atroposlib.errors import MissingDependency
-from atroposlib.frontend.charts import charts_of
-
-pytest.importorskip("matplotlib")
+from atroposlib.frontend.charts import charts_of, outliers
 
 
 def step(number: int, **more: Any) -> dict[str, Any]:
     return {"step": number, "reward_mean": number / 10, "loss": None, **more}
-
-
-def texts(svg: str) -> list[str]:
-    return [element.text or "" for element in ET.fromstring(svg).iter() if "text" in element.tag]
 
 
 def test_a_chart_is_drawn_for_what_the_metrics_hold() -> None:
@@ -31,21 +21,28 @@ def test_a_chart_is_drawn_for_what_the_metrics_hold() -> None:
         "staleness [steps]",
         "sequences kept and skipped",
     ]
-    by_title = {chart.title: texts(chart.svg) for chart in charts}
-    assert {"kept", "zero_advantage"} <= set(by_title["sequences kept and skipped"])
-    assert "too_long" not in by_title["sequences kept and skipped"]
-    assert "5.0" in by_title["length [trained tokens]"]  # 30 tokens of 6 kept sequences
+    by_title = {chart.title: {c.name: c.values for c in chart.curves} for chart in charts}
+    names = ["kept", "zero_advantage"]  # too_long is 0 at all steps
+    assert list(by_title["sequences kept and skipped"]) == names
+    assert by_title["length [trained tokens]"]["tokens_per_sequence"] == [5.0] * 3  # 30 of 6 kept
 
 
-def test_text_of_a_chart_has_the_colour_of_the_page() -> None:
-    [chart] = charts_of([step(1), step(2)])
-    assert chart.svg.startswith("<svg")
-    assert "fill: currentColor" in chart.svg
-    assert "#000000" not in chart.svg
-    assert "optimizer step" in texts(chart.svg)
+def test_a_logarithmic_chart_leaves_out_what_has_no_logarithm() -> None:
+    [_, chart] = charts_of([step(i, grad_norm=[0.0, 1.0, -1.0, 2.0][i]) for i in range(4)])
+    [curve] = chart.curves
+    assert chart.is_log
+    assert (curve.steps, curve.values) == ([1, 3], [1.0, 2.0])
 
 
-def test_without_matplotlib_there_are_no_charts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    with pytest.raises(MissingDependency, match="matplotlib is not installed"):
-        charts_of([step(1)])
+def test_the_curves_of_two_runs_share_a_chart() -> None:
+    [reward] = charts_of([step(1), step(2)], [step(1)])
+    found = [(curve.run, curve.steps) for curve in reward.curves]
+    assert found == [(0, [1, 2]), (1, [1])]
+
+
+def test_outliers_are_far_from_their_neighbours() -> None:
+    rising = [i + 0.3 * (i % 2) for i in range(100)]
+    assert outliers(rising) == []
+    assert outliers([*rising[:50], 80.0, *rising[51:]]) == [50]
+    assert outliers([0.0] * 30 + [0.5] + [0.0] * 30) == [30]
+    assert outliers([1.0] * 9) == outliers([1.0]) == []

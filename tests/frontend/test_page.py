@@ -1,13 +1,14 @@
 """The viewer's page: what the written file holds."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from atroposlib.frontend.page import GROUPS_PER_CHUNK, Chart, write_page
+from atroposlib.frontend.page import GROUPS_PER_CHUNK, Chart, Curve, row_of, write_page
 from atroposlib.frontend.vocabulary import Vocabulary, decoder
 from tests.frontend.helpers_pages import read_page
 from tests.tiny_model import make_tiny_tokenizer
@@ -22,13 +23,15 @@ def group(number: int, **more: Any) -> dict[str, Any]:
 def test_a_page_holds_its_head_an_index_and_every_group_in_order(tmp_path: Path) -> None:
     path = tmp_path / "new" / "page.html"
     groups = [group(i, environment="sums", item_id=i, step=i // 8) for i in range(120)]
-    write_page(path, iter(groups), title="A run", about="About", charts=[Chart("reward", "<svg/>")])
+    chart = Chart("reward", is_log=False, curves=[Curve(0, "reward_mean", [1], [0.5], [])])
+    write_page(path, iter(groups), title="A run", about="About", charts=[chart])
     page = read_page(path)
     assert page.head == {
         "title": "A run",
         "about": "About. 120 groups, 240 sequences, mean score 0.500",
         "num_groups": 120,
-        "charts": [{"title": "reward", "svg": "<svg/>"}],
+        "charts": [asdict(chart)],
+        "compared": None,
         "live": None,
     }
     assert page.groups == groups
@@ -46,14 +49,44 @@ def test_a_page_holds_its_head_an_index_and_every_group_in_order(tmp_path: Path)
         "score_max": 1.0,
         "num_rollouts": 2,
         "num_sequences": 2,
+        "length_correlation": 1.0,
         "length_mean": 8.0,
         "gap_mean": None,
         "staleness": None,
         "advantage_max": 0.5,
+        "loss_share": None,
         "dropped": -1,
         "preview": "What is 119 + 1?",
     }
     assert [each.name for each in path.parent.iterdir()] == ["page.html"]
+
+
+@pytest.mark.parametrize(
+    ("scores", "lengths", "rollouts", "expected"),
+    [
+        ((0.0, 1.0, 1.0), (3, 5, 5), None, 1.0),
+        ((0.0, 1.0, 0.5), (5, 3, 4), None, -1.0),
+        ((0.0, 0.0, 1.0), (1, 9, 5), None, 0.0),
+        ((1.0, 1.0, 0.0), (2, 2, 3), (0, 0, 1), 1.0),  # the first rollout has four tokens
+        ((1.0, 1.0), (2, 3), None, None),
+        ((0.0, 1.0), (2, 2), None, None),
+        ((None, 1.0), (2, 3), None, None),
+    ],
+)
+def test_score_and_length_are_correlated_within_a_group(
+    scores: Sequence[float | None],
+    lengths: Sequence[int],
+    rollouts: Sequence[int] | None,
+    expected: float | None,
+) -> None:
+    sequences: list[dict[str, Any]] = [
+        {"score": score, "tokens": [1] * length}
+        for score, length in zip(scores, lengths, strict=True)
+    ]
+    for sequence, rollout in zip(sequences, rollouts or (), strict=False):
+        sequence["rollout"] = rollout
+    found = row_of({"id": "g", "sequences": sequences}).values["length_correlation"]
+    assert found == expected
 
 
 def test_text_of_a_group_or_a_title_cannot_end_an_element(tmp_path: Path) -> None:

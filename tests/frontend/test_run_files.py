@@ -8,6 +8,7 @@ import pytest
 
 from atroposlib.errors import ConfigError
 from atroposlib.frontend.run_files import find_run_files, write_run_page
+from atroposlib.frontend.run_settings import compare_runs
 from tests.builders.rows import write_rows
 from tests.frontend.helpers_pages import Page, read_page
 from tests.tiny_model import make_tiny_tokenizer
@@ -164,6 +165,44 @@ def test_files_are_found_by_what_they_hold(tmp_path: Path) -> None:
     assert [chart["title"] for chart in page.head["charts"]] == ["reward"]
 
 
+def test_two_runs_share_a_page_with_what_differs_in_their_settings(tmp_path: Path) -> None:
+    for name, rate, more in (("a", 1e-5, "seed: 1"), ("b", 3e-5, "parts: [x, {y: 2}]")):
+        run = tmp_path / name
+        write_rows(run / "g.jsonl", row("g0", environment="sums"), row("g1"))
+        write_rows(run / "m.jsonl", {"step": 1, "reward_mean": rate})
+        (run / "config.yaml").write_text(f"trainer: {{lr: {rate}, loss: grpo}}\n{more}\n")
+    runs = [find_run_files(tmp_path / name) for name in "ab"]
+    write_run_page(runs[0], tmp_path / "page.html", other=runs[1])
+    page = read_page(tmp_path / "page.html")
+    assert page.head["title"] == "a and b"
+    assert page.head["about"].startswith("1 optimizer step and 1 optimizer step. 4 groups")
+    assert page.head["compared"] == {
+        "names": ["a", "b"],
+        "settings": [
+            ["trainer.lr", "1e-05", "3e-05"],
+            ["seed", "1", None],
+            ["parts.0", None, "x"],
+            ["parts.1.y", None, "2"],
+        ],
+        "num_settings": 5,
+    }
+    [reward] = page.head["charts"]
+    assert [(curve["run"], curve["values"]) for curve in reward["curves"]] == [
+        (0, [1e-5]),
+        (1, [3e-5]),
+    ]
+    assert page.columns["environments"] == ["a: sums", "a", "b: sums", "b"]
+    assert page.columns["id"] == ["g0", "g1", "g0~2", "g1~2"]
+
+
+def test_two_runs_of_the_same_name_are_called_by_their_paths(tmp_path: Path) -> None:
+    for folder in "ab":
+        write_rows(tmp_path / folder / "run" / "g.jsonl", row("g0"))
+    compared = compare_runs(tmp_path / "a" / "run", tmp_path / "b" / "run")
+    assert compared.names == [str(tmp_path / folder / "run") for folder in "ab"]
+    assert (compared.settings, compared.num_settings) == ([], 0)
+
+
 def test_pieces_come_from_the_tokenizer_of_a_model_in_the_directory(tmp_path: Path) -> None:
     write_rows(tmp_path / "run" / "g.jsonl", row("g0"))
     assert page_of(tmp_path / "run").chunks[0]["vocabulary"] == {}
@@ -171,17 +210,6 @@ def test_pieces_come_from_the_tokenizer_of_a_model_in_the_directory(tmp_path: Pa
     page = page_of(tmp_path / "run")
     assert sorted(page.chunks[0]["vocabulary"].values()) == ["a", "b", "c"]
     assert page.groups[0]["sequences"][0]["text"] == "abc"
-
-
-def test_without_matplotlib_the_page_says_that_it_has_no_charts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_rows(tmp_path / "metrics.jsonl", {"step": 1, "reward_mean": 0.5})
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    page = page_of(tmp_path / "metrics.jsonl")
-    assert page.head["charts"] == []
-    assert page.head["about"].startswith("1 optimizer step. ")
-    assert "No charts: matplotlib is not installed" in page.head["about"]
 
 
 def test_a_directory_without_files_of_a_run_is_refused(tmp_path: Path) -> None:

@@ -226,3 +226,23 @@ def test_samples_of_any_shape_are_shown_one_by_one() -> None:
     assert sequence["metrics"] == {"question": "1+1?"}
     assert sequence["text"] == f"answer: {long}"
     assert (sequence["score"], second["sequences"][0]["score"]) == (None, 0.5)
+
+
+def test_what_an_environment_notes_of_a_sequence_stays_with_it() -> None:
+    overrides = [
+        {"turn_rewards": [0.5, None, "x"], "done_reason": "won", "format": 0.2},
+        {"turn_rewards": []},
+        None,
+    ]
+    view = view_of_row({"scores": [1.0, 0.0, 0.0], "overrides": overrides}, name="g")
+    assert view is not None
+    found = [(each.get("turn_rewards"), each.get("notes")) for each in view["sequences"]]
+    noted = {"done_reason": "won", "format": 0.2}
+    assert found == [([0.5, None, None], noted), (None, None), (None, None)]
+    assert "overrides" not in view["facts"]
+    sample = {"score": 1.0, "turn_rewards": [1.0], "extracted_answer": "4", "strict": [True]}
+    long = {"explanation": "It is " * 50}
+    [shown] = [view["sequences"][0] for view in views_of_samples([{**sample, **long}])]
+    assert shown["turn_rewards"] == [1.0]
+    assert shown["notes"] == {"strict": [True], **long}
+    assert shown["metrics"] == {"extracted_answer": "4"}

@@ -9,14 +9,14 @@ import http.server
 import json
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from atroposlib.frontend.page import Chart, Index, live_page, row_of, write_page
+from atroposlib.frontend.page import Chart, Compared, Curve, Index, live_page, row_of, write_page
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="NOT TESTED: the viewer, no selenium")
 from selenium.webdriver.chrome.service import Service  # noqa: E402
@@ -84,6 +84,15 @@ def group_with_tokens(number: int) -> dict[str, Any]:
         "versions": [None] * 5 + [3, 3, 4, 4],
     }
     return group_of_two
+
+
+def curves(title: str, *values: list[float], outliers: Sequence[int] = ()) -> Chart:
+    """Return a chart of curves over the steps from 1; the outliers are in the first."""
+    found = [
+        Curve(0, f"curve {i}", list(range(1, len(each) + 1)), each, [] if i else list(outliers))
+        for i, each in enumerate(values)
+    ]
+    return Chart(title, is_log=False, curves=found)
 
 
 class Viewer:
@@ -220,23 +229,48 @@ def test_a_link_to_a_group_opens_it(viewer: Viewer, page: Path) -> None:
 def test_filters_and_order_choose_the_rows_and_survive_a_reload(viewer: Viewer, page: Path) -> None:
     viewer.open(page)
     viewer.until(viewer.rows)
+    assert viewer.one("#scroller").rect["y"] < 200  # of 900
+    assert not viewer.one("[name=item]").is_displayed()
+    viewer.one("#more-filters summary").click()
+    assert not viewer.one("#clear").is_displayed()
     Select(viewer.one("[name=env]")).select_by_value("words")
     viewer.one("[name=step_from]").send_keys("1")
     viewer.one("[name=step_to]").send_keys("2")
     expected = [f"What is {i} + 1?" for i in (12, 16, 20, 24, 28)]
     viewer.wait_for_rows(*expected)
     assert viewer.one("#count").text == "5 of 40 groups"
+    summary = "Filters \u00b7 env words \u00b7 step from 1 \u00b7 step to 2"
+    assert viewer.one("#more-filters summary").text == summary
     Select(viewer.one("[name=sort]")).select_by_value("last")
     by_step = [expected[i] for i in (2, 3, 4, 0, 1)]
     viewer.wait_for_rows(*by_step)
     viewer.driver.refresh()
     viewer.wait_for_rows(*by_step)
+    viewer.one("#more-filters summary").click()
     viewer.button("Clear the filters").click()
     viewer.until(lambda: viewer.one("#count").text == "40 groups")
     Select(viewer.one("[name=fate]")).select_by_value("dropped: equal scores")
     viewer.wait_for_rows(*(f"What is {i} + 1?" for i in (9, 19, 29, 39)))
     viewer.one("[name=item]").send_keys("29")
     viewer.wait_for_rows("What is 29 + 1?")
+
+
+def test_controls_that_change_nothing_are_hidden(viewer: Viewer, tmp_path: Path) -> None:
+    groups = [group(i, environment="sums", step=None) for i in range(3)]
+    for each in groups:
+        for sequence in each["sequences"]:
+            sequence |= {"score": 1.0, "advantage": None}
+    viewer.open(written(tmp_path, *groups))
+    viewer.until(viewer.rows)
+    viewer.one("#more-filters summary").click()
+    shown = [field for field in viewer.all("#filters [name]") if field.is_displayed()]
+    assert [field.get_attribute("name") for field in shown] == ["q", "sort", "item"]
+    values = [option.get_attribute("value") for option in Select(shown[1]).options]
+    assert values == ["", "high", "low", "spread", "long"]
+    viewer.open(tmp_path / "page.html", "step_from=2")
+    viewer.until(lambda: viewer.one("#count").text == "0 of 3 groups")
+    viewer.one("#more-filters summary").click()
+    assert viewer.one("[name=step_from]").is_displayed()
 
 
 def test_groups_are_filtered_by_score_and_sorted_by_advantage(
@@ -368,12 +402,55 @@ def test_two_completions_are_compared_word_by_word(viewer: Viewer, tmp_path: Pat
     viewer.until(lambda: viewer.texts(".difference") == [texts[0], texts[1]])
 
 
-def test_texts_too_different_for_words_are_marked_whole(viewer: Viewer, tmp_path: Path) -> None:
-    texts = [" ".join(f"{letter}{i}" for i in range(5000)) for letter in "ab"]
+@pytest.mark.parametrize("num_words", [30, 5000])
+def test_texts_with_little_in_common_are_shown_side_by_side(
+    viewer: Viewer, tmp_path: Path, num_words: int
+) -> None:
+    texts = [" ".join(f"{letter}{10**12 + i} the" for i in range(num_words)) for letter in "ab"]
     sequences = [{"score": 0.0, "messages": messages} for messages in conversation("?", *texts)]
     viewer.open(written(tmp_path, {"id": "g", "sequences": sequences}), "group=g&view=diff")
-    viewer.until(lambda: "differ too much" in viewer.one("#detail").text)
-    assert [viewer.inside("del"), viewer.inside("ins")] == texts
+    viewer.until(lambda: "too little in common" in viewer.one("#detail").text)
+    columns = "return [...document.querySelectorAll('.difference')].map(e => e.textContent)"
+    assert viewer.run(columns) == texts
+    assert viewer.all("del, ins") == []
+
+
+def test_changes_are_counted_and_visited_and_equal_parts_folded(
+    viewer: Viewer, tmp_path: Path
+) -> None:
+    filler = [f"word{i} " for i in range(2000)]
+    changed = filler.copy()
+    changed[500], changed[1500] = "other ", "last "
+    changed.insert(1000, "added ")
+    texts = ["".join(filler), "".join(changed)]
+    sequences = [{"score": 0.0, "messages": messages} for messages in conversation("?", *texts)]
+    sequences.append(sequences[0])
+    viewer.open(written(tmp_path, {"id": "g", "sequences": sequences}), "group=g&view=diff")
+    viewer.until(lambda: viewer.all(".changes"))
+    assert viewer.one(".changes span").text == "3 changes"
+    assert viewer.texts("del") == ["word500 ", "word1500 "]
+    assert viewer.texts("ins") == ["other ", "added ", "last "]
+    folded = viewer.all("#detail > details")
+    assert len(folded) == 4
+    assert "equal characters" in folded[0].text
+    shown = sum(map(len, viewer.texts(".difference")))
+    assert 6 * 100 < shown < 6 * 300  # of 2 * 17,000
+    for keys, said, marks in [
+        ("n", "Change 1 of 3", ["word500", "other"]),
+        ("nn", "Change 3 of 3", ["word1500", "last"]),
+        ("n", "Change 1 of 3", ["word500", "other"]),
+        ("pp", "Change 2 of 3", ["added"]),
+    ]:
+        viewer.press(keys)
+        viewer.until(lambda said=said: viewer.one(".changes span").text == said)
+        assert [text.strip() for text in viewer.texts(".chosen")] == marks
+    in_sight = "const {top, bottom} = arguments[0].getBoundingClientRect(); return top > 0 && bottom < innerHeight"
+    assert viewer.run(in_sight, viewer.one(".chosen"))
+    folded[1].find_element(By.TAG_NAME, "summary").click()
+    viewer.until(lambda: "word700 " in folded[1].text)
+    viewer.run("go({pair: '0,2'})")
+    viewer.until(lambda: "The texts are equal." in viewer.one("#detail").text)
+    viewer.press("n")
 
 
 EVIL = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
@@ -395,12 +472,8 @@ def test_hostile_text_is_shown_as_text(viewer: Viewer, tmp_path: Path) -> None:
     sequences[0]["messages"] += [odd, {"role": "assistant", "content": None, "tool_calls": [call]}]
     fields = {"environment": EVIL, "dropped": EVIL, "item": EVIL, "facts": {EVIL: EVIL}}
     shown = {**fields, "id": EVIL, "gold_answer": EVIL, "images": [EVIL], "sequences": sequences}
-    svg = (
-        "<svg xmlns='http://www.w3.org/2000/svg' onload='hacked=1'><script>hacked=3</script></svg>"
-    )
-    write_page(
-        tmp_path / "p.html", [shown, group(2)], title=EVIL, about=EVIL, charts=[Chart(EVIL, svg)]
-    )
+    charts = [Chart(EVIL, False, [Curve(0, EVIL, [1, 2], [0.0, 1.0], [])])]
+    write_page(tmp_path / "p.html", [shown, group(2)], title=EVIL, about=EVIL, charts=charts)
     viewer.open(tmp_path / "p.html")
     viewer.one("#rows a[data-row='0']").click()
     viewer.until(lambda: viewer.all(".card"))
@@ -410,7 +483,7 @@ def test_hostile_text_is_shown_as_text(viewer: Viewer, tmp_path: Path) -> None:
     assert set(answers) <= set(texts)
     assert viewer.one("#title").text == EVIL
     assert EVIL in viewer.one("#detail").text
-    for view in ("diff", "tokens", "text"):
+    for view in ("diff", "tokens", "rewards", "text"):
         viewer.run("go({view: arguments[0], q: arguments[1]})", view, EVIL)
         viewer.until(lambda: viewer.one("#count").text == "1 of 2 groups")
     assert viewer.run("return window.hacked ?? null") is None
@@ -444,6 +517,54 @@ def test_many_tokens_are_shown_in_pieces(viewer: Viewer, tmp_path: Path) -> None
     assert viewer.all(".token.number")[1].text == "5"  # no tokenizer: ids
     viewer.run("arguments[0].click()", viewer.button("Show more of 100,000 tokens"))
     assert len(viewer.all(".token")) == 8000
+
+
+def test_two_runs_are_overlaid_with_the_settings_that_differ(
+    viewer: Viewer, tmp_path: Path
+) -> None:
+    both = [Curve(run, "reward_mean", [1, 2], [0.0, run + 1.0], []) for run in (0, 1)]
+    compared = Compared(["old", "new"], [("trainer.lr", "1e-05", None)], num_settings=40)
+    chart = Chart("reward", is_log=False, curves=both)
+    viewer.open(written(tmp_path, group(1, step=2), charts=[chart], compared=compared))
+    viewer.until(lambda: viewer.all(".charts svg"))
+    assert viewer.texts(".curves span") == ["reward_mean, old", "reward_mean, new"]
+    assert len(viewer.all("path.run-1")) == 2
+    assert "Solid: old, dashed: new." in viewer.one("#detail").text
+    assert viewer.one("#detail summary").text == "Settings that differ: 1 of 40"
+    assert viewer.texts(".settings tr") == ["Setting old new", "trainer.lr 1e-05 not set"]
+    assert viewer.all(".settings a") == []
+    viewer.run("document.querySelector('.charts svg').focus()")
+    viewer.press(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
+    viewer.until(lambda: viewer.texts(".curves strong") == ["1", "2"])
+
+
+def test_rewards_are_shown_by_part_and_by_turn(viewer: Viewer, tmp_path: Path) -> None:
+    shown = group(1)
+    why = "The answer has no unit."
+    shown["sequences"][0] |= {
+        "messages": [
+            {"role": role, "content": f"{role} {i}"}
+            for i in range(2)
+            for role in ("user", "assistant")
+        ],
+        "turn_rewards": [-0.5, 1.0],
+        "notes": {"format": 0.25, "is_right": False, "read": "4"},
+    }
+    shown["sequences"][1] |= {"notes": {"format": 1.0, "is_right": True, "explanation": why}}
+    viewer.open(written(tmp_path, shown, group(2)))
+    viewer.one("#rows a[data-row='0']").click()  # the first click from the overview
+    viewer.until(lambda: viewer.all(".card"))
+    viewer.button("Rewards").click()
+    viewer.until(lambda: viewer.all("#detail table"))
+    assert viewer.texts("thead th") == ["", "Score", "Advantage", "format", "is_right"]
+    assert viewer.texts("tbody tr") == ["#1 0 -0.5 0.25 0", "#2 1 0.5 1 1"]
+    assert viewer.texts(".turns li") == ["-0.5 assistant 0", "+1 assistant 1"]
+    cards = viewer.texts("#detail .card")
+    assert "read\n4" in cards[0]
+    assert f"explanation\n{why}" in cards[1]
+    viewer.press("j")
+    viewer.until(lambda: "Item 2" in viewer.texts("h2"))
+    assert "Rewards" not in viewer.texts("#detail .tabs button")
 
 
 def test_tools_and_reasoning_are_folded_and_images_shown(viewer: Viewer, tmp_path: Path) -> None:
@@ -482,24 +603,78 @@ def test_plain_texts_share_their_prompt_up_to_a_whole_word(viewer: Viewer, tmp_p
 
 
 def test_the_overview_has_charts_and_leads_to_filters(viewer: Viewer, page: Path) -> None:
-    svg = "<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 9 9'><text>Reward</text></svg>"
     groups = [
         group(i, environment="ab"[i % 2], dropped="late" if i == 3 else None) for i in range(6)
     ]
-    viewer.open(written(page.parent, *groups, charts=[Chart("Mean reward", svg)]))
+    viewer.open(written(page.parent, *groups, charts=[curves("Mean reward", [0.0, 1.0])]))
     viewer.until(viewer.rows)
     assert viewer.texts("figcaption") == ["Mean reward"]
-    drawn = (
-        "return document.querySelector('figure div').shadowRoot.querySelector('text').textContent"
-    )
-    assert viewer.run(drawn) == "Reward"
     assert viewer.texts("tbody tr") == ["a 3 0.5 22", "b 3 0.5 22", "late 1"]
     viewer.all("tbody a")[-1].click()
     viewer.wait_for_rows("What is 3 + 1?")
 
 
+def test_charts_share_a_cursor_and_a_zoom_and_open_the_groups_of_a_step(
+    viewer: Viewer, tmp_path: Path
+) -> None:
+    groups = [group(i, step=i, loss_share=0.25) for i in range(1, 101)]
+    groups += [group(101, step=40, loss_share=0.5), group(102, step=40, loss_share=0.1)]
+    reward = curves("reward", [i / 10 for i in range(100)], [5.0] * 50)
+    loss = curves("loss", [9.0 if i == 39 else 1.0 + i % 2 for i in range(100)], outliers=[39])
+    viewer.open(written(tmp_path, *groups, charts=[reward, loss]))
+    viewer.until(lambda: len(viewer.all(".charts svg")) == 2)
+    assert len(viewer.all(".outlier")) == 1
+    drawing = viewer.all(".charts svg")[1]
+    width = drawing.rect["width"]
+
+    def at(step: int, first: int = 1, last: int = 100) -> int:
+        """Return the distance of a step from the middle of the chart, where the driver points."""
+        share = (46 + 304 * (step - first) / (last - first)) / 360
+        return round(width * share - width / 2)
+
+    pointer = ActionChains(viewer.driver).move_to_element_with_offset
+    pointer(drawing, at(40), 0).perform()
+    viewer.until(lambda: viewer.texts("figcaption span") == ["step 40", "step 40"])
+    assert viewer.texts(".curves strong") == ["3.9", "5", "9"]
+    pointer(drawing, at(30), 0).click_and_hold().move_by_offset(
+        at(50) - at(30), 0
+    ).release().perform()
+    viewer.until(lambda: viewer.state() in ("#zoom=30-50", "#zoom=31-50", "#zoom=30-49"))
+    viewer.run("go({zoom: '30-50'})")
+    drawing = viewer.until(lambda: viewer.all(".charts svg")[1])
+    pointer(drawing, at(40, 30, 50), 0).perform()
+    viewer.until(lambda: viewer.texts("figcaption span") == ["step 40", "step 40"])
+    viewer.press(Keys.NULL)
+    ActionChains(viewer.driver).click().perform()
+    viewer.until(lambda: "Step 40" in viewer.texts("h2"))
+    shown = ["What is 101 + 1?", "What is 40 + 1?", "What is 102 + 1?"]
+    assert viewer.texts("tbody th") == shown
+    assert viewer.texts("tbody td:nth-child(2)") == ["50 %", "25 %", "10 %"]
+    assert "9 (outlier)" in viewer.one("#detail .facts").text
+    assert viewer.one("#count").text == "3 of 102 groups"
+    viewer.all("tbody a")[0].click()  # the second click from the overview
+    viewer.until(lambda: "Item 101" in viewer.texts("h2"))
+    viewer.driver.back()
+    viewer.until(lambda: "Step 40" in viewer.texts("h2"))
+    viewer.button("Back").click()
+    viewer.button("Show all steps").click()
+    viewer.until(lambda: viewer.one("#count").text == "102 groups")
+    viewer.run("document.querySelector('.charts svg').focus()")
+    viewer.press(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT, Keys.ENTER)
+    viewer.until(lambda: "Step 2" in viewer.texts("h2"))
+
+
 @pytest.mark.parametrize(
-    "state", ["", "view=run", "group=g1", "group=g1&view=tokens", "group=g1&view=diff"]
+    "state",
+    [
+        "",
+        "view=run",
+        "view=step&at=0",
+        "group=g1",
+        "group=g1&view=tokens",
+        "group=g1&view=diff",
+        "group=g1&view=rewards",
+    ],
 )
 @pytest.mark.parametrize("width", [390, 1280])
 def test_nothing_is_wider_than_the_screen(
@@ -507,9 +682,14 @@ def test_nothing_is_wider_than_the_screen(
 ) -> None:
     shown = group_with_tokens(1)
     shown["sequences"][1]["messages"][-1]["content"] = "x" * 3000
+    shown["sequences"][1] |= {
+        "turn_rewards": [1.0],
+        "notes": {"x" * 50 + str(i): 1 for i in range(9)},
+    }
     screen = {"width": width, "height": 844, "deviceScaleFactor": 1, "mobile": width < 900}
     viewer.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
-    viewer.open(written(tmp_path, shown, group(2), decode=decode), state)
+    charts = [curves("reward", [0.5, 1.0], [1.0])]
+    viewer.open(written(tmp_path, shown, group(2), decode=decode, charts=charts), state)
     viewer.until(lambda: viewer.all("#detail *"))
     assert viewer.run("return document.scrollingElement.scrollWidth") == width
     assert viewer.one("#list").is_displayed() == (width == 1280 or state == "")
@@ -592,6 +772,9 @@ def test_rows_of_100_000_groups_are_there_before_the_chunks(viewer: Viewer, tmp_
     viewer.run("document.getElementById('scroller').scrollTop = 1e9")
     viewer.until(lambda: viewer.run("return [...rowElements.keys()].at(-1)") == 99_999)
     assert len(viewer.rows()) < 50
+    drawing = """const began = performance.now(); go({group: undefined, view: 'lengths'});
+        document.querySelector('canvas').toDataURL(); return performance.now() - began"""
+    assert viewer.run(drawing) < 2000
 
 
 def test_a_live_page_shows_new_groups_and_keeps_the_open_one(viewer: Viewer) -> None:
@@ -630,6 +813,7 @@ def test_a_live_page_shows_new_groups_and_keeps_the_open_one(viewer: Viewer) -> 
         is_broken.clear()
         viewer.until(lambda: viewer.one("#live").text == "Live")
         viewer.one("[name=q]").send_keys("it is 3.")
+        viewer.one("#more-filters summary").click()
         Select(viewer.one("[name=env]")).select_by_value("words")
         viewer.wait_for_rows("What is 2 + 1?")
         groups.append(group(202, environment="words", gold_answer="It is 3."))

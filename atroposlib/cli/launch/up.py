@@ -39,6 +39,7 @@ def up(path: Path, *, directory: Path = Path("runs")) -> None:
                 highlight=False,
             )
         run_dir.mkdir(exist_ok=True)
+        (run_dir / "config.yaml").write_bytes(path.read_bytes())  # names secrets, holds none
         asyncio.run(_run(run, programs, run_dir, console))
 
 

@@ -47,13 +47,13 @@ const BLOCK_CHARS = 8000;
 const SHOWN_CHARS = 20_000;
 
 /**
- * Texts as blocks of at most 8,000 characters; runs are [{text, tag}], without a tag plain.
+ * Texts as blocks of at most 8,000 characters; runs are [{text, tag, change}], without a tag plain.
  * The browser lays out only the blocks in sight: as one line, a megabyte would stop it for half a minute.
  */
 function blocks(runs) {
   const made = [];
   let room = 0;
-  for (const { text: whole, tag } of runs) {
+  for (const { text: whole, tag, change } of runs) {
     for (let start = 0, end; start < whole.length; start = end) {
       if (room === 0) {
         made.push(el("span", { class: "block" }));
@@ -70,7 +70,7 @@ function blocks(runs) {
         room -= end - start;
       }
       const piece = whole.slice(start, end);
-      made.at(-1).append(tag ? el(tag, {}, piece) : piece);
+      made.at(-1).append(tag ? el(tag, { "data-change": change }, piece) : piece);
     }
   }
   return made;

@@ -4,7 +4,7 @@ const head = JSON.parse(byId("head").textContent);
 const CHUNKS_KEPT = 4;
 const NO_COLUMNS = {
   id: [], chunk: [], environment: [], item: [], step: [], score_mean: [], score_min: [], score_max: [], num_rollouts: [], num_sequences: [],
-  length_mean: [], gap_mean: [], staleness: [], advantage_max: [], dropped: [], preview: [], environments: [], reasons: [],
+  length_mean: [], length_correlation: [], gap_mean: [], staleness: [], advantage_max: [], loss_share: [], dropped: [], preview: [], environments: [], reasons: [],
 };
 
 let index = NO_COLUMNS;

@@ -37,7 +37,7 @@ function show() {
 const LIST_FIELDS = ["q", "env", "item", "fate", "sort", "score_from", "score_to", "step_from", "step_to"];
 
 async function showDetail({ keepPlace = false } = {}) {
-  document.body.dataset.show = state.group ? "group" : state.view === "run" ? "run" : "list";
+  document.body.dataset.show = state.group ? "group" : state.view in PAGES ? "run" : "list";
   if (!state.group) {
     shownGroup = null;
     showRun();
@@ -58,8 +58,9 @@ async function showDetail({ keepPlace = false } = {}) {
   const options = [["text", "Text"]];
   if (group.sequences.some((sequence) => sequence.tokens)) options.push(["tokens", "Tokens"]);
   if (group.sequences.length > 1) options.push(["diff", "Difference"]);
+  if (hasRewards(group)) options.push(["rewards", "Rewards"]);
   const view = options.some(([name]) => name === state.view) ? state.view : "text";
-  const views = { text: textView, tokens: tokenView, diff: differenceView };
+  const views = { text: textView, tokens: tokenView, diff: differenceView, rewards: rewardsView };
   byId("detail").replaceChildren(
     groupHeading(group, rowOfId.get(group.id)),
     tabs(options, view, (name) => go({ view: name === "text" ? undefined : name }), "View"),
@@ -91,8 +92,14 @@ function showError(error) {
 
 // The overview: figures, charts, environments, reasons.
 
+/** The pages that are about no group, by `view`. */
+const PAGES = { run: overview, step: stepPage, lengths: lengthsPage };
+
 function showRun() {
-  if (state.group) return;
+  if (!state.group) byId("detail").replaceChildren(...(PAGES[state.view] ?? overview)().filter(Boolean));
+}
+
+function overview() {
   const kept = index.dropped.filter((reason) => reason < 0).length;
   const num = (column, wanted) => column.reduce((count, value) => count + (value === wanted ? 1 : 0), 0);
   const environments = index.environments.map((name, number) => {
@@ -100,7 +107,7 @@ function showRun() {
     return [name, { env: name }, rows.length, mean(rows.map((row) => index.score_mean[row])), mean(rows.map((row) => index.length_mean[row]))];
   });
   const reasons = index.reasons.map((reason, number) => [reason, { fate: `dropped: ${reason}` }, num(index.dropped, number)]);
-  byId("detail").replaceChildren(
+  return [
     el("h2", {}, "Overview"),
     facts([
       ["groups", figure(index.id.length)],
@@ -108,31 +115,19 @@ function showRun() {
       ["mean score", figure(mean(index.score_mean))],
       ["kept", reasons.length ? figure(kept) : null],
     ]),
-    el("div", { class: "charts" }, (head.charts ?? []).map(chart)),
+    el("nav", { class: "row", "aria-label": "Questions" }, el("a", { href: hashWith({ view: "lengths" }) }, "Reward against length")),
+    settingsSection(),
+    chartsSection(),
     ...(environments.length > 1 ? table(["Environment", "Groups", "Mean score", "Mean length"], environments) : []),
-    ...(reasons.length ? table(["Dropped", "Groups"], reasons) : []));
+    ...(reasons.length ? table(["Dropped", "Groups"], reasons) : []),
+  ];
 }
 
-/** Rows of [name, filter it leads to, figures...]. */
+/** Rows of [name, filter it leads to or null, figures or elements...]. */
 function table(titles, rows) {
   const row = ([name, filter, ...figures]) =>
-    el("tr", {}, el("th", { scope: "row" }, el("a", { href: hashWith({ ...filter, view: undefined }) }, name)), figures.map((value) => el("td", {}, figure(value))));
+    el("tr", {}, el("th", { scope: "row" }, filter ? el("a", { href: hashWith({ ...filter, view: undefined }) }, name) : name), figures.map((value) => el("td", {}, value instanceof Node ? value : figure(value))));
   return [el("table", {}, el("thead", {}, el("tr", {}, titles.map((title) => el("th", { scope: "col" }, title)))), el("tbody", {}, rows.map(row)))];
-}
-
-/** A chart in a shadow root of its own: matplotlib's ids and styles must not meet those of the page. */
-function chart({ title, svg }) {
-  const parsed = new DOMParser().parseFromString(svg, "image/svg+xml");
-  const drawing = parsed.documentElement;
-  for (const element of [drawing, ...drawing.querySelectorAll("*")]) {
-    if (["script", "foreignObject"].includes(element.localName)) element.remove();
-    for (const { name } of [...element.attributes]) if (name.startsWith("on")) element.removeAttribute(name);
-  }
-  const box = el("div", { role: "img", "aria-label": title });
-  const fit = document.createElement("style");
-  fit.textContent = "svg { display: block; width: 100%; height: auto; } text { fill: currentColor; }";
-  box.attachShadow({ mode: "open" }).append(document.importNode(drawing, true), fit);
-  return el("figure", {}, el("figcaption", {}, title), box);
 }
 
 // Filters and keys.
@@ -148,15 +143,27 @@ function fillOptions() {
   };
   fill(form.env, [["", "all"], ...index.environments.map((name) => [name, name])]);
   fill(form.fate, [["", "all"], ["kept", "kept"], ["dropped", "dropped"], ...index.reasons.map((reason) => [`dropped: ${reason}`, `dropped: ${reason}`])]);
-  fill(form.sort, Object.entries(SORTS).map(([name, [title]]) => [name, title]));
+  const isSortable = (key) => !key || index.id.some((_, row) => isNumber(key(row)));
+  fill(form.sort, Object.entries(SORTS).filter(([, [, key]]) => isSortable(key)).map(([name, [title]]) => [name, title]));
+  const [lowest, highest] = scoreScale();
+  const isUseful = {
+    env: index.environments.length > 1,
+    fate: index.reasons.length > 0,
+    score: lowest !== highest,
+    step: index.step.some(isNumber),
+  };
+  for (const field of document.querySelectorAll("[data-field]")) {
+    field.hidden = !isUseful[field.dataset.field] && ![...field.querySelectorAll("[name]")].some(({ name }) => state[name]);
+  }
 }
 
 /** Show the state in the fields, except in the one that is typed into. */
 function fillFilters() {
   const form = byId("filters").elements;
   for (const name of LIST_FIELDS) if (form[name] !== document.activeElement) form[name].value = state[name] ?? "";
-  const num = LIST_FIELDS.filter((name) => name !== "q" && state[name]).length;
-  byId("more-filters").firstElementChild.textContent = num ? `Filters and order (${num} set)` : "Filters and order";
+  const set = LIST_FIELDS.filter((name) => !["q", "sort"].includes(name) && state[name]);
+  byId("more-filters").firstElementChild.textContent = ["Filters", ...set.map((name) => `${name.replace("_", " ")} ${oneLine(state[name], 30)}`)].join(" \u00b7 ");
+  byId("clear").hidden = !set.length;
 }
 
 /** Open a row in the view that is shown now; its own address is for copying and for new tabs. */
@@ -192,6 +199,8 @@ const KEYS = {
   "/": () => byId("filters").elements.q.focus(),
   t: () => state.group && go({ view: state.view === "tokens" ? undefined : "tokens" }),
   c: nextColour,
+  n: () => openChange(1),
+  p: () => openChange(-1),
   Escape: goBack,
   "?": () => byId("keys").showModal(),
 };
@@ -203,7 +212,7 @@ function nextColour() {
 }
 
 function goBack() {
-  if (state.view) go({ view: undefined, pair: undefined });
+  if (state.view && !(state.group && state.view in PAGES)) go({ view: undefined, pair: undefined });
   else if (state.group) go({ group: undefined });
 }
 
@@ -243,7 +252,6 @@ async function start() {
   byId("scroller").addEventListener("scroll", () => showRows({ anew: false }), { passive: true });
   byId("open-keys").addEventListener("click", () => byId("keys").showModal());
   byId("open-run").addEventListener("click", () => go({ group: undefined, view: "run" }));
-  byId("more-filters").open = wide.matches;
   const packed = byId("index").textContent.trim();
   if (packed) useIndex(JSON.parse(await inflate(packed)));
   if (head.live) await poll();

@@ -1,0 +1,202 @@
+// The curves of a run, which can be pointed at, zoomed and clicked, and the page of a step with its groups.
+
+const CHART = { width: 360, height: 190, left: 46, right: 10, top: 8, bottom: 22 };
+const SMOOTHED_STEPS = 10; // as in charts.py
+const POINTS_DRAWN = 600; // of a curve: more than pixels that it crosses
+const GROUPS_OF_STEP = 200;
+
+let charts = []; // the drawn ones, which share the cursor: {pointAt(step)}
+
+function svg(tag, attributes = {}, ...children) {
+  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  element.append(...children);
+  return element;
+}
+
+/** Round numbers from low to high, about `count` of them. */
+function ticks(low, high, count) {
+  const power = 10 ** Math.floor(Math.log10((high - low) / count));
+  const step = power * ([1, 2, 5].find((factor) => factor * power >= (high - low) / count) ?? 10);
+  const first = Math.ceil(low / step);
+  return Array.from({ length: Math.floor(high / step) - first + 1 }, (_, i) => Number(((first + i) * step).toPrecision(12)));
+}
+
+/** The place of the value that is nearest to `wanted` in a rising list. */
+function nearest(values, wanted) {
+  let [low, high] = [0, values.length - 1];
+  while (high - low > 1) {
+    const middle = (low + high) >> 1;
+    if (values[middle] <= wanted) low = middle;
+    else high = middle;
+  }
+  return values[high] - wanted < wanted - values[low] ? high : low;
+}
+
+/** The least and the largest point of each of at most 300 pieces: a thin spike stays in sight. */
+function thinned(points) {
+  const size = Math.ceil((2 * points.length) / POINTS_DRAWN);
+  if (size <= 2) return points;
+  const pieces = Array.from({ length: Math.ceil(points.length / size) }, (_, i) => points.slice(i * size, (i + 1) * size).sort((a, b) => a[1] - b[1]));
+  return pieces.flatMap((piece) => [piece[0], piece.at(-1)].sort((a, b) => a[0] - b[0]));
+}
+
+/** The steps that all charts show: those of the zoom, else from the first to the last. */
+function stepsShown() {
+  const [from, to] = (state.zoom ?? "").split("-").map(Number);
+  if (to > from) return [from, to];
+  const steps = (head.charts ?? []).flatMap(({ curves }) => curves.flatMap((curve) => [curve.steps[0], curve.steps.at(-1)]));
+  return [Math.min(...steps), Math.max(...steps)];
+}
+
+/** What the overview shows of the charts. */
+function chartsSection() {
+  charts = [];
+  const shown = stepsShown();
+  const drawn = (head.charts ?? []).map((one) => chart(one, shown));
+  if (!drawn.length) return null;
+  return el("section", {},
+    el("p", { class: "row about" }, "Point for values, drag to zoom, click a step for its groups. Rings are outliers.",
+      head.compared && ` Solid: ${head.compared.names[0]}, dashed: ${head.compared.names[1]}.`,
+      state.zoom && el("button", { type: "button", onclick: () => go({ zoom: undefined }) }, "Show all steps")),
+    el("div", { class: "charts" }, drawn));
+}
+
+/** The settings in which two runs differ. */
+function settingsSection() {
+  if (!head.compared) return null;
+  const { names, settings, num_settings: count } = head.compared;
+  const said = (value) => el("span", {}, value === null ? "not set" : value);
+  const title = count ? `Settings that differ: ${figure(settings.length)} of ${figure(count)}` : "Neither run has a recorded configuration.";
+  const rows = settings.map(([name, ...values]) => [name, null, ...values.map(said)]);
+  return settings.length ? fold(title, () => el("div", { class: "scrolled settings" }, table(["Setting", ...names], rows)), { open: settings.length <= 20 }) : el("p", {}, title);
+}
+
+const curveName = (name, run) => (head.compared ? `${name}, ${head.compared.names[run]}` : name);
+const openStep = (step) => go({ view: "step", at: step, group: undefined, ...ofStep(step) });
+const ofStep = (step) => ({ step_from: step, step_to: step });
+
+function chart({ title, is_log: isLog, curves }, [first, last]) {
+  const scaled = isLog ? Math.log10 : Number;
+  const inSight = (points) => points.filter(([step]) => step >= first && step <= last);
+  const raw = curves.map(({ steps, values }) => steps.map((step, i) => [step, scaled(values[i])]));
+  const heights = inSight(raw.flat()).map(([, value]) => value);
+  let [low, high] = [heights.reduce((a, b) => Math.min(a, b), Infinity), heights.reduce((a, b) => Math.max(a, b), -Infinity)];
+  if (low === Infinity) [low, high] = [0, 1];
+  if (low === high) [low, high] = [low - (Math.abs(low) || 1) / 2, high + (Math.abs(high) || 1) / 2];
+  const { width, height, left, right, top, bottom } = CHART;
+  const xOf = (step) => left + ((width - left - right) * (step - first)) / (last - first || 1);
+  const yOf = (value) => height - bottom - ((height - top - bottom) * (value - low)) / (high - low);
+  const stepAt = (event) => {
+    const box = drawing.getBoundingClientRect();
+    return first + ((((event.clientX - box.left) / box.width) * width - left) / (width - left - right)) * (last - first);
+  };
+  const isDecades = isLog && high - low >= 2;
+  const marks = isDecades ? ticks(low, high, 4).filter(Number.isInteger) : ticks(isLog ? 10 ** low : low, isLog ? 10 ** high : high, 4).map(scaled);
+  const line = (points, css) => svg("path", { class: css, d: points.map(([step, value], i) => `${i ? "L" : "M"}${xOf(step).toFixed(1)} ${yOf(value).toFixed(1)}`).join("") });
+  const cursor = svg("line", { class: "cursor", y1: top, y2: height - bottom });
+  const zoomed = svg("rect", { class: "zoomed", y: top, height: height - top - bottom, width: 0 });
+  const drawing = svg("svg", { viewBox: `0 0 ${width} ${height}`, tabindex: 0, role: "img", "aria-label": title }, zoomed);
+  for (const mark of marks.filter((mark) => Number.isFinite(mark))) {
+    drawing.append(svg("line", { class: "grid", x1: left, x2: width - right, y1: yOf(mark), y2: yOf(mark) }),
+      svg("text", { x: left - 5, y: yOf(mark) + 4, "text-anchor": "end" }, isLog ? String(Number((10 ** mark).toPrecision(2))) : String(mark)));
+  }
+  for (const step of ticks(first, last === first ? first + 1 : last, 5).filter(Number.isInteger)) {
+    drawing.append(svg("text", { x: xOf(step), y: height - 6, "text-anchor": "middle" }, String(step)));
+  }
+  const names = [...new Set(curves.map(({ name }) => name))];
+  const cssOf = ({ name, run }) => `curve-${(names.indexOf(name) + run * names.length) % 4} run-${run}`;
+  curves.forEach((curve, number) => {
+    const css = cssOf(curve);
+    let sum = 0;
+    const smooth = raw[number].map(([step, value], i) => {
+      sum += value - (raw[number][i - SMOOTHED_STEPS]?.[1] ?? 0);
+      return [step, sum / Math.min(i + 1, SMOOTHED_STEPS)];
+    });
+    drawing.append(line(thinned(inSight(raw[number])), `raw ${css}`), line(thinned(inSight(smooth)), css));
+    for (const place of curve.outliers.filter((place) => curve.steps[place] >= first && curve.steps[place] <= last)) {
+      drawing.append(svg("circle", { class: "outlier", cx: xOf(curve.steps[place]), cy: yOf(scaled(curve.values[place])), r: 4 }));
+    }
+  });
+  drawing.append(cursor);
+  const stepShown = el("span", {});
+  const values = curves.map(() => el("strong", {}));
+  const labels = curves.map((curve, number) => el("span", { class: cssOf(curve) }, `${curveName(curve.name, curve.run)} `, values[number]));
+  let at = null; // the step of the cursor
+  function pointAt(step) {
+    at = step;
+    cursor.setAttribute("x1", step === null ? -9 : xOf(step));
+    cursor.setAttribute("x2", step === null ? -9 : xOf(step));
+    stepShown.textContent = step === null ? "" : `step ${step}`;
+    curves.forEach((curve, number) => {
+      const place = step === null ? -1 : nearest(curve.steps, step);
+      values[number].textContent = curve.steps[place] === step ? figure(curve.values[place]) : "";
+    });
+  }
+  pointAt(null);
+  charts.push({ pointAt });
+  const pointAll = (step) => charts.forEach((one) => one.pointAt(step));
+  const nearestStep = (wanted) =>
+    curves.map(({ steps }) => steps[nearest(steps, wanted)]).reduce((best, step) => (Math.abs(step - wanted) < Math.abs(best - wanted) ? step : best));
+  let from = null; // the step where a drag began
+  const listeners = {
+    pointerdown: (event) => {
+      from = stepAt(event);
+      drawing.setPointerCapture(event.pointerId);
+    },
+    pointermove: (event) => {
+      const wanted = stepAt(event);
+      pointAll(nearestStep(wanted));
+      if (from === null) return;
+      const [start, end] = [from, wanted].sort((a, b) => a - b).map(xOf);
+      zoomed.setAttribute("x", start);
+      zoomed.setAttribute("width", end - start);
+    },
+    pointerup: (event) => {
+      if (from === null) return;
+      const [start, end] = [from, stepAt(event)].sort((a, b) => a - b);
+      const isClick = xOf(end) - xOf(start) < 6;
+      const step = nearestStep(end);
+      const isSeen = event.pointerType === "mouse" || at === step; // a finger points first, then opens
+      from = null;
+      if (!isClick) go({ zoom: `${Math.max(0, Math.ceil(start))}-${Math.floor(end)}` });
+      else if (isSeen) openStep(step);
+      else pointAll(step);
+    },
+    pointerleave: () => from === null && pointAll(null),
+    keydown: ({ key }) => {
+      const steps = curves[0].steps;
+      const place = at === null ? 0 : nearest(steps, at);
+      const next = { ArrowRight: steps[place + (at !== null)], ArrowLeft: steps[place - 1] }[key];
+      if (next !== undefined) pointAll(next);
+      else if (key === "Enter" && at !== null) openStep(at);
+    },
+  };
+  for (const [name, listener] of Object.entries(listeners)) drawing.addEventListener(name, listener);
+  return el("figure", {}, el("figcaption", {}, title, stepShown), el("p", { class: "curves" }, labels), drawing);
+}
+
+/** One step: its figures, and its groups by their share of the loss. */
+function stepPage() {
+  const step = Number(state.at);
+  const found = (head.charts ?? []).flatMap(({ curves }) => curves.flatMap(({ name, run, steps, values, outliers }) => {
+    const place = steps.indexOf(step);
+    return place < 0 ? [] : [[curveName(name, run), figure(values[place]) + (outliers.includes(place) ? " (outlier)" : "")]];
+  }));
+  const shares = index.loss_share;
+  const weight = (row) => shares[row] ?? index.advantage_max[row] ?? -1;
+  const rows = index.id.flatMap((_, row) => (index.step[row] === step ? [row] : [])).sort((a, b) => weight(b) - weight(a));
+  const share = (row) => isNumber(shares[row]) && el("span", { class: "share" }, el("span", { style: `width:${Math.min(100, 100 * shares[row])}%` }), `${figure(100 * shares[row])} %`);
+  const shown = rows.slice(0, GROUPS_OF_STEP).map((row) =>
+    [index.preview[row] || index.id[row], { group: index.id[row] }, share(row), index.score_mean[row], index.advantage_max[row], index.gap_mean[row]]);
+  return [
+    el("div", { class: "heading" }, el("h2", {}, `Step ${step}`), el("div", { class: "steps" },
+      el("button", { type: "button", onclick: () => go({ view: "run", at: undefined, ...ofStep(undefined) }) }, "Back"),
+      el("button", { type: "button", onclick: () => openStep(step - 1) }, "Previous"),
+      el("button", { type: "button", onclick: () => openStep(step + 1) }, "Next"))),
+    facts(found),
+    rows.length ? el("p", { class: "about" }, `${counted(rows.length, "group")}${rows.length > GROUPS_OF_STEP ? `, the first ${GROUPS_OF_STEP}` : ""}, those with the largest share of the loss first`)
+      : el("p", {}, "No group here is known to be of this step."),
+    ...(rows.length ? table(["Group", "Share of the loss", "Mean score", "Largest advantage", "Gap"], shown) : []),
+  ];
+}

@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 from isal import igzip
 
+from atroposlib.frontend.evaluations import Evaluation
 from atroposlib.frontend.view_groups import text_in
 from atroposlib.frontend.vocabulary import Decode, Vocabulary
 from atroposlib.samples import rollout_scores
@@ -60,6 +61,7 @@ def write_page(
     about: str,
     charts: Sequence[Chart] = (),
     decode: Decode | None = None,
+    evaluation: Evaluation | None = None,
 ) -> None:
     """Write the page in one step; `about` is a line under the title, to which the number of groups is added.
 
@@ -68,6 +70,8 @@ def write_page(
     """
     vocabulary = Vocabulary(decode)
     index = Index()
+    if evaluation is not None:
+        groups = evaluation.noting(groups)
     said_at = time.monotonic()
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=target.parent) as chunks:
@@ -82,6 +86,8 @@ def write_page(
             if time.monotonic() - said_at > PROGRESS_S:
                 said_at = time.monotonic()
                 logger.info("%s: %d groups so far", target, len(index.columns["id"]))
+        if evaluation is not None:
+            index.evaluation = evaluation.content()
         num_groups = len(index.columns["id"])
         head = {
             "title": title,
@@ -177,6 +183,8 @@ class Index:
                 *("gap_mean", "staleness", "advantage_max", "dropped", "preview"),
             )
         }
+        self.evaluation: dict[str, Any] | None = None
+        """What `evaluations.py` has for the first page."""
         self._ids: set[str] = set()
         self._environments: dict[str, int] = {}
         self._reasons: dict[str, int] = {}
@@ -218,7 +226,8 @@ class Index:
     def content(self) -> dict[str, Any]:
         """Return the columns and the names that two of them refer to."""
         names = {"environments": list(self._environments), "reasons": list(self._reasons)}
-        return {**self.columns, **names}
+        answers = {"evaluation": self.evaluation} if self.evaluation else {}
+        return {**self.columns, **names, **answers}
 
 
 def _number_of(name: Any, numbers: dict[str, int]) -> int:

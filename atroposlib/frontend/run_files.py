@@ -16,6 +16,7 @@ import msgspec
 
 from atroposlib.errors import ConfigError, MissingDependency
 from atroposlib.frontend.charts import charts_of
+from atroposlib.frontend.evaluations import Evaluation, stored_metrics
 from atroposlib.frontend.page import Chart, write_page
 from atroposlib.frontend.view_groups import rounded, view_of_row, views_of_samples
 from atroposlib.frontend.vocabulary import Decode, decoder
@@ -105,9 +106,21 @@ def write_run_page(
             about=". ".join(filter(None, said)),
             charts=charts,
             decode=decode,
+            evaluation=_evaluation(files),
         )
     except RecursionError as error:
         raise ConfigError(f"{files.source}: a value is nested too deeply") from error
+
+
+def _evaluation(files: RunFiles) -> Evaluation | None:
+    """Return what collects the verdicts of an evaluation; None for a run and for several evaluations."""
+    if files.groups or len(files.samples) != 1:
+        return None
+    return Evaluation(stored_metrics(_metrics_beside(files.samples[0])))
+
+
+def _metrics_beside(samples: Path) -> Path:
+    return samples.with_name(samples.stem.replace("samples", "metrics") + ".json")
 
 
 def view_groups(files: RunFiles, decode: Decode | None) -> Iterator[dict[str, Any]]:

@@ -16,7 +16,10 @@ from typing import Any
 
 import pytest
 
+from atroposlib.cli.environments import main
+from atroposlib.frontend.jsonl2html import generate_html
 from atroposlib.frontend.page import Chart, Index, live_page, row_of, write_page
+from tests.builders.rows import write_rows
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="NOT TESTED: the viewer, no selenium")
 from selenium.webdriver.chrome.service import Service  # noqa: E402
@@ -479,6 +482,56 @@ def test_plain_texts_share_their_prompt_up_to_a_whole_word(viewer: Viewer, tmp_p
     viewer.open(written(tmp_path, {"id": "g", "sequences": sequences}), "group=g")
     viewer.until(lambda: viewer.texts(".card pre") == ["one", "once"])
     assert viewer.texts("#detail .message pre")[0] == "Count to ten: "
+
+
+def graded(folder: Path, right: list[bool]) -> Path:
+    """Write an evaluation of one answer to each item."""
+    samples = [
+        {"item_index": i, "item_hash": f"h{i}", "num_samples": 1, "sample_index": 0, "correct": one}
+        | {"messages": conversation(f"What is {i} + 1?", str(i + one))[0], "gold_answer": i + 1}
+        | {"extracted_answer": str(i + one), "num_tokens": 10 + i, "explanation": EVIL}
+        for i, one in enumerate(right)
+    ]
+    write_rows(folder / "samples.jsonl", *samples)
+    return folder
+
+
+def test_an_evaluation_shows_its_accuracy_and_its_wrong_answers(
+    viewer: Viewer, tmp_path: Path
+) -> None:
+    right = [i % 30 > 0 for i in range(300)]
+    viewer.open(generate_html(graded(tmp_path, right) / "samples.jsonl"))
+    viewer.until(lambda: viewer.texts(".result strong") == ["96.7 %"])
+    assert "95 % interval 94 % to 98.2 % \u00b7 300 answers" in viewer.one(".result").text
+    assert viewer.texts(".tabs button") == ["all 300", "wrong only 10", "right 290"]
+    assert len(viewer.all(".answers tbody tr")) == 200
+    viewer.run("arguments[0].click()", viewer.button("Show more of 300 answers"))
+    assert len(viewer.all(".answers tbody tr")) == 300
+    viewer.button("wrong only 10").click()
+    viewer.until(lambda: viewer.one("#count").text == "10 of 300 groups")
+    took = viewer.run("const t = performance.now(); showRun(); return performance.now() - t")
+    assert took < 500
+    first = viewer.all(".answers tbody tr")[1]
+    cells = ["30", "wrong", "What is 30 + 1?", "31", "30", "40", EVIL]
+    assert [cell.text for cell in first.find_elements(By.CSS_SELECTOR, "th, td")] == cells
+    viewer.all(".answers a")[1].click()
+    viewer.until(lambda: "Item 30" in viewer.texts("h2"))
+    viewer.press("j")
+    viewer.until(lambda: "Item 60" in viewer.texts("h2"))
+
+
+def test_a_comparison_shows_what_changed_in_both_directions(viewer: Viewer, tmp_path: Path) -> None:
+    before = graded(tmp_path / "before", [i >= 12 for i in range(60)])
+    after = graded(tmp_path / "after", [i != 40 for i in range(60)])
+    assert main(["compare", str(before), str(after), "--html", str(tmp_path / "p.html")]) == 0
+    viewer.open(tmp_path / "p.html")
+    viewer.until(lambda: viewer.texts(".result strong") == ["+18.3 points"])
+    assert "from 80 % to 98.3 %" in viewer.one(".result").text
+    assert "60 paired items" in viewer.one(".result").text
+    kinds = ["all 60", "wrong to right 12", "unchanged 47", "right to wrong 1"]
+    assert viewer.texts(".tabs button") == kinds
+    viewer.button("right to wrong 1").click()
+    viewer.until(lambda: viewer.texts(".answers .of-read") == ["41 \u2192 40"])
 
 
 def test_the_overview_has_charts_and_leads_to_filters(viewer: Viewer, page: Path) -> None:

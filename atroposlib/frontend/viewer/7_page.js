@@ -34,7 +34,7 @@ function show() {
   showDetail({ keepPlace: isGroupSame }).catch(showError);
 }
 
-const LIST_FIELDS = ["q", "env", "item", "fate", "sort", "score_from", "score_to", "step_from", "step_to"];
+const LIST_FIELDS = ["q", "env", "item", "fate", "sort", "score_from", "score_to", "step_from", "step_to", "kind"];
 
 async function showDetail({ keepPlace = false } = {}) {
   document.body.dataset.show = state.group ? "group" : state.view === "run" ? "run" : "list";
@@ -93,6 +93,10 @@ function showError(error) {
 
 function showRun() {
   if (state.group) return;
+  if (index.evaluation) {
+    byId("detail").replaceChildren(...evaluationView(index.evaluation));
+    return;
+  }
   const kept = index.dropped.filter((reason) => reason < 0).length;
   const num = (column, wanted) => column.reduce((count, value) => count + (value === wanted ? 1 : 0), 0);
   const environments = index.environments.map((name, number) => {

@@ -24,6 +24,7 @@ import numpy as np
 from isal import igzip
 
 from atroposlib.frontend.evaluations import Evaluation
+from atroposlib.frontend.rendering import with_trees
 from atroposlib.frontend.view_groups import text_in
 from atroposlib.frontend.vocabulary import Decode, Vocabulary
 from atroposlib.samples import rollout_scores
@@ -70,8 +71,7 @@ def write_page(
     """
     vocabulary = Vocabulary(decode)
     index = Index()
-    if evaluation is not None:
-        groups = evaluation.noting(groups)
+    groups = with_trees(groups if evaluation is None else evaluation.noting(groups))
     said_at = time.monotonic()
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=target.parent) as chunks:

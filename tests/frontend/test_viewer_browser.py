@@ -464,12 +464,12 @@ def test_tools_and_reasoning_are_folded_and_images_shown(viewer: Viewer, tmp_pat
     viewer.until(lambda: viewer.all(".card"))
     assert viewer.texts(".card summary") == [
         "Reasoning, 7 characters",
-        'Calls add({"a": 1, "b": 2})',
-        "tool \u00b7 add 1 character: 3",
+        "Calls add",
         "Reasoning, 10 characters",
     ]
-    assert viewer.texts(".card pre") == ["Three."]
-    for summary in viewer.all(".card summary"):
+    assert viewer.texts(".card .role")[1] == "result \u00b7 add"
+    assert viewer.texts(".card pre") == ['{\n  "a": 1,\n  "b": 2\n}', "3", "Three."]
+    for summary in viewer.all(".card .reasoning summary"):
         summary.click()
     opened = ["Use it.", '{\n  "a": 1,\n  "b": 2\n}', "3", "It said 3.", "Three."]
     viewer.until(lambda: viewer.texts(".card pre") == opened)

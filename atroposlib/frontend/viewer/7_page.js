@@ -52,6 +52,7 @@ async function showDetail({ keepPlace = false } = {}) {
       return;
     }
     shownGroup = { id, ...found };
+    useTrees(found.group);
   }
   const { group, vocabulary } = shownGroup;
   const scrolled = byId("detail").scrollTop;
@@ -196,6 +197,7 @@ const KEYS = {
   "/": () => byId("filters").elements.q.focus(),
   t: () => state.group && go({ view: state.view === "tokens" ? undefined : "tokens" }),
   c: nextColour,
+  r: () => state.group && go({ raw: state.raw ? undefined : "1" }),
   Escape: goBack,
   "?": () => byId("keys").showModal(),
 };

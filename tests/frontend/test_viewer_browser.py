@@ -420,6 +420,50 @@ def test_hostile_text_is_shown_as_text(viewer: Viewer, tmp_path: Path) -> None:
     assert viewer.all("#detail script, #detail img, #rows img, header img") == []
 
 
+HOSTILE = (
+    "<script>alert(1)</script> **a**",
+    "<img src=x onerror=alert(1)> **a**",
+    "<svg onload=alert(1)><script>alert(1)</script></svg> **a**",
+    "[x](javascript:alert(1)) [y](data:text/html;base64,PHNjcmlwdD4=) [z](vbscript:x) **a**",
+    '[x](https://example.com "\' onmouseover=alert(1)") <https://example.com>',
+    "![x](https://example.com/x.png) ![y](data:image/svg+xml;base64,PHN2Zz4=) **a**",
+    '![x](javascript:alert(1) "onerror=alert(1)") **a**',
+    "<math><annotation-xml encoding='text/html'><script>alert(1)</script></annotation-xml></math> **a**",
+    r"$\text{</mtext><script>alert(1)</script>} \href{javascript:alert(1)}{x}$",
+    r"$\style{background:url(https://example.com)}{x}\class{chosen}{y}\cssId{panel}{z}$",
+    r"$\color{red;background:url(https://example.com)}x \hspace{1px;position:fixed}$",
+    r"$\unicode{x3c}script\unicode{x3e} \mathchoice{a}{b}{c}{d} \html{x}$",
+    "```html\n<script>alert(1)</script>\n```",
+    '```"><script>alert(1)</script>\nx\n```',
+    "<style>*{display:none}</style><link rel=stylesheet href=//example.com> **a**",
+    "<iframe srcdoc='<script>alert(1)</script>'></iframe> **a** &lt;script&gt;",
+    "| <script>alert(1)</script> |\n|---|\n| <img onerror=alert(1)> |",
+)
+
+
+def test_rendered_texts_have_elements_and_attributes_of_the_lists_alone(
+    viewer: Viewer, tmp_path: Path
+) -> None:
+    sequences = [{"score": 1.0, "messages": m} for m in conversation("**Asked**", *HOSTILE)]
+    viewer.open(written(tmp_path, {"id": "g", "sequences": sequences}), "group=g")
+    viewer.until(lambda: len(viewer.all(".card")) == len(HOSTILE))
+    assert len(viewer.all(".card .rendered")) >= 12
+    found = """return [...document.querySelectorAll('.rendered *')].flatMap(e => [e.localName, ...[...e.attributes]
+        .map(a => `${e.localName} ${a.name}=${a.value}`)])"""
+    names = set(viewer.run(found))
+    assert {"strong", "math", "mtext", "table", "pre"} <= names
+    bad = ("script", "iframe", "style", "link", "svg", "annotation-xml", "a", "object", "form")
+    assert names.isdisjoint(bad)
+    attributes = {name.partition("=")[0].split()[1] for name in names if "=" in name}
+    assert attributes <= {"class", "display", "mathvariant", "width", "displaystyle"}
+    assert not [name for name in names if "url(" in name or "position" in name or "chosen" in name]
+    assert "<script>alert(1)</script>" in viewer.inside(".rendered mtext, .rendered pre")
+    assert viewer.one("#detail").text.count("https://example.com") >= 3
+    tree = ["div", {"onclick": "x"}, ["script", {}, "hacked=1"], ["img", {"src": "https://x.org/"}]]
+    made = viewer.run("return built(arguments[0]).outerHTML", tree)
+    assert made == "<div><img></div>"
+
+
 def test_a_line_of_a_megabyte_is_shown_without_a_stop(viewer: Viewer, tmp_path: Path) -> None:
     long = "x" + "\U0001f600x" * 350_000
     sequences = [{"score": 0.0, "messages": m} for m in conversation("Go on", long, long + "y")]
@@ -475,6 +519,69 @@ def test_tools_and_reasoning_are_folded_and_images_shown(viewer: Viewer, tmp_pat
     viewer.until(lambda: viewer.texts(".card pre") == opened)
     assert [image.get_attribute("src") for image in viewer.all("#detail img")] == [PNG]
     assert "https://example.com/x.png" in viewer.one("#detail").text
+
+
+def test_a_prompt_ends_at_the_first_turn_of_the_model_and_turns_have_rewards(
+    viewer: Viewer, tmp_path: Path
+) -> None:
+    call = {"function": {"name": "add", "arguments": "{}"}}
+    shared = [
+        {"role": "user", "content": "Add"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "3"},
+    ]
+    sequences = [
+        {"score": 0.0, "turn_rewards": rewards, "messages": [*shared, last]}
+        for rewards, last in zip(
+            ([0.25, -0.5], [0.75]),
+            ({"role": "assistant", "content": end} for end in ("three", "four")),
+            strict=True,
+        )
+    ]
+    viewer.open(written(tmp_path, {"id": "g", "sequences": sequences}), "group=g")
+    viewer.until(lambda: len(viewer.all(".card")) == 2)
+    assert viewer.texts("#detail > section:first-of-type .role") == ["user"]
+    assert viewer.texts(".card .role") == [
+        *("assistant reward +0.25", "result", "assistant reward -0.5"),
+        *("assistant", "result", "assistant reward +0.75"),  # rewards of the last turns
+    ]
+
+
+def test_the_sequences_of_a_rollout_are_one_card(viewer: Viewer, tmp_path: Path) -> None:
+    [first, other] = conversation("Go", "one", "other")
+    second = [*first, {"role": "user", "content": "on"}, {"role": "assistant", "content": "two"}]
+    sequences = [
+        {"score": 1.0, "rollout": 0, "label": "rollout 1, part 1 of 2", "messages": first},
+        {"score": 0.0, "rollout": 1, "label": "rollout 2", "messages": other},
+        {"score": 1.0, "rollout": 0, "label": "rollout 1, part 2 of 2", "messages": second},
+    ]
+    viewer.open(written(tmp_path, {"id": "g", "sequences": sequences}), "group=g")
+    viewer.until(lambda: len(viewer.all(".card")) == 2)
+    assert viewer.texts(".card.rollout > header h4") == ["Rollout 1, 2 sequences"]
+    assert viewer.texts(".card.rollout .part h4") == [
+        *("#1 rollout 1, part 1 of 2", "#3 rollout 1, part 2 of 2"),
+    ]
+    assert viewer.texts(".card.rollout pre") == ["one", "on", "two"]
+    viewer.one(".card.rollout summary").click()
+    viewer.until(lambda: viewer.texts(".card.rollout pre") == ["one", "one", "on", "two"])
+
+
+def test_texts_are_rendered_and_one_switch_shows_them_raw(viewer: Viewer, tmp_path: Path) -> None:
+    call = '**So:** <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call> $x^2$ is it.'
+    [messages] = conversation("Is `2` **4**?", call)
+    messages[0]["content"] = [{"text": "First "}, {"image_url": {"url": PNG}}, {"text": "*then*"}]
+    viewer.open(written(tmp_path, group(1, sequences=[{"score": 1, "messages": messages}])))
+    viewer.one("#rows a").click()
+    viewer.until(lambda: viewer.texts(".card .rendered strong") == ["So:"])
+    assert viewer.all(".card .rendered math msup")
+    assert viewer.texts(".card summary") == ["Calls add"]
+    order = "return [...document.querySelector('.message.user').children].map(e => e.localName)"
+    assert viewer.run(order) == ["div", "pre", "button", "div"]
+    viewer.press("r")
+    viewer.until(lambda: viewer.texts(".card pre") == [call])
+    assert "raw=1" in viewer.state()
+    viewer.button("Rendered").click()
+    viewer.until(lambda: viewer.all(".card .rendered"))
 
 
 def test_plain_texts_share_their_prompt_up_to_a_whole_word(viewer: Viewer, tmp_path: Path) -> None:

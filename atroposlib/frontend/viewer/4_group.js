@@ -69,7 +69,7 @@ function messageBlock(message, reward) {
   const { reasoning, answer } = role === "assistant" ? splitReasoning(message, content) : { reasoning: "", answer: message.content };
   const calls = Array.isArray(message.tool_calls) ? message.tool_calls : [];
   return el("div", { class: `message ${role}` },
-    el("div", { class: "role" }, title, isNumber(reward) && el("span", { class: "reward" }, `reward ${signed(reward)}`)),
+    el("div", { class: "role" }, `${title} `, isNumber(reward) && el("span", { class: "reward" }, `reward ${signed(reward)}`)),
     reasoning && fold(`Reasoning, ${counted(reasoning.length, "character")}`, () => longText(reasoning), { className: "reasoning", open: !answer && !calls.length }),
     contentBlocks(answer === content ? message.content : answer, role),
     calls.map((call) => toolCall(call?.function ?? call)));

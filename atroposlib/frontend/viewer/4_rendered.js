@@ -8,7 +8,7 @@ const MATH_ATTRIBUTES = new Set(("display mathvariant stretchy fence separator l
 
 /** Whether an element may have an attribute: classes of viewer.css, numbers of lists, and images in data URLs. */
 function mayHave(tag, name, value) {
-  if (MATH_TAGS.has(tag)) return MATH_ATTRIBUTES.has(name);
+  if (MATH_TAGS.has(tag)) return MATH_ATTRIBUTES.has(name) && /^[\w .%+-]{1,40}$/.test(value);
   return { class: /^(code|heading-text|code-[a-z])$/.test(value), start: tag === "ol", src: tag === "img" && isImage(value), alt: tag === "img" }[name] ?? false;
 }
 

@@ -63,11 +63,12 @@ def write_page(
     charts: Sequence[Chart] = (),
     decode: Decode | None = None,
     evaluation: Evaluation | None = None,
+    render: str | None = None,
 ) -> None:
     """Write the page in one step; `about` is a line under the title, to which the number of groups is added.
 
     `decode` gives the tokens' texts (`vocabulary.decoder`); without it the page shows ids. Group ids that occur again
-    get a suffix.
+    get a suffix. `render` is the URL that a served page asks for the trees of texts.
     """
     vocabulary = Vocabulary(decode)
     index = Index()
@@ -95,6 +96,7 @@ def write_page(
             "num_groups": num_groups,
             "charts": [chart._asdict() for chart in charts],
             "live": None,
+            "render": render,
         }
         with replacing(target) as file:
             for piece in _template():
@@ -107,10 +109,13 @@ def write_page(
     logger.info("%s: %d groups, %.1f MB", target, num_groups, size / 1e6)
 
 
-def live_page(*, title: str, about: str, poll: str, every_s: float) -> bytes:
+def live_page(
+    *, title: str, about: str, poll: str, every_s: float, render: str | None = None
+) -> bytes:
     """Return a page without groups that asks the URL `poll` for them."""
     live = {"poll": poll, "every_s": every_s}
-    head = {"title": title, "about": about, "num_groups": 0, "charts": [], "live": live}
+    shown = {"title": title, "about": about, "num_groups": 0, "charts": []}
+    head = {**shown, "live": live, "render": render}
     return b"".join(_filled(piece, head=head) for piece in _template())
 
 

@@ -82,8 +82,9 @@ def write_run_page(
     title: str | None = None,
     about: str = "",
     tokenizer: Any = None,
+    render: str | None = None,
 ) -> None:
-    """Write the page of a run; `title` None: the name of its directory or file.
+    """Write the page of a run; `title` None: the name of its directory or file; `render` as in `write_page`.
 
     Without a tokenizer, that of a model in the directory is used, if there is one.
     """
@@ -107,6 +108,7 @@ def write_run_page(
             charts=charts,
             decode=decode,
             evaluation=_evaluation(files),
+            render=render,
         )
     except RecursionError as error:
         raise ConfigError(f"{files.source}: a value is nested too deeply") from error

@@ -107,6 +107,7 @@ function showRun() {
   const reasons = index.reasons.map((reason, number) => [reason, { fate: `dropped: ${reason}` }, num(index.dropped, number)]);
   byId("detail").replaceChildren(
     el("h2", {}, "Overview"),
+    ...(head.live ? [el("div", { id: "hub" })] : []),
     facts([
       ["groups", figure(index.id.length)],
       ["sequences", figure(index.num_sequences.reduce((sum, count) => sum + count, 0))],
@@ -116,6 +117,7 @@ function showRun() {
     el("div", { class: "charts" }, (head.charts ?? []).map(chart)),
     ...(environments.length > 1 ? table(["Environment", "Groups", "Mean score", "Mean length"], environments) : []),
     ...(reasons.length ? table(["Dropped", "Groups"], reasons) : []));
+  showLive();
 }
 
 /** Rows of [name, filter it leads to, figures...]. */
@@ -230,6 +232,9 @@ function showHead(shown) {
   byId("title").textContent = shown.title ?? "";
   byId("about").textContent = shown.about ?? "";
   head.charts = shown.charts;
+  head.hub = shown.hub;
+  head.points = shown.points;
+  showLive();
 }
 
 function showIndex() {

@@ -17,8 +17,11 @@ from typing import Any
 import pytest
 
 from atroposlib.cli.environments import main
+from atroposlib.cli.view_run import StoredPage, stored_app
+from atroposlib.frontend import rendering
 from atroposlib.frontend.jsonl2html import generate_html
 from atroposlib.frontend.page import Chart, Index, live_page, row_of, write_page
+from tests.api.helpers_api import serving as serving_app
 from tests.builders.rows import write_rows
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="NOT TESTED: the viewer, no selenium")
@@ -754,6 +757,37 @@ def test_rows_of_100_000_groups_are_there_before_the_chunks(viewer: Viewer, tmp_
     assert len(viewer.rows()) < 50
 
 
+def hub_after(num_groups: int) -> dict[str, Any]:
+    """Return what a live page says of the hub, and its readings."""
+    environment = {"name": "sums", "state": "active", "last_seen_s": 3.1, "queued_sequences": 5}
+    hub = {
+        **{"batch": "none", "blocker": "too_few", "reason": "too few groups", "refusal": None},
+        **{"current_step": 4, "policy_version": 4, "queued_groups": 3, "leased_batches": 0},
+        **{"num_active": 1, "num_environments": 1, "dead": {"size": 2}},
+        "environments": [{**environment, "items_in_flight": 2, "oldest_item_s": 240}],
+    }
+    points = [{"time": 60.0 * i, "queued": i, "step": 4, "score": None} for i in range(4)]
+    return {"hub": hub, "points": points}
+
+
+def test_a_served_page_asks_for_the_form_of_the_texts_it_shows(
+    viewer: Viewer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendering, "PAGE_CHARS", 0)  # no text has its form in the file
+    long = "**a** " + "x " * 30_000
+    [messages] = conversation("Is **it** $x$?", long)
+    write_rows(tmp_path / "g.jsonl", *[{"scores": [1.0], "messages": [messages]}] * 2)
+    page = StoredPage(tmp_path / "g.jsonl", tmp_path / "p.html", None)
+    with serving_app(stored_app(page)) as url:
+        viewer.open(url, "group=line-2")
+        viewer.until(lambda: viewer.texts(".rendered strong") == ["it"])
+        assert viewer.all(".rendered math")
+        assert viewer.all(".card pre")  # the long text is shown as it is
+        viewer.button("Raw").click()
+        viewer.until(lambda: not viewer.all(".rendered"))
+        viewer.driver.execute_script("performance.clearResourceTimings()")  # its one request
+
+
 def test_a_live_page_shows_new_groups_and_keeps_the_open_one(viewer: Viewer) -> None:
     groups = [group(0)]
     is_broken = threading.Event()
@@ -765,7 +799,7 @@ def test_a_live_page_shows_new_groups_and_keeps_the_open_one(viewer: Viewer) -> 
             index = Index()
             for each in groups[-200:]:
                 index.add(row_of(each))
-            head = {"about": f"{len(groups)} so far"}
+            head = {"about": f"{len(groups)} so far", **hub_after(len(groups))}
             columns = index.content() if new else None
             found = json.dumps({"head": head, "index": columns, "groups": new, "vocabulary": {}})
             answer(request, b"?" if is_broken.is_set() else found.encode(), "application/json")
@@ -776,6 +810,13 @@ def test_a_live_page_shows_new_groups_and_keeps_the_open_one(viewer: Viewer) -> 
     with serving(handle) as url:
         viewer.open(url)
         viewer.wait_for_rows("What is 0 + 1?")
+        state = """return ['p', 'tbody tr', 'figcaption'].map(
+            kind => [...document.querySelectorAll(`#hub ${kind}`)].map(e => e.innerText.trim()))"""
+        assert viewer.run(state) == [
+            ["No batch: too few groups"],
+            ["sums\tactive\t3 s\t5\t2\t4 min"],
+            ["queued groups 3"],  # the others do not change
+        ]
         viewer.one("#rows a").click()
         viewer.until(lambda: viewer.all(".card"))
         groups += [group(1), group(2, environment="words")]

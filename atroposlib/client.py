@@ -42,6 +42,7 @@ from atroposlib.api.schemas import (
     CheckpointReply,
     EnvRegistration,
     EnvStatus,
+    Explanation,
     HeartbeatReply,
     HubInfo,
     HubStatus,
@@ -495,6 +496,10 @@ class TrainerClient:
 
     def info(self) -> HubInfo:
         return _parse(HubInfo, self._control("GET", "/info"))
+
+    def explain(self) -> Explanation:
+        """Return why there is a batch or none, and the state of the environments."""
+        return _parse(Explanation, self._control("GET", "/explain"))
 
     def latest_example(self) -> ScoredGroup | None:
         """Return the newest queued group without taking it; None before the first."""

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from atroposlib.envs.eval_run import INDEX_KEYS, Sample, stored_samples
 from atroposlib.errors import ConfigError
+from atroposlib.frontend.evaluations import Evaluation, Metric
 from atroposlib.frontend.page import write_page
 from atroposlib.frontend.view_groups import text_in, views_of_samples
 from atroposlib.utils.display import table_of, uncertainty
@@ -71,7 +72,13 @@ def print_comparison(before_path: Path, after_path: Path, *, page: Path | None) 
     if page is not None:
         about = f"before: {before_path}, after: {after_path}; sorted by the change of {value}"
         views = (view_of_pair(pair, value) for pair in pairs)
-        write_page(page, views, title="Two evaluations", about=about)
+        metrics = [
+            Metric.of(name, difference, before=old, after=new)
+            for name, (old, new, difference) in found.items()
+        ]
+        metrics.sort(key=lambda metric: metric.name != value)
+        evaluation = Evaluation(metrics)
+        write_page(page, views, title="Two evaluations", about=about, evaluation=evaluation)
         print(f"page: {page}")
 
 
@@ -128,7 +135,25 @@ def view_of_pair(pair: ItemPair, value: str) -> dict[str, Any]:
         for sequence in view["sequences"]
     ]
     facts = {"before": pair.old[value], "after": pair.new[value], "difference": pair.change(value)}
-    return {**new, "facts": facts, "sequences": sequences}
+    verdict = {
+        **new["verdicts"][0],
+        "kind": _change_of(pair.old[value], pair.new[value]),
+        "read": " \u2192 ".join(str(view["verdicts"][0]["read"]) for view in (old, new)),
+    }
+    return {**new, "facts": facts, "sequences": sequences, "verdicts": [verdict]}
+
+
+def _change_of(old: float, new: float) -> str:
+    """Return what became of an item.
+
+    >>> _change_of(0.0, 1.0), _change_of(1.0, 0.0), _change_of(0.5, 0.5)
+    ('wrong to right', 'right to wrong', 'unchanged')
+    """
+    if old == new:
+        return "unchanged"
+    if {old, new} == {0.0, 1.0}:
+        return "wrong to right" if new else "right to wrong"
+    return "better" if new > old else "worse"
 
 
 def _by_item(samples: Sequence[Sample]) -> dict[ItemKey, list[Sample]]:

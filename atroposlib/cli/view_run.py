@@ -7,6 +7,7 @@ A live run needs the extra `view`.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import sys
@@ -15,7 +16,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from itertools import chain
+from itertools import chain, starmap
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -31,6 +32,7 @@ from atroposlib.client import TrainerClient, TrainerNotRegistered, TrainerRegist
 from atroposlib.config import parse_flags
 from atroposlib.errors import ConfigError, GroupError, HubError, HubRejected, cli_boundary, require
 from atroposlib.frontend.page import Index, IndexRow, live_page, row_of
+from atroposlib.frontend.rendering import render
 from atroposlib.frontend.run_files import find_run_files, write_run_page
 from atroposlib.frontend.view_groups import view_of_group
 from atroposlib.frontend.vocabulary import Decode, Vocabulary, decoder
@@ -51,9 +53,14 @@ MAX_BYTES = 64_000_000
 """Limits of the groups that are kept to show, as JSON; one group alone may be larger."""
 NOTHING_YET = "There is no group yet; the environments have sent none"
 
-_FRAME = """<iframe src="viewer" title="Groups of the run"
- style="width: 100%; height: calc(100vh - 140px); min-height: 400px; border: 0"></iframe>
-<a href="viewer" target="_blank">Open the groups alone</a>, for links to a group and on a phone"""
+MAX_POINTS = 300
+"""Of each curve; beyond, every second one is left out."""
+MAX_RENDERED_BYTES = 2_000_000
+"""Texts of one request for their rendered form, as JSON."""
+
+_FRAME = """<style>footer {{ display: none !important; }}</style>
+<iframe src="viewer" title="Groups of the run"
+ style="position: fixed; inset: {top}px 0 0 0; width: 100%; height: calc(100dvh - {top}px); border: 0"></iframe>"""
 
 
 class ViewConfig(BaseModel):
@@ -146,7 +153,9 @@ class StoredPage:
             signature = [run.signature for run in runs]
             if signature != self._signature:
                 other = runs[1] if len(runs) > 1 else None
-                write_run_page(runs[0], self._target, other=other, tokenizer=self._tokenizer)
+                write_run_page(
+                    runs[0], self._target, other=other, tokenizer=self._tokenizer, render="render"
+                )
                 self._signature = signature
             return self._target
 
@@ -160,7 +169,7 @@ def stored_app(page: StoredPage) -> FastAPI:
         except ConfigError as error:
             return PlainTextResponse(f"{error}\n", 500)
 
-    return FastAPI(routes=[Route("/", _guarded(show))])
+    return FastAPI(routes=[Route("/", _guarded(show)), render_route()])
 
 
 def _guarded(handler: Handler) -> Handler:
@@ -190,13 +199,18 @@ def serve_live(config: ViewConfig) -> int:
     decode = decoder(load_tokenizer(config.tokenizer, flag="--tokenizer"))
     with TrainerClient(config.api_url, retry_for_s=RETRY_FOR_S) as hub:
         seen = SeenGroups(hub, config, decode)
-        build_page(gradio, seen, config=config).launch(
+        page = build_page(gradio, seen, config=config)
+        _, url, _ = page.launch(
             server_name=config.host,
             server_port=config.port or None,
             share=config.share,
+            quiet=not config.share,  # else it proposes a public link
+            prevent_thread_lock=True,
             ssr_mode=False,  # Gradio's other server does not know these routes
             app_kwargs={"routes": live_routes(seen, config)},
         )
+        print(f"{without_users(config.api_url)}: {url} (Ctrl-C ends)", flush=True)
+        page.block_thread()
     return 0
 
 
@@ -206,7 +220,7 @@ def build_page(gradio: Any, seen: SeenGroups, *, config: ViewConfig) -> Any:
         if config.consume:
             button = gradio.Button("Take the next batch", variant="primary")
             button.click(seen.take_batch, outputs=gradio.Markdown())
-        gradio.HTML(_FRAME)
+        gradio.HTML(_FRAME.format(top=120 if config.consume else 0))
     return page
 
 
@@ -217,6 +231,7 @@ def live_routes(seen: SeenGroups, config: ViewConfig) -> list[Route]:
         about=NOTHING_YET,
         poll="newest-groups",
         every_s=POLL_EVERY_S,
+        render="render",
     )
 
     def viewer(request: Request) -> Response:
@@ -228,8 +243,32 @@ def live_routes(seen: SeenGroups, config: ViewConfig) -> list[Route]:
 
     handlers = {"/viewer": viewer, "/newest-groups": newest}
     if config.share:  # Gradio's servers forward the page under their own name
-        return [Route(path, handler) for path, handler in handlers.items()]
-    return [Route(path, _guarded(handler)) for path, handler in handlers.items()]
+        return [*starmap(Route, handlers.items()), render_route(guarded=False)]
+    return [*(Route(path, _guarded(handler)) for path, handler in handlers.items()), render_route()]
+
+
+def render_route(*, guarded: bool = True) -> Route:
+    """Return the route that answers a JSON list of texts with a list of each text and its tree."""
+
+    async def answer(request: Request) -> Response:
+        refusal = _refusal(request) if guarded else None
+        if refusal is not None:
+            return refusal
+        if request.headers.get("content-type") != "application/json":  # a form of another site
+            return PlainTextResponse("send a JSON list of texts\n", 415)
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > MAX_RENDERED_BYTES:
+                return PlainTextResponse(f"more than {MAX_RENDERED_BYTES} bytes\n", 413)
+        try:
+            texts = msgspec.json.decode(body, type=list[str])
+        except msgspec.DecodeError as error:
+            return PlainTextResponse(f"{error}\n", 400)
+        found = await asyncio.to_thread(lambda: [(text, render(text)) for text in texts])
+        return Response(msgspec.json.encode(found), media_type="application/json")
+
+    return Route("/render", answer, methods=["POST"])
 
 
 class _Seen(NamedTuple):
@@ -252,6 +291,10 @@ class SeenGroups:
         self._num_bytes = 0
         self._read_at = float("-inf")
         self._state = NOTHING_YET
+        self._hub_state: dict[str, Any] | None = None
+        """What `GET /explain` answered last; None if it does not answer."""
+        self._points: list[dict[str, float | None]] = []
+        """Readings of the hub, oldest first."""
         self._lock = threading.Lock()
         """Held during a request to the hub: handlers run in threads."""
 
@@ -261,15 +304,22 @@ class SeenGroups:
         Beside new groups it has the index of all that are kept.
         """
         with self._lock:
-            if not self._config.consume and time.monotonic() - self._read_at >= POLL_EVERY_S / 2:
+            if time.monotonic() - self._read_at >= POLL_EVERY_S / 2:
                 self._read_at = time.monotonic()
-                self._add(self._read)
+                if not self._config.consume:
+                    self._add(self._read)
+                self._look()
             names = list(self._groups)
             start = names.index(after) + 1 if after is not None and after in names else 0
             seen = [self._groups[name] for name in names[start:]]
             title = without_users(f"Run at {self._config.api_url}")
             answer = {
-                "head": {"title": title, "about": self._state},
+                "head": {
+                    "title": title,
+                    "about": self._state,
+                    "hub": self._hub_state,
+                    "points": self._points,
+                },
                 "index": self._index() if seen else None,
                 "groups": [each.json for each in seen],
                 "vocabulary": dict(chain.from_iterable(each.pieces.items() for each in seen)),
@@ -287,6 +337,31 @@ class SeenGroups:
         with self._lock:
             self._add(lambda: _take(self._hub, self._config))
             return self._state
+
+    def _look(self) -> None:
+        """Read the state of the hub, and note what the curves show."""
+        try:
+            found = self._hub.explain()
+        except HubError:  # the line under the title says so; other hubs have no such endpoint
+            self._hub_state = None
+            return
+        self._hub_state = found.model_dump(mode="json")
+        scores = next(reversed(self._groups.values())).row.scores if self._groups else []
+        stale = (
+            None if found.oldest_version is None else found.policy_version - found.oldest_version
+        )
+        self._points.append(
+            {
+                "time": time.time(),
+                "score": sum(scores) / len(scores) if scores else None,
+                "step": found.current_step,
+                "queued": found.queued_groups,
+                "staleness": stale,
+                "wait_s": found.trainer_waits_s,
+            }
+        )
+        if len(self._points) > MAX_POINTS:
+            self._points = self._points[::2]
 
     def _read(self) -> list[ScoredGroup]:
         group = self._hub.latest_example()

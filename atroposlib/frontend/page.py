@@ -26,6 +26,8 @@ import msgspec
 import numpy as np
 from isal import igzip
 
+from atroposlib.frontend.evaluations import Evaluation
+from atroposlib.frontend.rendering import with_trees
 from atroposlib.frontend.view_groups import text_in
 from atroposlib.frontend.vocabulary import Decode, Vocabulary
 from atroposlib.samples import rollout_scores
@@ -90,14 +92,17 @@ def write_page(
     charts: Sequence[Chart] = (),
     compared: Compared | None = None,
     decode: Decode | None = None,
+    evaluation: Evaluation | None = None,
+    render: str | None = None,
 ) -> None:
     """Write the page in one step; `about` is a line under the title, to which the number of groups is added.
 
     `decode` gives the tokens' texts (`vocabulary.decoder`); without it the page shows ids. Group ids that occur again
-    get a suffix.
+    get a suffix. `render` is the URL that a served page asks for the trees of texts.
     """
     vocabulary = Vocabulary(decode)
     index = Index()
+    groups = with_trees(groups if evaluation is None else evaluation.noting(groups))
     said_at = time.monotonic()
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=target.parent) as chunks:
@@ -112,6 +117,8 @@ def write_page(
             if time.monotonic() - said_at > PROGRESS_S:
                 said_at = time.monotonic()
                 logger.info("%s: %d groups so far", target, len(index.columns["id"]))
+        if evaluation is not None:
+            index.evaluation = evaluation.content()
         num_groups = len(index.columns["id"])
         head = {
             "title": title,
@@ -120,6 +127,7 @@ def write_page(
             "charts": charts,
             "compared": compared,
             "live": None,
+            "render": render,
         }
         with replacing(target) as file:
             for piece in _template():
@@ -132,10 +140,13 @@ def write_page(
     logger.info("%s: %d groups, %.1f MB", target, num_groups, size / 1e6)
 
 
-def live_page(*, title: str, about: str, poll: str, every_s: float) -> bytes:
+def live_page(
+    *, title: str, about: str, poll: str, every_s: float, render: str | None = None
+) -> bytes:
     """Return a page without groups that asks the URL `poll` for them."""
     live = {"poll": poll, "every_s": every_s}
-    head = {"title": title, "about": about, "num_groups": 0, "charts": [], "live": live}
+    shown = {"title": title, "about": about, "num_groups": 0, "charts": []}
+    head = {**shown, "live": live, "render": render}
     return b"".join(_filled(piece, head=head) for piece in _template())
 
 
@@ -209,6 +220,8 @@ class Index:
                 *("gap_mean", "staleness", "advantage_max", "loss_share", "dropped", "preview"),
             )
         }
+        self.evaluation: dict[str, Any] | None = None
+        """What `evaluations.py` has for the first page."""
         self._ids: set[str] = set()
         self._environments: dict[str, int] = {}
         self._reasons: dict[str, int] = {}
@@ -250,7 +263,8 @@ class Index:
     def content(self) -> dict[str, Any]:
         """Return the columns and the names that two of them refer to."""
         names = {"environments": list(self._environments), "reasons": list(self._reasons)}
-        return {**self.columns, **names}
+        answers = {"evaluation": self.evaluation} if self.evaluation else {}
+        return {**self.columns, **names, **answers}
 
 
 def _number_of(name: Any, numbers: dict[str, int]) -> int:

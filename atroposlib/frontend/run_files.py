@@ -17,6 +17,7 @@ import msgspec
 
 from atroposlib.errors import ConfigError
 from atroposlib.frontend.charts import charts_of
+from atroposlib.frontend.evaluations import Evaluation, stored_metrics
 from atroposlib.frontend.page import write_page
 from atroposlib.frontend.run_settings import compare_runs
 from atroposlib.frontend.view_groups import rounded, view_of_row, views_of_samples
@@ -84,8 +85,9 @@ def write_run_page(
     title: str | None = None,
     about: str = "",
     tokenizer: Any = None,
+    render: str | None = None,
 ) -> None:
-    """Write the page of a run; `title` None: the name of its directory or file.
+    """Write the page of a run; `title` None: the name of its directory or file; `render` as in `write_page`.
 
     Without a tokenizer, that of a model in the directory is used, if there is one. With `other`, the page has both
     runs: their curves in the same charts, the settings that differ, and the groups of both.
@@ -111,6 +113,8 @@ def write_run_page(
             charts=charts_of(*steps),
             compared=compared,
             decode=decode,
+            evaluation=_evaluation(files),
+            render=render,
         )
     except RecursionError as error:
         raise ConfigError(f"{files.source}: a value is nested too deeply") from error
@@ -120,6 +124,17 @@ def _named(run: str, groups: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any
     """Yield the groups with the name of their run before that of their environment."""
     for view in groups:
         yield {**view, "environment": ": ".join(filter(None, [run, view.get("environment")]))}
+
+
+def _evaluation(files: RunFiles) -> Evaluation | None:
+    """Return what collects the verdicts of an evaluation; None for a run and for several evaluations."""
+    if files.groups or len(files.samples) != 1:
+        return None
+    return Evaluation(stored_metrics(_metrics_beside(files.samples[0])))
+
+
+def _metrics_beside(samples: Path) -> Path:
+    return samples.with_name(samples.stem.replace("samples", "metrics") + ".json")
 
 
 def view_groups(files: RunFiles, decode: Decode | None) -> Iterator[dict[str, Any]]:

@@ -115,7 +115,7 @@ def views_of_samples(samples: Iterable[Mapping[str, Any]]) -> Iterator[dict[str,
     """Yield one view group per item of an evaluation; the samples of an item follow each other."""
     numbered = enumerate(samples, start=1)
     for name, members in groupby(numbered, key=lambda each: _item_name(each[1], each[0])):
-        yield _view_of_item(name, [sample for _, sample in members])
+        yield _view_of_item(name, [_with_metrics(sample) for _, sample in members])
 
 
 # Conversations.
@@ -427,6 +427,18 @@ def _item_name(sample: Mapping[str, Any], number: int) -> str:
     return f"sample-{number}" if index is None else f"item-{index}"
 
 
+_READ = ("extracted_answer", "extracted", "prediction", "predicted_answer", "parsed_answer")
+_WHY = ("explanation", "judge_explanation", "grader_explanation", "judgement", "unscored")
+_NUM_TOKENS = ("num_tokens", "completion_tokens")
+"""Keys under which samples have what was read, the grader's explanation, and the length of the answer."""
+
+
+def _with_metrics(sample: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a sample with the numbers of its `metrics` among its keys."""
+    metrics = sample.get("metrics")
+    return {**metrics, **sample, "metrics": None} if isinstance(metrics, Mapping) else sample
+
+
 def _view_of_item(name: str, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     first = samples[0]
     shared = {
@@ -445,7 +457,42 @@ def _view_of_item(name: str, samples: Sequence[Mapping[str, Any]]) -> dict[str, 
         "gold_answer": first.get("gold_answer"),
         "facts": shared,
         "sequences": [_view_of_sample(sample, shared) for sample in samples],
+        "verdicts": [verdict_of(sample, seq=i) for i, sample in enumerate(samples)],
     }
+
+
+def verdict_of(sample: Mapping[str, Any], *, seq: int) -> dict[str, Any]:
+    """Return what became of an answer: right, wrong or not judged, what was expected and read, and why."""
+    correct, score = _first_of(sample, ("correct", "is_correct")), _score_of(sample)
+    if correct is None and score in (0, 1):
+        correct = score
+    kind = "not judged" if score is None else "scored"
+    if correct is not None:
+        kind = "right" if correct else "wrong"
+    target = _first_of(sample, ("gold_answer", "target"))
+    if target is None:
+        row = _mapping(sample.get("row", sample.get("item")))
+        target = _first_of(row, ("answer", "gold", "target", "solution"))
+    read = _first_of(sample, _READ)
+    why = _first_of(sample, _WHY)
+    return {
+        "seq": seq,
+        "kind": kind,
+        "target": None if target is None else str(target),
+        "read": None if read is None else str(read),
+        "tokens": _first_of({**_mapping(sample.get("usage")), **sample}, _NUM_TOKENS),
+        "why": None if why is None else str(why),
+    }
+
+
+def _first_of(values: Mapping[str, Any], keys: Iterable[str]) -> Any:
+    return next((value for key in keys if (value := values.get(key)) is not None), None)
+
+
+def _score_of(sample: Mapping[str, Any]) -> float | None:
+    """Return the score of a sample; that of one without a score is 1 if it is correct, else 0."""
+    key = next((key for key in ("score", "correct", "is_correct") if key in sample), "score")
+    return _number(sample.get(key))
 
 
 def _view_of_sample(sample: Mapping[str, Any], shared: Mapping[str, Any]) -> dict[str, Any]:
@@ -455,7 +502,7 @@ def _view_of_sample(sample: Mapping[str, Any], shared: Mapping[str, Any]) -> dic
         for key, value in sample.items()
         if key not in _SAMPLE_KEYS
         and key not in shared
-        and key != "turn_rewards"
+        and key not in ("score", "turn_rewards")
         and value is not None
     }
     metrics = {
@@ -466,9 +513,9 @@ def _view_of_sample(sample: Mapping[str, Any], shared: Mapping[str, Any]) -> dic
     }
     texts = [f"{key}: {text_in(value)}" for key, value in other.items() if key not in metrics]
     return {
-        "score": _number(metrics.pop("score", None)),
+        "score": _score_of(sample),
         "finish_reason": sample.get("finish_reason"),
-        **_noted({key: value for key, value in other.items() if key not in {*metrics, "score"}}),
+        **_noted({key: value for key, value in other.items() if key not in metrics}),
         **_turn_rewards(sample),
         "messages": [_message(message) for message in _flat(messages)] if messages else None,
         "text": "\n\n".join(texts) if texts and not messages else None,

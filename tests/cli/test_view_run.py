@@ -118,6 +118,25 @@ def test_several_pages_make_one_request_to_the_hub(hub: HubServer) -> None:
         assert json.loads(seen.newest(after=None)) == first
 
 
+def test_the_state_of_the_hub_and_its_history_are_on_the_page(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(view_run, "MAX_POINTS", 4)
+    hub.register(batch_size=4)
+    with seen_at(hub) as seen:
+        first = newest(seen)["head"]
+        assert first["hub"]["blocker"] == "too_few"
+        assert first["points"][0].items() >= {"queued": 0, "step": 0, "score": None}.items()
+        hub.send(text_group("Q", ["a", "x"], [1, 2]), text_group("Q", ["b", "x"], [1, 0]))
+        second = newest(seen)["head"]
+        assert second["hub"]["batch"] == "ready"
+        assert [point["queued"] for point in second["points"]] == [0, 2]
+        assert second["points"][1]["score"] == 0.5
+        for _ in range(3):
+            last = newest(seen)["head"]["points"]
+        assert [point["queued"] for point in last] == [0, 2, 2]  # every second one
+
+
 def test_consuming_takes_batches_as_a_trainer_does(hub: HubServer) -> None:
     with seen_at(hub, consume=True, group_size=1) as seen:
         assert seen.take_batch() == "There is no batch yet; the hub has too few groups"
@@ -142,7 +161,9 @@ def test_consuming_does_not_reset_a_live_run(hub: HubServer) -> None:
 
 def test_a_hub_that_does_not_answer_is_said_on_the_page() -> None:
     with seen_at(HubServer("http://127.0.0.1:1")) as seen:
-        about = newest(seen)["head"]["about"]
+        head = newest(seen)["head"]
+        about = head["about"]
+    assert (head["hub"], head["points"]) == (None, [])
     assert "Cannot read from the hub: GET http://127.0.0.1:1/latest_example" in about
 
 
@@ -193,6 +214,24 @@ def test_the_page_of_two_runs_is_written_again_when_one_of_them_grows(tmp_path: 
     assert read_page(page.path()).head["num_groups"] == 3
 
 
+def test_texts_are_rendered_on_demand_for_the_page_alone(tmp_path: Path) -> None:
+    (tmp_path / "groups.jsonl").write_text(row("first"))
+    page = StoredPage([tmp_path], tmp_path / "page.html", None)
+    with serving(stored_app(page)) as url:
+        assert '"render":"render"' in httpx.get(url).text
+        [plain, form] = httpx.post(f"{url}/render", json=["plain", "**a**"]).json()
+        assert plain == ["plain", None]
+        assert form == ["**a**", ["div", {}, ["p", {}, ["strong", {}, "a"]]]]
+
+        def status(**request: Any) -> int:
+            return httpx.post(f"{url}/render", **request).status_code
+
+        assert status(content="[]") == 415  # what a form of another site can send
+        assert status(json=["x" * 2_100_000]) == 413
+        assert status(json={"a": 1}) == 400
+        assert status(json=[], headers={"Host": "evil.example"}) == 403
+
+
 def test_wrong_files_and_flags_of_a_stored_run_are_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -218,8 +257,12 @@ class Widget:
     def click(self, read: Any, outputs: Any) -> None:
         self.gradio.calls.append(("click", read))
 
-    def launch(self, **options: Any) -> None:
+    def launch(self, **options: Any) -> tuple[None, str, None]:
         self.gradio.calls.append(("launch", options))
+        return None, "http://127.0.0.1:9009/", None
+
+    def block_thread(self) -> None:
+        self.gradio.calls.append(("block", None))
 
 
 class Gradio:
@@ -242,20 +285,25 @@ def gradio(monkeypatch: pytest.MonkeyPatch) -> Gradio:
 
 @pytest.mark.parametrize("command", [view_run, view_run_multimodal])
 def test_the_page_is_private_unless_asked_for(
-    command: Any, hub: HubServer, tokenizer_path: str, gradio: Gradio
+    command: Any,
+    hub: HubServer,
+    tokenizer_path: str,
+    gradio: Gradio,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     flags = ["--api-url", hub.url, "--tokenizer", tokenizer_path, "--port=9009"]
     assert command.main(flags) == 0
-    [(name, options)] = gradio.calls
-    assert name == "launch"
+    [(name, options), (last, _)] = gradio.calls
+    assert (name, last) == ("launch", "block")
     assert (options["server_name"], options["server_port"]) == ("127.0.0.1", 9009)
-    assert options["share"] is False
+    assert (options["share"], options["quiet"]) == (False, True)
+    assert capsys.readouterr().out == f"{hub.url}: http://127.0.0.1:9009/ (Ctrl-C ends)\n"
 
 
 def test_only_a_button_takes_batches(hub: HubServer, tokenizer_path: str, gradio: Gradio) -> None:
     flags = ["--api-url", hub.url, "--tokenizer", tokenizer_path, "--port=0", "--consume"]
     assert view_run.main(flags) == 0
-    assert [name for name, _ in gradio.calls] == ["click", "launch"]
+    assert [name for name, _ in gradio.calls] == ["click", "launch", "block"]
     assert hub.get("/info")["batch_size"] == -1
 
 

@@ -34,6 +34,7 @@ def test_a_real_gradio_serves_the_viewer_of_a_live_run(tmp_path: Path, consume: 
             wait_for(lambda: answers(root), timeout_s=50, process=viewer)
             with httpx.Client(base_url=root, timeout=20, trust_env=False) as page:
                 assert "Atropos run" in page.get("/").raise_for_status().text
+                assert page.post("/render", json=["*a*"]).json()[0][1][2][2] == ["em", {}, "a"]
                 assert '"poll":"newest-groups"' in page.get("/viewer").raise_for_status().text
                 if consume:
                     assert page.get("/newest-groups").json()["groups"] == []
@@ -41,8 +42,13 @@ def test_a_real_gradio_serves_the_viewer_of_a_live_run(tmp_path: Path, consume: 
                     name = call.raise_for_status().json()["event_id"]
                     events = page.get(f"/gradio_api/call/take_batch/{name}").text
                     assert "Batches taken from the trainer: 1 shown" in events
-                [group] = page.get("/newest-groups").raise_for_status().json()["groups"]
+                shown = page.get("/newest-groups").raise_for_status().json()
+                [group] = shown["groups"]
+                assert shown["head"]["hub"]["batch_size"] == 2
                 refused = page.get("/newest-groups", headers={"Host": "evil.example"})
                 assert refused.status_code == 403
+        said = (tmp_path / "log").read_text()
+        assert "public link" not in said
+        assert f"{url}: {root}/ (Ctrl-C ends)" in said
         assert [each["text"] for each in group["sequences"]] == ["Q: good", "Q: bad"]
         assert (hub.get("/ledger") == before) == (not consume)

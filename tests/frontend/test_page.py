@@ -33,6 +33,7 @@ def test_a_page_holds_its_head_an_index_and_every_group_in_order(tmp_path: Path)
         "charts": [asdict(chart)],
         "compared": None,
         "live": None,
+        "render": None,
     }
     assert page.groups == groups
     assert [len(chunk["groups"]) for chunk in page.chunks] == [GROUPS_PER_CHUNK] * 2 + [20]

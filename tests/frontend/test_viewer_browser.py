@@ -16,7 +16,13 @@ from typing import Any
 
 import pytest
 
+from atroposlib.cli.environments import main
+from atroposlib.cli.view_run import StoredPage, stored_app
+from atroposlib.frontend import rendering
+from atroposlib.frontend.jsonl2html import generate_html
 from atroposlib.frontend.page import Chart, Compared, Curve, Index, live_page, row_of, write_page
+from tests.api.helpers_api import serving as serving_app
+from tests.builders.rows import write_rows
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="NOT TESTED: the viewer, no selenium")
 from selenium.webdriver.chrome.service import Service  # noqa: E402
@@ -490,6 +496,50 @@ def test_hostile_text_is_shown_as_text(viewer: Viewer, tmp_path: Path) -> None:
     assert viewer.all("#detail script, #detail img, #rows img, header img") == []
 
 
+HOSTILE = (
+    "<script>alert(1)</script> **a**",
+    "<img src=x onerror=alert(1)> **a**",
+    "<svg onload=alert(1)><script>alert(1)</script></svg> **a**",
+    "[x](javascript:alert(1)) [y](data:text/html;base64,PHNjcmlwdD4=) [z](vbscript:x) **a**",
+    '[x](https://example.com "\' onmouseover=alert(1)") <https://example.com>',
+    "![x](https://example.com/x.png) ![y](data:image/svg+xml;base64,PHN2Zz4=) **a**",
+    '![x](javascript:alert(1) "onerror=alert(1)") **a**',
+    "<math><annotation-xml encoding='text/html'><script>alert(1)</script></annotation-xml></math> **a**",
+    r"$\text{</mtext><script>alert(1)</script>} \href{javascript:alert(1)}{x}$",
+    r"$\style{background:url(https://example.com)}{x}\class{chosen}{y}\cssId{panel}{z}$",
+    r"$\color{red;background:url(https://example.com)}x \hspace{1px;position:fixed}$",
+    r"$\unicode{x3c}script\unicode{x3e} \mathchoice{a}{b}{c}{d} \html{x}$",
+    "```html\n<script>alert(1)</script>\n```",
+    '```"><script>alert(1)</script>\nx\n```',
+    "<style>*{display:none}</style><link rel=stylesheet href=//example.com> **a**",
+    "<iframe srcdoc='<script>alert(1)</script>'></iframe> **a** &lt;script&gt;",
+    "| <script>alert(1)</script> |\n|---|\n| <img onerror=alert(1)> |",
+)
+
+
+def test_rendered_texts_have_elements_and_attributes_of_the_lists_alone(
+    viewer: Viewer, tmp_path: Path
+) -> None:
+    sequences = [{"score": 1.0, "messages": m} for m in conversation("**Asked**", *HOSTILE)]
+    viewer.open(written(tmp_path, {"id": "g", "sequences": sequences}), "group=g")
+    viewer.until(lambda: len(viewer.all(".card")) == len(HOSTILE))
+    assert len(viewer.all(".card .rendered")) >= 12
+    found = """return [...document.querySelectorAll('.rendered *')].flatMap(e => [e.localName, ...[...e.attributes]
+        .map(a => `${e.localName} ${a.name}=${a.value}`)])"""
+    names = set(viewer.run(found))
+    assert {"strong", "math", "mtext", "table", "pre"} <= names
+    bad = ("script", "iframe", "style", "link", "svg", "annotation-xml", "a", "object", "form")
+    assert names.isdisjoint(bad)
+    attributes = {name.partition("=")[0].split()[1] for name in names if "=" in name}
+    assert attributes <= {"class", "display", "mathvariant", "width", "displaystyle"}
+    assert not [name for name in names if "url(" in name or "position" in name or "chosen" in name]
+    assert "<script>alert(1)</script>" in viewer.inside(".rendered mtext, .rendered pre")
+    assert viewer.one("#detail").text.count("https://example.com") >= 3
+    tree = ["div", {"onclick": "x"}, ["script", {}, "hacked=1"], ["img", {"src": "https://x.org/"}]]
+    made = viewer.run("return built(arguments[0]).outerHTML", tree)
+    assert made == "<div><img></div>"
+
+
 def test_a_line_of_a_megabyte_is_shown_without_a_stop(viewer: Viewer, tmp_path: Path) -> None:
     long = "x" + "\U0001f600x" * 350_000
     sequences = [{"score": 0.0, "messages": m} for m in conversation("Go on", long, long + "y")]
@@ -582,12 +632,12 @@ def test_tools_and_reasoning_are_folded_and_images_shown(viewer: Viewer, tmp_pat
     viewer.until(lambda: viewer.all(".card"))
     assert viewer.texts(".card summary") == [
         "Reasoning, 7 characters",
-        'Calls add({"a": 1, "b": 2})',
-        "tool \u00b7 add 1 character: 3",
+        "Calls add",
         "Reasoning, 10 characters",
     ]
-    assert viewer.texts(".card pre") == ["Three."]
-    for summary in viewer.all(".card summary"):
+    assert viewer.texts(".card .role")[1] == "result \u00b7 add"
+    assert viewer.texts(".card pre") == ['{\n  "a": 1,\n  "b": 2\n}', "3", "Three."]
+    for summary in viewer.all(".card .reasoning summary"):
         summary.click()
     opened = ["Use it.", '{\n  "a": 1,\n  "b": 2\n}', "3", "It said 3.", "Three."]
     viewer.until(lambda: viewer.texts(".card pre") == opened)
@@ -595,11 +645,124 @@ def test_tools_and_reasoning_are_folded_and_images_shown(viewer: Viewer, tmp_pat
     assert "https://example.com/x.png" in viewer.one("#detail").text
 
 
+def test_a_prompt_ends_at_the_first_turn_of_the_model_and_turns_have_rewards(
+    viewer: Viewer, tmp_path: Path
+) -> None:
+    call = {"function": {"name": "add", "arguments": "{}"}}
+    shared = [
+        {"role": "user", "content": "Add"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "3"},
+    ]
+    sequences = [
+        {"score": 0.0, "turn_rewards": rewards, "messages": [*shared, last]}
+        for rewards, last in zip(
+            ([0.25, -0.5], [0.75]),
+            ({"role": "assistant", "content": end} for end in ("three", "four")),
+            strict=True,
+        )
+    ]
+    viewer.open(written(tmp_path, {"id": "g", "sequences": sequences}), "group=g")
+    viewer.until(lambda: len(viewer.all(".card")) == 2)
+    assert viewer.texts("#detail > section:first-of-type .role") == ["user"]
+    assert viewer.texts(".card .role") == [
+        *("assistant reward +0.25", "result", "assistant reward -0.5"),
+        *("assistant", "result", "assistant reward +0.75"),  # rewards of the last turns
+    ]
+
+
+def test_the_sequences_of_a_rollout_are_one_card(viewer: Viewer, tmp_path: Path) -> None:
+    [first, other] = conversation("Go", "one", "other")
+    second = [*first, {"role": "user", "content": "on"}, {"role": "assistant", "content": "two"}]
+    sequences = [
+        {"score": 1.0, "rollout": 0, "label": "rollout 1, part 1 of 2", "messages": first},
+        {"score": 0.0, "rollout": 1, "label": "rollout 2", "messages": other},
+        {"score": 1.0, "rollout": 0, "label": "rollout 1, part 2 of 2", "messages": second},
+    ]
+    viewer.open(written(tmp_path, {"id": "g", "sequences": sequences}), "group=g")
+    viewer.until(lambda: len(viewer.all(".card")) == 2)
+    assert viewer.texts(".card.rollout > header h4") == ["Rollout 1, 2 sequences"]
+    assert viewer.texts(".card.rollout .part h4") == [
+        *("#1 rollout 1, part 1 of 2", "#3 rollout 1, part 2 of 2"),
+    ]
+    assert viewer.texts(".card.rollout pre") == ["one", "on", "two"]
+    viewer.one(".card.rollout summary").click()
+    viewer.until(lambda: viewer.texts(".card.rollout pre") == ["one", "one", "on", "two"])
+
+
+def test_texts_are_rendered_and_one_switch_shows_them_raw(viewer: Viewer, tmp_path: Path) -> None:
+    call = '**So:** <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call> $x^2$ is it.'
+    [messages] = conversation("Is `2` **4**?", call)
+    messages[0]["content"] = [{"text": "First "}, {"image_url": {"url": PNG}}, {"text": "*then*"}]
+    viewer.open(written(tmp_path, group(1, sequences=[{"score": 1, "messages": messages}])))
+    viewer.one("#rows a").click()
+    viewer.until(lambda: viewer.texts(".card .rendered strong") == ["So:"])
+    assert viewer.all(".card .rendered math msup")
+    assert viewer.texts(".card summary") == ["Calls add"]
+    order = "return [...document.querySelector('.message.user').children].map(e => e.localName)"
+    assert viewer.run(order) == ["div", "pre", "button", "div"]
+    viewer.press("r")
+    viewer.until(lambda: viewer.texts(".card pre") == [call])
+    assert "raw=1" in viewer.state()
+    viewer.button("Rendered").click()
+    viewer.until(lambda: viewer.all(".card .rendered"))
+
+
 def test_plain_texts_share_their_prompt_up_to_a_whole_word(viewer: Viewer, tmp_path: Path) -> None:
     sequences = [{"score": 0.0, "text": f"Count to ten: {rest}"} for rest in ("one", "once")]
     viewer.open(written(tmp_path, {"id": "g", "sequences": sequences}), "group=g")
     viewer.until(lambda: viewer.texts(".card pre") == ["one", "once"])
     assert viewer.texts("#detail .message pre")[0] == "Count to ten: "
+
+
+def graded(folder: Path, right: list[bool]) -> Path:
+    """Write an evaluation of one answer to each item."""
+    samples = [
+        {"item_index": i, "item_hash": f"h{i}", "num_samples": 1, "sample_index": 0, "correct": one}
+        | {"messages": conversation(f"What is {i} + 1?", str(i + one))[0], "gold_answer": i + 1}
+        | {"extracted_answer": str(i + one), "num_tokens": 10 + i, "explanation": EVIL}
+        for i, one in enumerate(right)
+    ]
+    write_rows(folder / "samples.jsonl", *samples)
+    return folder
+
+
+def test_an_evaluation_shows_its_accuracy_and_its_wrong_answers(
+    viewer: Viewer, tmp_path: Path
+) -> None:
+    right = [i % 30 > 0 for i in range(300)]
+    viewer.open(generate_html(graded(tmp_path, right) / "samples.jsonl"))
+    viewer.until(lambda: viewer.texts(".result strong") == ["96.7 %"])
+    assert "95 % interval 94 % to 98.2 % \u00b7 300 answers" in viewer.one(".result").text
+    assert viewer.texts(".tabs button") == ["all 300", "wrong only 10", "right 290"]
+    assert len(viewer.all(".answers tbody tr")) == 200
+    viewer.run("arguments[0].click()", viewer.button("Show more of 300 answers"))
+    assert len(viewer.all(".answers tbody tr")) == 300
+    viewer.button("wrong only 10").click()
+    viewer.until(lambda: viewer.one("#count").text == "10 of 300 groups")
+    took = viewer.run("const t = performance.now(); showRun(); return performance.now() - t")
+    assert took < 500
+    first = viewer.all(".answers tbody tr")[1]
+    cells = ["30", "wrong", "What is 30 + 1?", "31", "30", "40", EVIL]
+    assert [cell.text for cell in first.find_elements(By.CSS_SELECTOR, "th, td")] == cells
+    viewer.all(".answers a")[1].click()
+    viewer.until(lambda: "Item 30" in viewer.texts("h2"))
+    viewer.press("j")
+    viewer.until(lambda: "Item 60" in viewer.texts("h2"))
+
+
+def test_a_comparison_shows_what_changed_in_both_directions(viewer: Viewer, tmp_path: Path) -> None:
+    before = graded(tmp_path / "before", [i >= 12 for i in range(60)])
+    after = graded(tmp_path / "after", [i != 40 for i in range(60)])
+    assert main(["compare", str(before), str(after), "--html", str(tmp_path / "p.html")]) == 0
+    viewer.open(tmp_path / "p.html")
+    viewer.until(lambda: viewer.texts(".result strong") == ["+18.3 points"])
+    assert "from 80 % to 98.3 %" in viewer.one(".result").text
+    assert "60 paired items" in viewer.one(".result").text
+    kinds = ["all 60", "wrong to right 12", "unchanged 47", "right to wrong 1"]
+    assert viewer.texts(".tabs button") == kinds
+    viewer.button("right to wrong 1").click()
+    viewer.until(lambda: viewer.texts(".answers .of-read") == ["41 \u2192 40"])
 
 
 def test_the_overview_has_charts_and_leads_to_filters(viewer: Viewer, page: Path) -> None:
@@ -777,6 +940,37 @@ def test_rows_of_100_000_groups_are_there_before_the_chunks(viewer: Viewer, tmp_
     assert viewer.run(drawing) < 2000
 
 
+def hub_after(num_groups: int) -> dict[str, Any]:
+    """Return what a live page says of the hub, and its readings."""
+    environment = {"name": "sums", "state": "active", "last_seen_s": 3.1, "queued_sequences": 5}
+    hub = {
+        **{"batch": "none", "blocker": "too_few", "reason": "too few groups", "refusal": None},
+        **{"current_step": 4, "policy_version": 4, "queued_groups": 3, "leased_batches": 0},
+        **{"num_active": 1, "num_environments": 1, "dead": {"size": 2}},
+        "environments": [{**environment, "items_in_flight": 2, "oldest_item_s": 240}],
+    }
+    points = [{"time": 60.0 * i, "queued": i, "step": 4, "score": None} for i in range(4)]
+    return {"hub": hub, "points": points}
+
+
+def test_a_served_page_asks_for_the_form_of_the_texts_it_shows(
+    viewer: Viewer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendering, "PAGE_CHARS", 0)  # no text has its form in the file
+    long = "**a** " + "x " * 30_000
+    [messages] = conversation("Is **it** $x$?", long)
+    write_rows(tmp_path / "g.jsonl", *[{"scores": [1.0], "messages": [messages]}] * 2)
+    page = StoredPage([tmp_path / "g.jsonl"], tmp_path / "p.html", None)
+    with serving_app(stored_app(page)) as url:
+        viewer.open(url, "group=line-2")
+        viewer.until(lambda: viewer.texts(".rendered strong") == ["it"])
+        assert viewer.all(".rendered math")
+        assert viewer.all(".card pre")  # the long text is shown as it is
+        viewer.button("Raw").click()
+        viewer.until(lambda: not viewer.all(".rendered"))
+        viewer.driver.execute_script("performance.clearResourceTimings()")  # its one request
+
+
 def test_a_live_page_shows_new_groups_and_keeps_the_open_one(viewer: Viewer) -> None:
     groups = [group(0)]
     is_broken = threading.Event()
@@ -788,7 +982,7 @@ def test_a_live_page_shows_new_groups_and_keeps_the_open_one(viewer: Viewer) -> 
             index = Index()
             for each in groups[-200:]:
                 index.add(row_of(each))
-            head = {"about": f"{len(groups)} so far"}
+            head = {"about": f"{len(groups)} so far", **hub_after(len(groups))}
             columns = index.content() if new else None
             found = json.dumps({"head": head, "index": columns, "groups": new, "vocabulary": {}})
             answer(request, b"?" if is_broken.is_set() else found.encode(), "application/json")
@@ -799,6 +993,13 @@ def test_a_live_page_shows_new_groups_and_keeps_the_open_one(viewer: Viewer) -> 
     with serving(handle) as url:
         viewer.open(url)
         viewer.wait_for_rows("What is 0 + 1?")
+        state = """return ['p', 'tbody tr', 'figcaption'].map(
+            kind => [...document.querySelectorAll(`#hub ${kind}`)].map(e => e.innerText.trim()))"""
+        assert viewer.run(state) == [
+            ["No batch: too few groups"],
+            ["sums\tactive\t3 s\t5\t2\t4 min"],
+            ["queued groups 3"],  # the others do not change
+        ]
         viewer.one("#rows a").click()
         viewer.until(lambda: viewer.all(".card"))
         groups += [group(1), group(2, environment="words")]

@@ -39,6 +39,10 @@ function passesColumns() {
     const isWanted = matcher(state.item);
     tests.push((row) => isWanted(index.item[row]) || isWanted(index.id[row]));
   }
+  if (state.kind) {
+    const wanted = rowsOfKind(state.kind);
+    tests.push((row) => wanted.has(row));
+  }
   between(index.score_mean, state.score_from, state.score_to);
   between(index.step, state.step_from, state.step_to);
   return index.id.map((_, row) => row).filter((row) => tests.every((test) => test(row)));
@@ -56,7 +60,7 @@ function inOrder(rows) {
 function updateList() {
   const rows = passesColumns();
   if (state.q) {
-    const key = JSON.stringify([state.q, state.env, state.fate, state.item, state.score_from, state.score_to, state.step_from, state.step_to, index.id.length, index.id[0]]);
+    const key = JSON.stringify([state.q, state.env, state.fate, state.item, state.score_from, state.score_to, state.step_from, state.step_to, state.kind, index.id.length, index.id[0]]);
     if (scan?.key !== key) beginScan(key, rows);
     listed = inOrder(rows.filter((row) => scan.found.has(row)));
   } else {

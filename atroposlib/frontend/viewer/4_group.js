@@ -14,10 +14,9 @@ function splitPrompt(group) {
   const shortest = Math.min(...spelled.map((messages) => messages.length));
   let shared = 0;
   while (shared < shortest && spelled.every((messages) => messages[shared] === spelled[0][shared])) shared += 1;
-  if (shared === shortest) {
-    const answer = all[0].slice(0, shared).findIndex((message) => message.role === "assistant");
-    shared = answer >= 0 ? answer : Math.max(0, shared - 1);
-  }
+  const answer = all[0].findIndex((message) => message.role === "assistant"); // what a model wrote is no prompt, also where all wrote the same
+  if (answer >= 0) shared = Math.min(shared, answer);
+  else if (shared === shortest) shared = Math.max(0, shared - 1);
   return { prompt: all[0].slice(0, shared), completions: all.map((messages) => messages.slice(shared)) };
 }
 
@@ -41,38 +40,50 @@ function flatText(messages) {
 }
 
 const parts = (content) => (Array.isArray(content) ? content : content === null || content === undefined ? [] : [content]);
-const imageOf = (part) => part?.image_url?.url ?? part?.image_url ?? null;
 
-function contentText(content) {
-  const ofPart = (part) => (typeof part === "string" ? part : typeof part?.text === "string" ? part.text : isImage(imageOf(part)) ? "" : text(part));
-  return parts(content).map(ofPart).join("");
+function imageOf(part) {
+  const { type, media_type, data } = part?.source ?? {};
+  return type === "base64" ? `data:${media_type};base64,${data}` : part?.image_url?.url ?? part?.image_url ?? null;
 }
+
+const partText = (part) => (typeof part === "string" ? part : typeof part?.text === "string" ? part.text : text(part));
+const contentText = (content) => parts(content).map((part) => (isImage(imageOf(part)) ? "" : partText(part))).join("");
 
 const image = (uri) =>
   el("button", { type: "button", class: "image", title: "Enlarge", onclick: (event) => event.currentTarget.classList.toggle("large") },
     el("img", { src: uri, alt: "image of the prompt", loading: "lazy" }));
 
 const ROLES = ["system", "user", "assistant", "tool"];
+const CARD_CHARS = 600; // longer results of tools and system prompts are folded
 
-function messageBlock(message) {
-  if (typeof message === "string") return el("div", { class: "message" }, longText(message));
+/** A message as a card: its role, the reward of the turn, and its parts in their order. */
+function messageBlock(message, reward) {
+  if (typeof message === "string") return el("div", { class: "message" }, richText(message));
   const role = ROLES.includes(message.role) ? message.role : "other";
-  const title = [String(message.role ?? ""), message.name].filter(Boolean).join(" \u00b7 ");
-  const images = parts(message.content).map(imageOf).filter(isImage).map(image);
+  const title = [role === "tool" ? "result" : String(message.role ?? ""), message.name].filter(Boolean).join(" \u00b7 ");
   const content = contentText(message.content);
-  const isFolded = role === "tool" || (role === "system" && content.length > 600);
-  if (isFolded) {
+  if ((role === "tool" || role === "system") && content.length > CARD_CHARS) {
     const summary = [el("span", { class: "role" }, title), ` ${counted(content.length, "character")}: `, el("bdi", {}, oneLine(content, 60))];
-    return fold(summary, () => [...images, ...longText(content)], { className: `message ${role}` });
+    return fold(summary, () => contentBlocks(message.content, role), { className: `message ${role}` });
   }
-  const { reasoning, answer } = role === "assistant" ? splitReasoning(message, content) : { reasoning: "", answer: content };
+  const { reasoning, answer } = role === "assistant" ? splitReasoning(message, content) : { reasoning: "", answer: message.content };
+  const calls = Array.isArray(message.tool_calls) ? message.tool_calls : [];
   return el("div", { class: `message ${role}` },
-    el("div", { class: "role" }, title),
-    images,
-    reasoning && fold(`Reasoning, ${counted(reasoning.length, "character")}`, () => longText(reasoning), { className: "reasoning", open: !answer && !message.tool_calls }),
-    answer && longText(answer),
-    (Array.isArray(message.tool_calls) ? message.tool_calls : []).map(toolCall),
-  );
+    el("div", { class: "role" }, `${title} `, isNumber(reward) && el("span", { class: "reward" }, `reward ${signed(reward)}`)),
+    reasoning && fold(`Reasoning, ${counted(reasoning.length, "character")}`, () => longText(reasoning), { className: "reasoning", open: !answer && !calls.length }),
+    contentBlocks(answer === content ? message.content : answer, role),
+    calls.map((call) => toolCall(call?.function ?? call)));
+}
+
+/** The parts of a content in their order: images, texts, and calls that a model wrote as text. */
+function contentBlocks(content, role) {
+  const ofText = (whole) => {
+    if (role === "tool") return longText(whole);
+    if (role !== "assistant" || state.raw) return whole && richText(whole);
+    const pieces = whole.split(/<tool_call>([^]*?)<\/tool_call>/);
+    return pieces.flatMap((piece, i) => (i % 2 ? toolCall(piece) : pieces.length > 1 ? piece.trim() && richText(piece.trim()) : piece && richText(piece)));
+  };
+  return parts(content).flatMap((part) => (isImage(imageOf(part)) ? image(imageOf(part)) : ofText(partText(part))));
 }
 
 /** Reasoning is a field of the message, or what stands before </think> (or after a <think> that was cut off). */
@@ -84,15 +95,18 @@ function splitReasoning(message, content) {
   return { reasoning: inside.replace(/^\s*<think>\s*/, "").trimEnd(), answer: end < 0 ? "" : content.slice(end + 8).trimStart() };
 }
 
+/** A call of a tool: {name, arguments}, or the text of one. */
 function toolCall(call) {
-  const { name, arguments: given } = call?.function ?? call ?? {};
-  let spelled = text(given);
-  try {
-    spelled = JSON.stringify(JSON.parse(spelled), null, 2);
-  } catch {
-    // Arguments that are not JSON are shown as they are.
-  }
-  return fold(["Calls ", el("code", {}, `${name ?? "?"}(${oneLine(text(given), 60)})`)], () => longText(spelled), { className: "call" });
+  const parsed = (value) => {
+    try {
+      return typeof value === "string" ? JSON.parse(value) : value;
+    } catch {
+      return value; // shown as it is
+    }
+  };
+  const { name, arguments: given = {} } = parsed(call) ?? {};
+  const inside = name === undefined ? text(call) : text(parsed(given));
+  return fold(["Calls ", el("code", {}, oneLine(name ?? "?", 60))], () => longText(inside), { className: "call", open: inside.length <= CARD_CHARS });
 }
 
 // The page of a group.
@@ -133,20 +147,39 @@ function textView(group) {
   const by = { score: (sequence) => sequence.score, advantage: (sequence) => sequence.advantage }[state.order];
   const rank = (number) => (isNumber(by(group.sequences[number])) ? by(group.sequences[number]) : -Infinity);
   if (by) order.sort((a, b) => rank(b) - rank(a) || a - b);
+  const ofSequence = (number) => group.sequences[number].rollout ?? `sequence ${number}`;
+  const rollouts = [...new Set(order.map(ofSequence))].map((rollout) => group.sequences.flatMap((_, number) => (ofSequence(number) === rollout ? [number] : [])));
   const orders = [["", "as sampled"], ["score", "by score"], ["advantage", "by advantage"]];
   return [
-    (prompt.length > 0 || loose.length > 0) && el("section", {}, el("h3", {}, "Prompt"), loose.map(image), prompt.map(messageBlock)),
+    (prompt.length > 0 || loose.length > 0) && el("section", {}, el("h3", {}, "Prompt"), loose.map(image), prompt.map((message) => messageBlock(message))),
     group.gold_answer && el("section", {}, el("h3", {}, "Expected answer"), longText(text(group.gold_answer))),
     el("section", {},
-      el("div", { class: "row" }, el("h3", {}, counted(completions.length, "completion")),
-        completions.length > 1 && choice(orders, state.order ?? "", (order) => go({ order: order || undefined }), "Order of the completions")),
-      el("div", { class: "completions" }, order.map((number) => completionCard(group, number, completions[number])))),
+      el("div", { class: "row" }, el("h3", {}, counted(rollouts.length, rollouts.length < completions.length ? "rollout" : "completion")),
+        rawSwitch(),
+        rollouts.length > 1 && choice(orders, state.order ?? "", (order) => go({ order: order || undefined }), "Order of the completions")),
+      el("div", { class: "completions" }, rollouts.map((numbers) => rolloutCard(group, numbers, completions)))),
     group.item !== null && group.item !== undefined && fold("Item", () => longText(text(group.item))),
     Object.keys(group.facts ?? {}).length > 0 && fold("About this group", () => facts(Object.entries(group.facts ?? {}).map(([name, value]) => [name, text(value)]))),
   ];
 }
 
-function completionCard(group, number, messages) {
+/** A rollout: its sequence, or its sequences in order, each with what the one before it does not have. */
+function rolloutCard(group, numbers, completions) {
+  if (numbers.length === 1) return el("section", { class: "card" }, sequenceBlocks(group, numbers[0], completions[numbers[0]]));
+  const spelled = numbers.map((number) => completions[number].map((message) => JSON.stringify(message)));
+  const name = `Rollout ${group.sequences[numbers[0]].rollout + 1}`;
+  return el("section", { class: "card rollout" },
+    el("header", {}, el("h4", {}, `${name}, ${counted(numbers.length, "sequence")}`)),
+    numbers.map((number, part) => {
+      const messages = completions[number];
+      let known = 0;
+      while (part > 0 && known < messages.length && spelled[part][known] === spelled[part - 1][known]) known += 1;
+      return el("section", { class: "part" }, sequenceBlocks(group, number, messages, known));
+    }));
+}
+
+/** What a card shows of a sequence; its first `numKnown` messages, shown before, are folded. */
+function sequenceBlocks(group, number, messages, numKnown = 0) {
   const sequence = group.sequences[number];
   const isFirst = state.pair === String(number);
   const compare = () => {
@@ -155,11 +188,18 @@ function completionCard(group, number, messages) {
     else go({ view: "diff", pair: `${state.pair},${number}` });
   };
   const title = isFirst ? "Choose the other" : "Compare";
-  return el("section", { class: "card" },
+  const rewards = sequence.turn_rewards ?? [];
+  const turns = messages.flatMap((message, place) => (message.role === "assistant" ? [place] : []));
+  const rewardOf = (place) => rewards[turns.indexOf(place) - Math.max(0, turns.length - rewards.length)];
+  const shown = messages.map((message, place) => () => messageBlock(message, turns.includes(place) ? rewardOf(place) : null));
+  return [
     el("header", {}, el("h4", {}, sequenceName(sequence, number)), figuresOf(sequence),
       group.sequences.length > 1 && el("button", { type: "button", "aria-pressed": String(isFirst), onclick: compare }, title)),
     sequence.metrics && facts(Object.entries(sequence.metrics).map(([name, value]) => [name, isNumber(value) ? figure(value) : text(value)])),
-    el("div", { class: "messages", tabindex: 0, role: "group", "aria-label": `Text of ${sequenceName(sequence, number)}` }, messages.map(messageBlock)));
+    el("div", { class: "messages", tabindex: 0, role: "group", "aria-label": `Text of ${sequenceName(sequence, number)}` },
+      numKnown > 0 && fold(`${counted(numKnown, "message")} as in the part before`, () => shown.slice(0, numKnown).map((show) => show())),
+      shown.slice(numKnown).map((show) => show())),
+  ];
 }
 
 const sequenceName = (sequence, number) => [`#${number + 1}`, sequence.label].filter(Boolean).join(" ");

@@ -34,7 +34,7 @@ function show() {
   showDetail({ keepPlace: isGroupSame }).catch(showError);
 }
 
-const LIST_FIELDS = ["q", "env", "item", "fate", "sort", "score_from", "score_to", "step_from", "step_to"];
+const LIST_FIELDS = ["q", "env", "item", "fate", "sort", "score_from", "score_to", "step_from", "step_to", "kind"];
 
 async function showDetail({ keepPlace = false } = {}) {
   document.body.dataset.show = state.group ? "group" : state.view in PAGES ? "run" : "list";
@@ -52,6 +52,7 @@ async function showDetail({ keepPlace = false } = {}) {
       return;
     }
     shownGroup = { id, ...found };
+    useTrees(found.group);
   }
   const { group, vocabulary } = shownGroup;
   const scrolled = byId("detail").scrollTop;
@@ -93,10 +94,12 @@ function showError(error) {
 // The overview: figures, charts, environments, reasons.
 
 /** The pages that are about no group, by `view`. */
-const PAGES = { run: overview, step: stepPage, lengths: lengthsPage };
+const PAGES = { run: () => (index.evaluation ? evaluationView(index.evaluation) : overview()), step: stepPage, lengths: lengthsPage };
 
 function showRun() {
-  if (!state.group) byId("detail").replaceChildren(...(PAGES[state.view] ?? overview)().filter(Boolean));
+  if (state.group) return;
+  byId("detail").replaceChildren(...(PAGES[state.view] ?? PAGES.run)().filter(Boolean));
+  showLive();
 }
 
 function overview() {
@@ -109,6 +112,7 @@ function overview() {
   const reasons = index.reasons.map((reason, number) => [reason, { fate: `dropped: ${reason}` }, num(index.dropped, number)]);
   return [
     el("h2", {}, "Overview"),
+    ...(head.live ? [el("div", { id: "hub" })] : []),
     facts([
       ["groups", figure(index.id.length)],
       ["sequences", figure(index.num_sequences.reduce((sum, count) => sum + count, 0))],
@@ -201,6 +205,7 @@ const KEYS = {
   c: nextColour,
   n: () => openChange(1),
   p: () => openChange(-1),
+  r: () => state.group && go({ raw: state.raw ? undefined : "1" }),
   Escape: goBack,
   "?": () => byId("keys").showModal(),
 };
@@ -233,6 +238,9 @@ function showHead(shown) {
   byId("title").textContent = shown.title ?? "";
   byId("about").textContent = shown.about ?? "";
   head.charts = shown.charts;
+  head.hub = shown.hub;
+  head.points = shown.points;
+  showLive();
 }
 
 function showIndex() {

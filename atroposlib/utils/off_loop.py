@@ -11,6 +11,7 @@ import asyncio
 import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -22,5 +23,6 @@ def _thread() -> ThreadPoolExecutor:
 
 
 async def off_loop(work: Callable[..., T], *args: Any) -> T:
-    """Return `work(*args)`; a cancelled caller does not wait for it."""
-    return await asyncio.get_running_loop().run_in_executor(_thread(), work, *args)
+    """Return `work(*args)`, with the caller's context variables; a cancelled caller does not wait for it."""
+    run = copy_context().run
+    return await asyncio.get_running_loop().run_in_executor(_thread(), run, work, *args)

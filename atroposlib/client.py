@@ -396,7 +396,8 @@ class HubClient:
             owner = address.answered(url, status=response.status, named=named)
             if owner is not None:
                 await self._check(owner, self._session)
-        _raise_for_status(response.status, body, where, response.headers.get("Retry-After"))
+        if response.status >= 400:
+            raise _error_of(response.status, body, where, response.headers.get("Retry-After"))
         return body
 
     async def _check(self, owner: Owner, session: aiohttp.ClientSession) -> None:
@@ -739,7 +740,8 @@ class TrainerClient:
             owner = address.answered(url, status=status, named=named)
             if owner is not None:
                 self._check(owner)
-        _raise_for_status(status, response.content, where, response.headers.get("Retry-After"))
+        if status >= 400:
+            raise _error_of(status, response.content, where, response.headers.get("Retry-After"))
         return response
 
     def _check(self, owner: Owner) -> None:
@@ -839,15 +841,14 @@ def _headers(token: str | None) -> Mapping[str, str]:
     return headers | {"Authorization": f"Bearer {token}"} if token else headers
 
 
-def _raise_for_status(status: int, body: bytes, where: str, retry_after: str | None) -> None:
-    if status < 400:
-        return
+def _error_of(status: int, body: bytes, where: str, retry_after: str | None) -> HubError:
+    """Return the error that a status of 400 or more stands for."""
     detail = body.decode("utf-8", "replace")
     message = f"{where}: {status} {detail:.500}"
     if is_transient_status(status):
-        raise HubUnavailable(message, retry_after_s=read_retry_after(retry_after))
+        return HubUnavailable(message, retry_after_s=read_retry_after(retry_after))
     kind = TrainerSuperseded if status == 409 and '"superseded"' in detail else HubRejected
-    raise kind(message, status=status, detail=detail)
+    return kind(message, status=status, detail=detail)
 
 
 def _pause_s(state: tenacity.RetryCallState) -> float:

@@ -45,8 +45,8 @@ from atroposlib.inference.servers.sampling_notes import (
     position,
 )
 from atroposlib.inference.sessions.managed_server import ManagedServer, ManagedTurn, Prompt
-from atroposlib.inference.sessions.messages import has_images, is_opened
 from atroposlib.inference.sessions.sequences import SequenceNode
+from atroposlib.inference.tools.messages import has_images, is_opened
 from atroposlib.inference.tools.parsers import style_named
 from atroposlib.inference.tools.thoughts import THINK, Spoken, ThinkTags
 from atroposlib.proxy.chat import DISTRIBUTION_KEPT, EngineSampling

@@ -22,20 +22,12 @@ from atroposlib.errors import ConfigError, EngineProtocolError, EngineRejected
 from atroposlib.inference.servers.api_server import APIServer, TokenCompletions
 from atroposlib.inference.servers.openai_routes import (
     OTHER_LIMIT_NAMES,
-    chat_completion_from,
     completion_from,
     import_openai,
 )
 from atroposlib.inference.servers.sampling_notes import noted, recorded
 from atroposlib.inference.servers.streaming import listening
 from atroposlib.inference.sessions.chat_template import ChatTemplate, TemplateOptions
-from atroposlib.inference.sessions.messages import (
-    call_ids,
-    has_images,
-    identity,
-    is_opened,
-    read_messages,
-)
 from atroposlib.inference.sessions.recognition import Difference, SaidTurn, called
 from atroposlib.inference.sessions.sampled_text import TextSoFar, read_turns, stops_to_cut
 from atroposlib.inference.sessions.sequences import (
@@ -49,6 +41,13 @@ from atroposlib.inference.sessions.sequences import (
     VisibleText,
     state_of,
 )
+from atroposlib.inference.tools.messages import (
+    call_ids,
+    has_images,
+    identity,
+    is_opened,
+    read_messages,
+)
 from atroposlib.inference.tools.thoughts import THINK, ThinkTags
 from atroposlib.inference.tools.tool_messages import (
     OpenAIToolCall,
@@ -57,6 +56,7 @@ from atroposlib.inference.tools.tool_messages import (
 from atroposlib.utils.answer_bodies import completion_body
 from atroposlib.utils.off_loop import off_loop
 from atroposlib.utils.tokenizers import load_tokenizer
+from atroposlib.utils.tokenizers.backends import encode_prompt
 
 if TYPE_CHECKING:
     from atroposlib.inference.tools.parsers.style import Style, ToolCallParser
@@ -230,7 +230,7 @@ class ManagedServer:
                 replies.append(reply)
             _describe(answer, messages, completions)
             has_calls = any("tool_calls" in reply for reply in replies)
-            build = completion_with_tool_calls if has_calls else chat_completion_from
+            build = completion_with_tool_calls if has_calls else completion_from
             body = self._body(turn, completions, [{"message": reply} for reply in replies])
             yield ManagedTurn(build(body), answer, turn.full_text)
             self._store.commit(turn, completions)
@@ -261,7 +261,7 @@ class ManagedServer:
                 messages = read_messages(kwargs["messages"])
                 tokens = self._chat_tokens(messages, options)
             elif kwargs.get("prompt") is not None:
-                tokens = self._template.encode(kwargs["prompt"], add_special_tokens=True)
+                tokens = encode_prompt(self.tokenizer, kwargs["prompt"])
             else:
                 raise ValueError("get_logprobs needs input_ids, prompt or messages")
             kwargs = {**kwargs, "input_ids": tokens}
@@ -353,15 +353,14 @@ class ManagedServer:
         pieces = self._template.render(messages, options=options)
         assert pieces is not None  # without tracked turns there is one piece
         text = pieces[0] + _opening(messages)
-        tokens = self._template.encode(text, add_special_tokens=False)
+        tokens = encode_prompt(self.tokenizer, text, add_special_tokens=False)
         place = ChatPlace(index=len(before), lead=pieces[0])
         return self._first_turn(text, tokens, messages=before, place=place)
 
     def _first_turn(self, text: str, tokens: list[int], **rest: Any) -> PendingTurn:
         """Prepare a turn that continues no sequence."""
-        order = self._store.next_order()
         return PendingTurn(
-            order=order,
+            order=next(self._store.orders),
             tokens=tokens,
             full_text=text,
             visible_text=VisibleText(text),
@@ -411,7 +410,7 @@ class ManagedServer:
             full_text = full_text.removesuffix(match.stage.end)
         added_tokens, added_text = self._template.join(kept, added)
         return PendingTurn(
-            order=self._store.next_order(),
+            order=next(self._store.orders),
             tokens=kept + added_tokens,
             full_text=full_text + added_text,
             visible_text=VisibleText(added, after=match.stage.visible_text),
@@ -423,7 +422,7 @@ class ManagedServer:
     def _prepare_text(self, prompt: str) -> PendingTurn:
         found = self._store.find_text(prompt)
         if found is None:
-            tokens = self._template.encode(prompt, add_special_tokens=True)
+            tokens = encode_prompt(self.tokenizer, prompt)
             return self._first_turn(prompt, tokens)
         match, added = found
         if not added:

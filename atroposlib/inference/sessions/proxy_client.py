@@ -14,17 +14,16 @@ from typing import Any, Self
 from pydantic import BaseModel, ValidationError
 
 from atroposlib.errors import EngineProtocolError
-from atroposlib.inference.servers.http_peer import HttpPeer, raise_for_status
+from atroposlib.inference.servers.http_peer import HttpPeer, error_of
 from atroposlib.inference.servers.openai_routes import (
-    chat_completion_from,
     completion_from,
     read_request,
 )
 from atroposlib.inference.servers.sampling_notes import note_sampling, noted
 from atroposlib.inference.sessions.sequences import SequenceNode, state_of
+from atroposlib.inference.tools.messages import as_dict
 from atroposlib.inference.tools.tool_messages import (
     OpenAIToolCall,
-    as_dict,
     completion_with_tool_calls,
 )
 
@@ -89,7 +88,7 @@ class ProxyManagedServer:
             if calls := choice["message"].get("tool_calls"):
                 has_calls = True
                 choice["message"]["tool_calls"] = [OpenAIToolCall.of(call) for call in calls]
-        return completion_with_tool_calls(body) if has_calls else chat_completion_from(body)
+        return completion_with_tool_calls(body) if has_calls else completion_from(body)
 
     async def completion(self, **kwargs: Any) -> Any:
         """Sample continuations of a text prompt and return an `openai` `Completion`."""
@@ -135,8 +134,8 @@ class ProxyManagedServer:
             )
         finally:
             await self._peer.close()
-        if status not in (200, 404, 410):
-            raise_for_status(status, body, where=f"DELETE {self.proxy_url}/{self.session_uuid}")
+        if status >= 400 and status not in (404, 410):
+            raise error_of(status, body, where=f"DELETE {self.proxy_url}/{self.session_uuid}")
 
     async def __aenter__(self) -> Self:
         return self
@@ -174,7 +173,8 @@ class ProxyManagedServer:
         """Send a request about the session's sequences and return the body of the answer."""
         path = f"/{self.session_uuid}/nodes"
         status, body = await send(path, timeout_s=CONTROL_TIMEOUT_S)
-        raise_for_status(status, body, where=self.proxy_url + path)
+        if status >= 400:
+            raise error_of(status, body, where=self.proxy_url + path)
         return body
 
 

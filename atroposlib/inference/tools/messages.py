@@ -9,11 +9,19 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from atroposlib.inference.tools.tool_messages import as_dict, parsed_json
+from pydantic import BaseModel
 
 Message = Mapping[str, Any]
 
 _COMPARED_KEYS = ("name", "tool_call_id", "reasoning_content", "reasoning")
+
+
+def as_dict(message: Any) -> dict[str, Any]:
+    """Return a message as a dict; `completion.choices[0].message` is a pydantic object."""
+    # The check for a model takes longer than copying most messages.
+    if not isinstance(message, dict) and isinstance(message, BaseModel):
+        return message.model_dump(exclude_none=True)
+    return dict(message)
 
 
 def read_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
@@ -106,3 +114,11 @@ def with_parsed(call: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(function.get("arguments"), str):
         function = {**function, "arguments": parsed_json(function["arguments"])}
     return {**call, "function": function}
+
+
+def parsed_json(arguments: str) -> Any:
+    """Return the JSON value of a call's arguments; the text if they are not JSON."""
+    try:
+        return json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments

@@ -57,6 +57,7 @@ from atroposlib.hub_address import CHECK_S, SILENCE_S, HubAddress, Owner
 from atroposlib.patience import Backoff, is_transient_status, read_retry_after
 from atroposlib.samples import Sample, samples
 from atroposlib.scored_data import ScoredGroup, Strictness, check_group
+from atroposlib.utils.off_loop import off_loop
 from atroposlib.utils.wording import without_users
 from atroposlib.wire import (
     CONTENT_TYPE_JSON,
@@ -311,8 +312,9 @@ class HubClient:
         if missing:
             raise ValueError(f"groups[{missing[0]}].group_id: None; a retry would store it twice")
         path = "/scored_data" if len(groups) == 1 else "/scored_data_list"
+        is_large = sum(group.num_tokens for group in groups) > _OFFLOAD_TOKENS
         if self._speaks_packed:
-            body = await _encode(groups, lambda groups: join_packed(map(pack_group, groups)))
+            body = await off_loop(_packed_body, groups, is_large=is_large)
             receipt = None
             is_worth_it = self._compresses and len(body) > _COMPRESS_FROM_BYTES
             if is_worth_it:
@@ -324,7 +326,7 @@ class HubClient:
                 self._compresses = self._compresses and not (is_worth_it and receipt is not None)
             if receipt is not None:
                 return receipt
-        body = await _encode(groups, _json_body)
+        body = await off_loop(_json_body, groups, is_large=is_large)
         receipt = await self._send(path, body, {"Content-Type": CONTENT_TYPE_JSON})
         self._speaks_packed = False
         return receipt
@@ -815,12 +817,8 @@ def _json_object(body: bytes, where: str) -> dict[str, Any]:
         raise HubError(f"{where}: unexpected answer {body[:200]!r}") from e
 
 
-async def _encode(
-    groups: Sequence[ScoredGroup], encode: Callable[[Sequence[ScoredGroup]], bytes]
-) -> bytes:
-    if sum(group.num_tokens for group in groups) > _OFFLOAD_TOKENS:
-        return await asyncio.to_thread(encode, groups)
-    return encode(groups)
+def _packed_body(groups: Sequence[ScoredGroup]) -> bytes:
+    return join_packed(map(pack_group, groups))
 
 
 def _json_body(groups: Sequence[ScoredGroup]) -> bytes:

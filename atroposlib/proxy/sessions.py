@@ -40,7 +40,7 @@ from atroposlib.inference.servers.admission import start_turn
 from atroposlib.inference.servers.api_server import TokenCompletions
 from atroposlib.inference.servers.sampling_notes import (
     SamplingNotes,
-    noted,
+    item_notes,
     noting_sampling,
     position,
 )
@@ -183,7 +183,7 @@ class Session:
         self._calls: set[asyncio.Task[Any]] = set()
         self._num_asked = 0
         """Sequences of the requests that are being sampled."""
-        self._group, self._position = noted(), position.get()
+        self._group, self._position = item_notes.get(), position.get()
         """Of the item or `group` that opened the session; the agent's requests come from outside it."""
         # The notes of a proxy's group are not read.
         self._notes = None if options.group is not None else self._group

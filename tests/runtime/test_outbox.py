@@ -209,7 +209,7 @@ async def test_numpy_values_and_policy_version_arrive() -> None:
 
 
 class Tensor:
-    """Stands for torch's tensor, which this suite does not load: what `without_tensors` uses of it."""
+    """Stands for torch's tensor, which this suite does not load: what `plain_group` uses of it."""
 
     def __init__(self, values: Any, *, is_narrow: bool = False) -> None:
         self.values, self.is_narrow = np.asarray(values), is_narrow

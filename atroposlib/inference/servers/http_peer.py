@@ -175,9 +175,7 @@ class HttpPeer:
             raise error_of(status, answer, where=where, retry_after=retry_after)
         self._served.add(body.get("model"))
         try:
-            if len(answer) < THREAD_FROM_BYTES:
-                return read(answer)
-            return await off_loop(read, answer)
+            return await off_loop(read, answer, is_large=len(answer) >= THREAD_FROM_BYTES)
         except (msgspec.DecodeError, UnicodeDecodeError) as e:
             is_json = isinstance(e, msgspec.ValidationError)
             what = "unexpected values" if is_json else "a body that is not JSON"

@@ -25,7 +25,7 @@ from atroposlib.inference.servers.openai_routes import (
     completion_from,
     import_openai,
 )
-from atroposlib.inference.servers.sampling_notes import noted, recorded
+from atroposlib.inference.servers.sampling_notes import item_notes, recorded
 from atroposlib.inference.servers.streaming import listening
 from atroposlib.inference.sessions.chat_template import ChatTemplate, TemplateOptions
 from atroposlib.inference.sessions.recognition import Difference, SaidTurn, called
@@ -330,7 +330,7 @@ class ManagedServer:
         self.broken_prefixes[difference.reason] += 1
         if isinstance(self.server, APIServer):
             self.server.broken_prefixes[difference.reason] += 1
-        if (notes := noted()) is not None:
+        if (notes := item_notes.get()) is not None:
             notes.broken_prefixes[difference.reason] += 1
         if difference.reason == "template":
             self._template.say_once(
@@ -527,10 +527,8 @@ class ManagedServer:
         if has_channels:  # the end shows that a call is whole
             raw_text += sampled.end
         tools = (tools or []) if may_call else []
-        if len(raw_text) < THREAD_FROM_CHARS:
-            read = self._translator.read(raw_text, tools)
-        else:
-            read = await off_loop(self._translator.read, raw_text, tools)
+        is_large = len(raw_text) >= THREAD_FROM_CHARS
+        read = await off_loop(self._translator.read, raw_text, tools, is_large=is_large)
         if has_channels:
             content = read.parsed.content.removeprefix(continued)
             thoughts = {"reasoning_content": read.thoughts} if read.thoughts else {}

@@ -19,7 +19,7 @@ from atroposlib.inference.servers.openai_routes import (
     completion_from,
     read_request,
 )
-from atroposlib.inference.servers.sampling_notes import note_sampling, noted
+from atroposlib.inference.servers.sampling_notes import item_notes, note_sampling
 from atroposlib.inference.sessions.sequences import SequenceNode, state_of
 from atroposlib.inference.tools.messages import as_dict
 from atroposlib.inference.tools.tool_messages import (
@@ -115,7 +115,7 @@ class ProxyManagedServer:
         if number > self._last_fetch:  # of concurrent fetches, the one sent last wins
             self._last_fetch, self._nodes = number, found.nodes
         more = Counter(found.broken_prefixes) - self.broken_prefixes
-        own = [] if (notes := noted()) is None else [notes.broken_prefixes]
+        own = [] if (notes := item_notes.get()) is None else [notes.broken_prefixes]
         for counts in (self.broken_prefixes, self._counts, *own):
             counts.update(more)
         return self.get_state()
@@ -199,7 +199,7 @@ async def create_proxy_session(
     body = {"tool_parser": tool_parser, "track_tree": track_tree, **(options or {})}
     if base_url is not None:
         body["base_url"] = base_url
-    if (notes := noted()) is not None:
+    if (notes := item_notes.get()) is not None:
         body.setdefault("group", notes.key)
     try:
         made: Any = await peer.post("/sessions/create", body, timeout_s=CONTROL_TIMEOUT_S)

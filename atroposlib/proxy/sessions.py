@@ -46,7 +46,7 @@ from atroposlib.inference.servers.sampling_notes import (
 )
 from atroposlib.inference.sessions.managed_server import ManagedServer, ManagedTurn, Prompt
 from atroposlib.inference.sessions.sequences import SequenceNode
-from atroposlib.inference.tools.messages import has_images, is_opened
+from atroposlib.inference.tools.messages import begun_text, has_images
 from atroposlib.inference.tools.parsers import style_named
 from atroposlib.inference.tools.thoughts import THINK, Spoken, ThinkTags
 from atroposlib.proxy.chat import DISTRIBUTION_KEPT, EngineSampling
@@ -228,7 +228,7 @@ class Session:
         The answer has the id and the time of `head`. `say` is called with what is certain of each choice.
         """
         kwargs: dict[str, Any] = {"messages": ask.messages, **ask.template}
-        if has_images(ask.messages) and is_opened(ask.messages):
+        if has_images(ask.messages) and begun_text(ask.messages) is not None:
             raise ProxyError(
                 "the model cannot continue an answer in a chat with images", param="messages"
             )

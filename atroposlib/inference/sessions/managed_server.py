@@ -42,10 +42,10 @@ from atroposlib.inference.sessions.sequences import (
     state_of,
 )
 from atroposlib.inference.tools.messages import (
+    begun_text,
     call_ids,
     has_images,
     identity,
-    is_opened,
     read_messages,
 )
 from atroposlib.inference.tools.thoughts import THINK, ThinkTags
@@ -204,7 +204,7 @@ class ManagedServer:
         messages = read_messages(kwargs["messages"])
         kwargs, options = _take_options(kwargs)
         turn = self._prepare_chat(messages, options)
-        continued = _opening(messages)
+        continued = begun_text(messages) or ""
         tools = options.tools if self.tool_parser is not None else None
         tags = self._template.think_tags or THINK
         completions, replies = [], []
@@ -310,9 +310,9 @@ class ManagedServer:
             chat = _chat_with_images(list(map(self._template.with_calls_shown, messages)), options)
             first = ChatPlace(index=len(messages))
             return self._first_turn("", [], messages=identities, place=first, chat=chat)
-        if is_opened(messages):
+        if (begun := begun_text(messages)) is not None:
             *before, _ = identities
-            found = self._store.find_opened(before, messages[-1]["content"])
+            found = self._store.find_opened(before, begun)
             if found is not None:
                 ended, added = found
                 place = ended.stage.place
@@ -352,7 +352,7 @@ class ManagedServer:
     ) -> PendingTurn:
         pieces = self._template.render(messages, options=options)
         assert pieces is not None  # without tracked turns there is one piece
-        text = pieces[0] + _opening(messages)
+        text = pieces[0] + (begun_text(messages) or "")
         tokens = encode_prompt(self.tokenizer, text, add_special_tokens=False)
         place = ChatPlace(index=len(before), lead=pieces[0])
         return self._first_turn(text, tokens, messages=before, place=place)
@@ -392,7 +392,7 @@ class ManagedServer:
                 return None
             place.lead = lead
         place = ChatPlace(index=len(before), lead=pieces[-1], previous=match.stage)
-        added = match.given + pieces[-1] + _opening(messages)
+        added = match.given + pieces[-1] + (begun_text(messages) or "")
         kept = match.tokens(match.stage.num_tokens)
         return self._after(match, kept, added, messages=before, place=place)
 
@@ -593,7 +593,7 @@ def limit_tokens(request: dict[str, Any], room: int) -> None:
 
 def _chat_with_images(messages: list[dict[str, Any]], options: TemplateOptions) -> dict[str, Any]:
     """Return the keywords with which the engine renders a chat; tool calls are parsed here, not by the engine."""
-    if is_opened(messages):
+    if begun_text(messages) is not None:
         raise ValueError("the model cannot continue an answer in a chat with images")
     chat: dict[str, Any] = {"messages": messages}
     if options.tools:
@@ -606,10 +606,6 @@ def _chat_with_images(messages: list[dict[str, Any]], options: TemplateOptions) 
 def _refuse_images(messages: Sequence[Mapping[str, Any]]) -> None:
     if has_images(messages):
         raise ValueError("only the engine knows the tokens of a prompt with images")
-
-
-def _opening(messages: Sequence[Mapping[str, Any]]) -> str:
-    return str(messages[-1]["content"]) if is_opened(messages) else ""
 
 
 def _take_options(kwargs: dict[str, Any]) -> tuple[dict[str, Any], TemplateOptions]:

@@ -98,9 +98,11 @@ def call_ids(message: Message) -> tuple[str, ...]:
     return tuple(str(call.get("id")) for call in message.get("tool_calls") or ())
 
 
-def is_opened(messages: Sequence[Message]) -> bool:
-    """Whether the model continues the last message instead of answering it."""
-    return messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
+def begun_text(messages: Sequence[Message]) -> str | None:
+    """Return the last message's text if the model continues it; None if the model answers it."""
+    last = messages[-1]
+    is_continued = last["role"] == "assistant" and not last.get("tool_calls")
+    return str(last["content"]) if is_continued else None
 
 
 def _plain(call: Any) -> dict[str, Any]:

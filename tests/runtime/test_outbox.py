@@ -618,3 +618,9 @@ async def test_a_group_that_the_environment_sends_itself_has_what_was_noted() ->
     outbox = make_outbox(ScriptedEnv())
     outbox.author_sends = outbox.post
     assert (await sampled_at(0.7, outbox=outbox)).generation_params == {"temperature": 0.7}
+
+
+async def test_a_group_that_the_environment_sends_itself_may_have_texts_for_messages() -> None:
+    outbox = make_outbox(ScriptedEnv())
+    await outbox.post(make_group() | {"messages": ["yes", "no"]})
+    assert outbox.held[0].messages == [[{"role": "user", "content": t}] for t in ("yes", "no")]

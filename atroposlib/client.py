@@ -58,6 +58,7 @@ from atroposlib.hub_address import CHECK_S, SILENCE_S, HubAddress, Owner
 from atroposlib.patience import Backoff, is_transient_status, read_retry_after
 from atroposlib.samples import Sample, samples
 from atroposlib.scored_data import ScoredGroup, Strictness, check_group
+from atroposlib.utils.off_loop import off_loop
 from atroposlib.utils.wording import without_users
 from atroposlib.wire import (
     CONTENT_TYPE_JSON,
@@ -312,8 +313,9 @@ class HubClient:
         if missing:
             raise ValueError(f"groups[{missing[0]}].group_id: None; a retry would store it twice")
         path = "/scored_data" if len(groups) == 1 else "/scored_data_list"
+        is_large = sum(group.num_tokens for group in groups) > _OFFLOAD_TOKENS
         if self._speaks_packed:
-            body = await _encode(groups, lambda groups: join_packed(map(pack_group, groups)))
+            body = await off_loop(_packed_body, groups, is_large=is_large)
             receipt = None
             is_worth_it = self._compresses and len(body) > _COMPRESS_FROM_BYTES
             if is_worth_it:
@@ -325,7 +327,7 @@ class HubClient:
                 self._compresses = self._compresses and not (is_worth_it and receipt is not None)
             if receipt is not None:
                 return receipt
-        body = await _encode(groups, _json_body)
+        body = await off_loop(_json_body, groups, is_large=is_large)
         receipt = await self._send(path, body, {"Content-Type": CONTENT_TYPE_JSON})
         self._speaks_packed = False
         return receipt
@@ -397,7 +399,8 @@ class HubClient:
             owner = address.answered(url, status=response.status, named=named)
             if owner is not None:
                 await self._check(owner, self._session)
-        _raise_for_status(response.status, body, where, response.headers.get("Retry-After"))
+        if response.status >= 400:
+            raise _error_of(response.status, body, where, response.headers.get("Retry-After"))
         return body
 
     async def _check(self, owner: Owner, session: aiohttp.ClientSession) -> None:
@@ -744,7 +747,8 @@ class TrainerClient:
             owner = address.answered(url, status=status, named=named)
             if owner is not None:
                 self._check(owner)
-        _raise_for_status(status, response.content, where, response.headers.get("Retry-After"))
+        if status >= 400:
+            raise _error_of(status, response.content, where, response.headers.get("Retry-After"))
         return response
 
     def _check(self, owner: Owner) -> None:
@@ -818,12 +822,8 @@ def _json_object(body: bytes, where: str) -> dict[str, Any]:
         raise HubError(f"{where}: unexpected answer {body[:200]!r}") from e
 
 
-async def _encode(
-    groups: Sequence[ScoredGroup], encode: Callable[[Sequence[ScoredGroup]], bytes]
-) -> bytes:
-    if sum(group.num_tokens for group in groups) > _OFFLOAD_TOKENS:
-        return await asyncio.to_thread(encode, groups)
-    return encode(groups)
+def _packed_body(groups: Sequence[ScoredGroup]) -> bytes:
+    return join_packed(map(pack_group, groups))
 
 
 def _json_body(groups: Sequence[ScoredGroup]) -> bytes:
@@ -844,15 +844,14 @@ def _headers(token: str | None) -> Mapping[str, str]:
     return headers | {"Authorization": f"Bearer {token}"} if token else headers
 
 
-def _raise_for_status(status: int, body: bytes, where: str, retry_after: str | None) -> None:
-    if status < 400:
-        return
+def _error_of(status: int, body: bytes, where: str, retry_after: str | None) -> HubError:
+    """Return the error that a status of 400 or more stands for."""
     detail = body.decode("utf-8", "replace")
     message = f"{where}: {status} {detail:.500}"
     if is_transient_status(status):
-        raise HubUnavailable(message, retry_after_s=read_retry_after(retry_after))
+        return HubUnavailable(message, retry_after_s=read_retry_after(retry_after))
     kind = TrainerSuperseded if status == 409 and '"superseded"' in detail else HubRejected
-    raise kind(message, status=status, detail=detail)
+    return kind(message, status=status, detail=detail)
 
 
 def _pause_s(state: tenacity.RetryCallState) -> float:

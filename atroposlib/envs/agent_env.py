@@ -40,7 +40,7 @@ from atroposlib.envs.rewards import RewardFailure
 from atroposlib.envs.tool_env import call_function
 from atroposlib.errors import EngineError, EnvError
 from atroposlib.inference.servers.choices import run_together
-from atroposlib.inference.servers.sampling_notes import note_sampling, noted
+from atroposlib.inference.servers.sampling_notes import item_notes, note_sampling
 from atroposlib.inference.sessions.proxy_client import create_proxy_session
 from atroposlib.inference.sessions.sequences import SequenceNode, ledger_of, num_sampled, train_once
 from atroposlib.proxy.command import create_app
@@ -271,7 +271,7 @@ class AgentEnv(DatasetEnv):
 
     def _keep_ledger(self, nodes: list[SequenceNode], chosen: list[SequenceNode]) -> None:
         """Check that each token sampled in a run is trained once, or counted as left out."""
-        if self.server.use_proxy and (notes := noted()) is not None:
+        if self.server.use_proxy and (notes := item_notes.get()) is not None:
             notes.num_sampled += num_sampled(nodes)
         ledger = ledger_of(nodes, chosen)
         if ledger is None:

@@ -32,18 +32,6 @@ def one_message(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
-def with_text_as_messages(group: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the group with each plain text in `messages` replaced by a conversation of one message.
-
-    Environments that load texts, such as the original's SFT loader, have no conversations.
-    """
-    messages = group.get("messages")
-    if not isinstance(messages, list) or not any(isinstance(each, str) for each in messages):
-        return group
-    read = [one_message(each) if isinstance(each, str) else each for each in messages]
-    return {**group, "messages": read}
-
-
 def drop_rule(
     checked: ScoredGroup,
     *,
@@ -74,10 +62,12 @@ def drop_rule(
 _NUMBERS = [f.name for f in FIELDS if f.is_numeric and f.level is not Level.GROUP]
 
 
-def without_tensors(group: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the group with torch tensors as numpy arrays or numbers, and boolean scores as 1.0 and 0.0.
+def plain_group(group: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return an author's group as `check_group` reads it.
 
-    `check_group` accepts lists and numpy arrays; torch is not imported.
+    Torch tensors become numpy arrays or numbers (torch is not imported), boolean scores 1.0 and 0.0, and each text in
+    `messages` a conversation of one message: environments that load texts, such as the original's SFT loader, have no
+    conversations.
     """
     changed: dict[str, Any] = {}
     for name in _NUMBERS:
@@ -91,6 +81,11 @@ def without_tensors(group: Mapping[str, Any]) -> Mapping[str, Any]:
         changed["scores"] = [_number_of(score) for score in scores]
     elif isinstance(scores, np.ndarray) and scores.dtype == np.bool_:
         changed["scores"] = scores.astype(np.float64)
+    messages = group.get("messages")
+    if isinstance(messages, list) and any(isinstance(each, str) for each in messages):
+        changed["messages"] = [
+            one_message(each) if isinstance(each, str) else each for each in messages
+        ]
     return {**group, **changed}
 
 
@@ -119,4 +114,4 @@ async def in_thread_if_large(group: Mapping[str, Any], work: Callable[..., T], *
     size = sum(len(row) for row in rows if isinstance(row, list | tuple))
     # A teacher's fields hold many numbers per token.
     is_large = size > THREAD_FROM_TOKENS or group.get("distill_logprobs") is not None
-    return await off_loop(work, *args) if is_large else work(*args)
+    return await off_loop(work, *args, is_large=is_large)

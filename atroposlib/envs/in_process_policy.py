@@ -14,8 +14,8 @@ from atroposlib.inference.answerer import Ask, InProcessServer
 from atroposlib.inference.manager import ServerManager
 from atroposlib.inference.servers.api_server import TokenCompletions, in_process_config
 from atroposlib.inference.sessions.managed_server import ManagedServer
-from atroposlib.inference.sessions.messages import read_messages
 from atroposlib.inference.sessions.sequences import PendingTurn
+from atroposlib.inference.tools.messages import read_messages
 
 answerer: ContextVar[Any] = ContextVar("answerer", default=None)
 """What answers the requests of the current item, such as an episode; None outside an item."""

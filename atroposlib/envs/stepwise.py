@@ -35,7 +35,7 @@ from atroposlib.inference.answerer import (
 )
 from atroposlib.inference.servers.choices import run_together
 from atroposlib.inference.servers.token_ids import check_sampled
-from atroposlib.inference.tools.tool_messages import as_dict
+from atroposlib.inference.tools.messages import as_dict
 from atroposlib.scored_data import ScoredDataGroup, Strictness, check_group
 
 MAX_ITEMS_DRAWN = 100_000

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from atroposlib.envs.author_groups import drop_rule, in_thread_if_large, without_tensors
+from atroposlib.envs.author_groups import drop_rule, in_thread_if_large, plain_group
 from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.env_config import BaseEnvConfig
 from atroposlib.envs.hooks import ExtraServers, Servers
@@ -191,4 +191,4 @@ class TeacherDistillationEnv(BaseEnv):
 
 
 def _check(group: Mapping[str, Any]) -> ScoredGroup:
-    return check_group(without_tensors(group), strictness=Strictness.MEANING)
+    return check_group(plain_group(group), strictness=Strictness.MEANING)

@@ -16,13 +16,13 @@ from typing import Any, NamedTuple, Protocol
 from atroposlib.inference.servers.api_server import APIServer, TokenCompletions
 from atroposlib.inference.servers.openai_routes import (
     OTHER_LIMIT_NAMES,
-    chat_completion_from,
     completion_from,
 )
 from atroposlib.inference.servers.stops import Stops, read_stops
-from atroposlib.inference.servers.token_ids import SampledCompletion, encode_prompt, gather
-from atroposlib.inference.tools.tool_messages import as_dict
+from atroposlib.inference.servers.token_ids import SampledCompletion, gather
+from atroposlib.inference.tools.messages import as_dict
 from atroposlib.utils.answer_bodies import completion_body
+from atroposlib.utils.tokenizers.backends import encode_prompt
 
 NO_LIMIT = 2**31
 
@@ -189,7 +189,7 @@ def write_chat(answers: Answers) -> Any:
         if each.tool_calls:
             message["tool_calls"] = each.tool_calls
         choices.append({"finish_reason": each.finish_reason, "message": message})
-    return chat_completion_from(_body(choices))
+    return completion_from(_body(choices))
 
 
 def write_text(answers: Answers) -> Any:

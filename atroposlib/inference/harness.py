@@ -39,7 +39,7 @@ from atroposlib.inference.scripted_answers import (
 from atroposlib.inference.servers.api_server import TokenCompletions, WeightSpan
 from atroposlib.inference.servers.reasoning import ReasoningConfig
 from atroposlib.inference.servers.token_ids import gather_top
-from atroposlib.inference.tools.tool_messages import as_dict
+from atroposlib.inference.tools.messages import as_dict
 
 
 class ServerHarness(InProcessServer):

@@ -33,7 +33,7 @@ from atroposlib.inference.servers.api_server import APIServer, TokenCompletions,
 from atroposlib.inference.servers.choices import part_of, run_together, split_n, wait_for_first
 from atroposlib.inference.servers.openai import OpenAIServer
 from atroposlib.inference.servers.reasoning import ReasoningConfig
-from atroposlib.inference.servers.sampling_notes import noted, recorded
+from atroposlib.inference.servers.sampling_notes import item_notes, recorded
 from atroposlib.inference.servers.vllm import VLLMServer
 from atroposlib.inference.sessions.managed_server import ManagedServer
 from atroposlib.inference.sessions.text_sessions import DummyManagedServer, TextSession
@@ -192,7 +192,7 @@ class ServerManager:
         """
         if len(self.servers) == 1:
             return self.servers[0]
-        notes = noted()
+        notes = item_notes.get()
         together: list[APIServer] = [] if notes is None else notes.servers
         server = await choose(self.servers, near=together)
         if server not in together:
@@ -241,7 +241,7 @@ class ServerManager:
         except in `process`, which records text, or if ATROPOS_ALLOW_DUMMY_MANAGED_SERVER is set.
         """
         parser = tool_call_parser or tool_parser or self.tool_parser
-        if self.use_proxy:
+        if self.proxy_url:
             if parser is not None and not isinstance(parser, str):
                 raise ConfigError("a proxy's tool call parser is chosen by its name")
             async with self._proxy_session(base_url, parser, track_tree) as session:

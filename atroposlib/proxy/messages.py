@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from atroposlib.inference.tools.tool_messages import parsed_json
+from atroposlib.inference.tools.messages import parsed_json
 from atroposlib.proxy.chat import EngineSampling
 from atroposlib.proxy.errors import ProxyError
 from atroposlib.proxy.stream import Part, event

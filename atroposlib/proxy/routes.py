@@ -300,9 +300,7 @@ class Routes:
     async def _body(self, request: Request, model: type[B]) -> B:
         """Read a JSON body into `model`. Raises BodyRefused for one that is too large or not JSON."""
         body = await read_body(request.receive, max_bytes=self._sessions.limits.max_body_bytes)
-        if len(body) < THREAD_FROM_BYTES:
-            return _parse(body, model)
-        return await off_loop(_parse, body, model)
+        return await off_loop(_parse, body, model, is_large=len(body) >= THREAD_FROM_BYTES)
 
     def _route(self, method: str, path: str, handler: Handler) -> Route:
         async def endpoint(request: Request) -> Response:

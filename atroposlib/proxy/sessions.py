@@ -40,13 +40,13 @@ from atroposlib.inference.servers.admission import start_turn
 from atroposlib.inference.servers.api_server import TokenCompletions
 from atroposlib.inference.servers.sampling_notes import (
     SamplingNotes,
-    noted,
+    item_notes,
     noting_sampling,
     position,
 )
 from atroposlib.inference.sessions.managed_server import ManagedServer, ManagedTurn, Prompt
-from atroposlib.inference.sessions.messages import has_images, is_opened
 from atroposlib.inference.sessions.sequences import SequenceNode
+from atroposlib.inference.tools.messages import begun_text, has_images
 from atroposlib.inference.tools.parsers import style_named
 from atroposlib.inference.tools.thoughts import THINK, Spoken, ThinkTags
 from atroposlib.proxy.chat import DISTRIBUTION_KEPT, EngineSampling
@@ -183,7 +183,7 @@ class Session:
         self._calls: set[asyncio.Task[Any]] = set()
         self._num_asked = 0
         """Sequences of the requests that are being sampled."""
-        self._group, self._position = noted(), position.get()
+        self._group, self._position = item_notes.get(), position.get()
         """Of the item or `group` that opened the session; the agent's requests come from outside it."""
         # The notes of a proxy's group are not read.
         self._notes = None if options.group is not None else self._group
@@ -228,7 +228,7 @@ class Session:
         The answer has the id and the time of `head`. `say` is called with what is certain of each choice.
         """
         kwargs: dict[str, Any] = {"messages": ask.messages, **ask.template}
-        if has_images(ask.messages) and is_opened(ask.messages):
+        if has_images(ask.messages) and begun_text(ask.messages) is not None:
             raise ProxyError(
                 "the model cannot continue an answer in a chat with images", param="messages"
             )

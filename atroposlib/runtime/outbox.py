@@ -23,15 +23,14 @@ from atroposlib.envs.author_groups import (
     drop_rule,
     in_thread_if_large,
     one_message,
-    with_text_as_messages,
-    without_tensors,
+    plain_group,
 )
 from atroposlib.envs.hooks import EnvHooks
 from atroposlib.errors import GroupError, HubRejected, HubUnavailable
 from atroposlib.inference.servers.sampling_notes import (
     ItemRecord,
     SamplingNotes,
-    noted,
+    item_notes,
     noting_sampling,
     recorded,
 )
@@ -205,7 +204,7 @@ class Outbox:
                 self._drop("none", "the list of groups has a None", item)
                 continue
             num_judged += 1
-            group = with_text_as_messages(without_tensors(given))
+            group = plain_group(given)
             try:
                 checked = await self._judge(group, abort_on_max_length)
             except Dropped as verdict:
@@ -251,9 +250,8 @@ class Outbox:
     async def post(self, scored_data: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Hold the groups that an overridden `_send_scored_data_to_api` passes to the default."""
         groups = [scored_data] if isinstance(scored_data, Mapping) else scored_data
-        for group in map(without_tensors, groups):
-            checked = await in_thread_if_large(group, self._check, group)
-            self._hold(await in_thread_if_large(group, self._with_notes, checked, group))
+        for group in map(plain_group, groups):
+            self._hold(await in_thread_if_large(group, self._check, group))
 
     async def run(self, hub: HubClient, *, reregister: Reregister) -> None:
         """Send held groups until cancelled; retry while the hub is unavailable, register again if it lost the id.
@@ -385,7 +383,6 @@ class Outbox:
     async def _judge(self, group: Mapping[str, Any], abort_on_max_length: bool) -> ScoredGroup:
         """Apply `check_group`, then the drop rules in the original's order."""
         checked = await in_thread_if_large(group, self._check, group)
-        checked = await in_thread_if_large(group, self._with_notes, checked, group)
         config = self._env.config
         verdict = drop_rule(
             checked,
@@ -396,7 +393,7 @@ class Outbox:
         lengths = num_trained(checked, completion_mask(checked))
         if verdict is None or verdict.reason == "too_long":
             self._env.completion_lengths.extend(lengths.tolist())
-        if (notes := noted()) is not None:
+        if (notes := item_notes.get()) is not None:
             fate = "trained" if verdict is None else verdict.reason
             notes.fates[fate] += int(lengths[~are_supervised(checked)].sum())
         if verdict is not None:
@@ -408,7 +405,7 @@ class Outbox:
 
     def _with_notes(self, checked: ScoredGroup, group: Mapping[str, Any]) -> ScoredGroup:
         """Add the item's policy version and sampling temperature where the author gives none."""
-        notes = noted()
+        notes = item_notes.get()
         if notes is None:
             return checked
         if "policy_version" not in group:
@@ -446,6 +443,7 @@ class Outbox:
         )
 
     def _check(self, group: Mapping[str, Any]) -> ScoredGroup:
+        """Apply `check_group` and add the group's id and what is noted of its item."""
         checked = check_group(group, strictness=Strictness.MEANING, environment=self._environment)
         if checked.repairs:
             if self._num_repaired == 0:
@@ -454,7 +452,8 @@ class Outbox:
                     ", ".join(checked.repairs),
                 )
             self._num_repaired += 1
-        return checked.replace(group_id=checked.group_id or uuid.uuid4().hex)
+        checked = checked.replace(group_id=checked.group_id or uuid.uuid4().hex)
+        return self._with_notes(checked, group)
 
     async def _record(self, group: Mapping[str, Any], checked: ScoredGroup, item: Any) -> None:
         """Add the group to the rollout table and write its JSONL line."""
@@ -467,7 +466,7 @@ class Outbox:
             return
         fields = await in_thread_if_large(group, checked.to_dict, FIELD)
         more: dict[str, Any] = {"group_id": checked.group_id, "environment": self._environment}
-        if (notes := noted()) is not None and notes.broken_prefixes:
+        if (notes := item_notes.get()) is not None and notes.broken_prefixes:
             more |= {"turns_not_continued": dict(notes.broken_prefixes)}
         if (record := recorded()) is not None:
             more |= self._provenance.of(fields["tokens"], item, record)

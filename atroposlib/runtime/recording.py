@@ -20,9 +20,9 @@ from atroposlib.inference.answerer import Answers, Ask, Completion
 from atroposlib.inference.manager import ServerManager
 from atroposlib.inference.servers.http_peer import HttpPeer
 from atroposlib.inference.servers.sampling_notes import Position, position
-from atroposlib.inference.servers.token_ids import encode_prompt
 from atroposlib.runtime.group_rows import plain
 from atroposlib.scored_data import IGNORE_INDEX
+from atroposlib.utils.tokenizers.backends import encode_prompt
 
 Row = Mapping[str, Any]
 """One line of the JSONL file of `process` or `serve`."""

@@ -11,6 +11,7 @@ import asyncio
 import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -21,6 +22,12 @@ def _thread() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="off-loop")
 
 
-async def off_loop(work: Callable[..., T], *args: Any) -> T:
-    """Return `work(*args)`; a cancelled caller does not wait for it."""
-    return await asyncio.get_running_loop().run_in_executor(_thread(), work, *args)
+async def off_loop(work: Callable[..., T], *args: Any, is_large: bool = True) -> T:
+    """Return `work(*args)`, computed at once unless `is_large`.
+
+    The work has the caller's context variables; a cancelled caller does not wait for it.
+    """
+    if not is_large:
+        return work(*args)
+    run = copy_context().run
+    return await asyncio.get_running_loop().run_in_executor(_thread(), run, work, *args)

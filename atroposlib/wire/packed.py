@@ -74,6 +74,8 @@ _FEW: Final = msgspec.Meta(max_length=32)
 _TAIL_FIELDS: Final = (*OBJECT_FIELDS, *DISTILL_FIELDS)
 SEQUENCE_ADVANTAGES: Final = "sequence_advantages"
 """Array that replaces `advantages` if they are one number per sequence."""
+_FIELD_OF: Final = {SEQUENCE_ADVANTAGES: "advantages"}
+"""The field of each array that has another name."""
 Blob = bytes | bytearray | memoryview
 
 
@@ -276,12 +278,9 @@ def _nesting(text: bytes) -> int:
     return int(np.cumsum(steps).max(initial=0))
 
 
-def unpack_group(blob: Blob, *, strictness: Strictness) -> ScoredGroup:
-    """Decode one packed blob and check it; raises `GroupError`."""
-    return _unpack(open_blob(blob), strictness=strictness)
-
-
-def _unpack(packed: PackedGroup, *, strictness: Strictness) -> ScoredGroup:
+def unpack_group(blob: Blob | PackedGroup, *, strictness: Strictness) -> ScoredGroup:
+    """Decode one packed blob, opened or not, and check it; raises `GroupError`."""
+    packed = blob if isinstance(blob, PackedGroup) else open_blob(blob)
     lengths = read_buffer(packed.lengths, "<u4", None, "lengths").astype(np.int64)
     num_tokens = int(lengths.sum())
     tokens = read_buffer(packed.tokens, "<u4", num_tokens, "tokens")
@@ -299,7 +298,7 @@ def _unpack(packed: PackedGroup, *, strictness: Strictness) -> ScoredGroup:
             raise GroupError(f"empty: unknown field {name[:60]!r}")
         group[name] = []
     for name, (width, buffer) in packed.arrays.items():
-        field = _field_of(name)
+        field = _FIELD_OF.get(name, name)
         if field not in ARRAY_FIELDS or width not in _WIDTHS[FIELD[field].kind]:
             raise GroupError(f"arrays.{name[:60]}: unknown array or width {width[:60]!r}")
         is_per_token = FIELD[field].level is Level.TOKEN and name == field
@@ -321,14 +320,11 @@ def _unpack(packed: PackedGroup, *, strictness: Strictness) -> ScoredGroup:
 def _refuse_two_values(packed: PackedGroup, tail: Mapping[str, memoryview]) -> None:
     """Raise `GroupError` for a field given twice: readers of a blob look for it in different places."""
     seen: set[str] = set()
-    for name in (*map(_field_of, packed.arrays), *packed.distill, *tail, *packed.empty):
+    arrays = (_FIELD_OF.get(name, name) for name in packed.arrays)
+    for name in (*arrays, *packed.distill, *tail, *packed.empty):
         if name in seen:
             raise GroupError(f"{name[:60]}: given twice")
         seen.add(name)
-
-
-def _field_of(array: str) -> str:
-    return "advantages" if array == SEQUENCE_ADVANTAGES else array
 
 
 def _read_distillation(name: str, packed: PackedDistillation, num_tokens: int) -> Ragged:
@@ -448,7 +444,7 @@ def check_blob(blob: Blob) -> GroupHeader:
     if _is_ordinary(packed):
         return _check_in_place(packed)
     # The blob is stored and delivered as sent, so its header is that of what was sent: masks of 0 and 1 stay.
-    group = _unpack(packed, strictness=Strictness.WIRE)
+    group = unpack_group(packed, strictness=Strictness.WIRE)
     read_meaning(group)
     return header_of(group)
 

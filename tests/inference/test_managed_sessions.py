@@ -302,7 +302,7 @@ def test_spans_end_where_a_branch_leaves_its_node() -> None:
     def add(tokens: list[int], sampled: list[int], spans: list[WeightSpan], **turn: Any) -> None:
         store.commit(
             PendingTurn(
-                order=store.next_order(),
+                order=next(store.orders),
                 tokens=tokens,
                 full_text="",
                 visible_text=VisibleText(""),
@@ -542,7 +542,7 @@ async def test_finding_the_continued_turn_does_not_depend_on_other_conversations
         for i in range(num):
             message = SampledMessage(identity=f"answer {i}", said=SaidTurn(f"answer {i}"))
             pending = PendingTurn(
-                order=store.next_order(),
+                order=next(store.orders),
                 tokens=[1],
                 full_text="q",
                 visible_text=VisibleText("q"),

@@ -179,6 +179,8 @@ async def test_a_server_that_came_back_is_used_again(monkeypatch: pytest.MonkeyP
 
 
 async def test_a_server_that_stays_down_is_asked_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The first answer takes seconds: it imports openai.
+    monkeypatch.setattr(admission, "HEALTH_REMINDER_S", 60.0)
     async with StockVLLM() as first, StockVLLM() as second:
         first.fail(503, path="/health", times=10**4)
         manager = ServerManager([first.config(), second.config()], server_class=FastVLLM)

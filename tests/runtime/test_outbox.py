@@ -209,7 +209,7 @@ async def test_numpy_values_and_policy_version_arrive() -> None:
 
 
 class Tensor:
-    """Stands for torch's tensor, which this suite does not load: what `without_tensors` uses of it."""
+    """Stands for torch's tensor, which this suite does not load: what `plain_group` uses of it."""
 
     def __init__(self, values: Any, *, is_narrow: bool = False) -> None:
         self.values, self.is_narrow = np.asarray(values), is_narrow
@@ -602,7 +602,25 @@ async def test_evaluation_within_an_item_is_no_sampling_of_it() -> None:
     assert outbox.held[0].policy_version == 7
 
 
+@pytest.mark.parametrize("num_tokens", [100, 9000])
+async def test_a_large_group_also_gets_what_was_noted_of_its_item(num_tokens: int) -> None:
+    """Large groups are checked in another thread."""
+    outbox = make_outbox(ScriptedEnv())
+    rows = [[1] * num_tokens] * 2
+    with noting_sampling():
+        note_sampling({"temperature": 0.7}, [[("7", 1)]])
+        assert await outbox.accept({"tokens": rows, "masks": rows, "scores": [0.0, 1.0]}) == 1
+    assert outbox.held[0].policy_version == 7
+    assert outbox.held[0].generation_params == {"temperature": 0.7}
+
+
 async def test_a_group_that_the_environment_sends_itself_has_what_was_noted() -> None:
     outbox = make_outbox(ScriptedEnv())
     outbox.author_sends = outbox.post
     assert (await sampled_at(0.7, outbox=outbox)).generation_params == {"temperature": 0.7}
+
+
+async def test_a_group_that_the_environment_sends_itself_may_have_texts_for_messages() -> None:
+    outbox = make_outbox(ScriptedEnv())
+    await outbox.post(make_group() | {"messages": ["yes", "no"]})
+    assert outbox.held[0].messages == [[{"role": "user", "content": t}] for t in ("yes", "no")]

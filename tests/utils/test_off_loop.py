@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from contextvars import ContextVar
 
 import pytest
 
@@ -33,3 +34,13 @@ async def test_an_error_is_the_callers_and_later_work_goes_on() -> None:
     with pytest.raises(ValueError, match="invalid literal"):
         await off_loop(int, "x")
     assert await off_loop(int, "7") == 7
+
+
+async def test_work_sees_the_context_variables_of_its_caller() -> None:
+    item: ContextVar[int] = ContextVar("item")
+
+    async def caller(number: int) -> int:
+        item.set(number)
+        return await off_loop(item.get)
+
+    assert await asyncio.gather(caller(1), caller(2)) == [1, 2]

@@ -113,11 +113,6 @@ def token_counts(answer: Any) -> TokenCounts:
     return TokenCounts(getattr(usage, "prompt_tokens", 0) or 0, sampled, longest)
 
 
-class Reply(NamedTuple):
-    answer: Any
-    counts: TokenCounts
-
-
 class APIServer(Door, ABC):
     """One inference server. Opens nothing before its first request; `close()` releases everything."""
 
@@ -212,12 +207,12 @@ class APIServer(Door, ABC):
 
     # After an answer.
 
-    def _count(self, answered: Answered[APIServer, Reply], split: str) -> None:
+    def _count(self, answered: Answered[APIServer, Any], split: str) -> None:
         is_training = split == "train"
         timings = self.request_timings if is_training else self.eval_request_timings
         timings.append(answered.seconds)
         (self.attempts_list if is_training else self.eval_attempts_list).append(answered.num_sent)
-        num_in, num_out, _ = answered.answer.counts
+        num_in, num_out, _ = token_counts(answered.answer)
         self.num_tokens_in += num_in
         self.num_tokens_out += num_out
         note_request(
@@ -243,7 +238,7 @@ async def call(servers: Sequence[APIServer], method: str, kwargs: dict[str, Any]
         record.num_asked += 1
         number = record.num_asked
 
-    async def send(taken: Slot[APIServer]) -> Reply:
+    async def send(taken: Slot[APIServer]) -> Any:
         attempt = getattr(taken.server, f"_{method}_wrapper")
         try:
             answer = await attempt(**{**asked, "model": taken.server.config.model_name})
@@ -253,13 +248,12 @@ async def call(servers: Sequence[APIServer], method: str, kwargs: dict[str, Any]
             raise
         if method == "tokens_and_logprobs_completion" and answer is not None:
             answer = TokenCompletions.of(answer)
-        counts = token_counts(answer)
         if not getattr(answer, "is_cached", False):
-            taken.num_tokens = counts.longest
-        return Reply(answer, counts)
+            taken.num_tokens = token_counts(answer).longest
+        return answer
 
     answered = await ask(servers, split, send)
-    server, answer = answered.server, answered.answer.answer
+    server, answer = answered.server, answered.answer
     server._count(answered, split)
     if record is not None:
         _record(record, number, answered, {**asked, "model": server.config.model_name})
@@ -272,7 +266,7 @@ async def call(servers: Sequence[APIServer], method: str, kwargs: dict[str, Any]
 
 
 def _record(
-    record: ItemRecord, number: int, answered: Answered[APIServer, Reply], asked: dict[str, Any]
+    record: ItemRecord, number: int, answered: Answered[APIServer, Any], asked: dict[str, Any]
 ) -> None:
     if asked.get("messages") is not None:  # the author may append to the list
         asked["messages"] = list(asked["messages"])
@@ -280,7 +274,7 @@ def _record(
         AnsweredRequest(
             config=answered.server.config,
             asked=asked,
-            answer=answered.answer.answer,
+            answer=answered.answer,
             began_at=time.time() - answered.seconds,
             duration_s=answered.seconds,
             number=number,

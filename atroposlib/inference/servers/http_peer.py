@@ -71,16 +71,14 @@ def _encode_model(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} cannot be sent as JSON: {value!r:.200}")
 
 
-def raise_for_status(
+def error_of(
     status: int, body: bytes, *, where: str, retry_after: str | None = None
-) -> None:
-    """Raise the error that a status stands for; `retry_after` is the header of that name."""
-    if status < 400:
-        return
+) -> EngineUnavailable | EngineHttpRejected:
+    """Return the error that a status of 400 or more stands for; `retry_after` is the header of that name."""
     said = f"{where} answered {status}: {excerpt(body)}"
     if is_transient_status(status):
-        raise EngineUnavailable(said, status=status, retry_after_s=read_retry_after(retry_after))
-    raise EngineHttpRejected(said, status=status)
+        return EngineUnavailable(said, status=status, retry_after_s=read_retry_after(retry_after))
+    return EngineHttpRejected(said, status=status)
 
 
 @dataclass(slots=True)
@@ -173,12 +171,11 @@ class HttpPeer:
                 status=503,
                 retry_after_s=ADAPTER_SWAP_PAUSE_S,
             )
-        raise_for_status(status, answer, where=where, retry_after=retry_after)
+        if status >= 400:
+            raise error_of(status, answer, where=where, retry_after=retry_after)
         self._served.add(body.get("model"))
         try:
-            if len(answer) < THREAD_FROM_BYTES:
-                return read(answer)
-            return await off_loop(read, answer)
+            return await off_loop(read, answer, is_large=len(answer) >= THREAD_FROM_BYTES)
         except (msgspec.DecodeError, UnicodeDecodeError) as e:
             is_json = isinstance(e, msgspec.ValidationError)
             what = "unexpected values" if is_json else "a body that is not JSON"

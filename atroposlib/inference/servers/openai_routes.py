@@ -52,21 +52,16 @@ async def import_openai() -> None:
         await start_turn()  # thousands of waiters would all run in this round
 
 
-def chat_completion_from(body: dict[str, Any]) -> Any:
-    """Build a `ChatCompletion`. Engine-specific fields and finish reasons are kept rather than refused."""
+def completion_from(body: dict[str, Any]) -> Any:
+    """Build a `ChatCompletion`, or a `Completion` of choices without messages.
+
+    Engine-specific fields and finish reasons are kept rather than refused.
+    """
+    from openai.types import Completion
     from openai.types.chat import ChatCompletion
 
-    return _built(ChatCompletion, body)
-
-
-def completion_from(body: dict[str, Any]) -> Any:
-    """Build a `Completion`. Engine-specific fields and finish reasons are kept rather than refused."""
-    from openai.types import Completion
-
-    return _built(Completion, body)
-
-
-def _built(kind: Any, body: dict[str, Any]) -> Any:
+    is_chat = any("message" in choice for choice in body["choices"])
+    kind: Any = ChatCompletion if is_chat else Completion
     try:
         # The same object as from `construct`, twenty times faster: 0.2 ms per answer.
         return kind.model_validate(body, strict=True)
@@ -249,7 +244,7 @@ class OpenAIRoutesServer(HttpServer):
         answer = await self._complete("/chat/completions", body, request)
         self._check_choices(answer, holds="message", kind=dict)
         choices = [{**c, "message": with_text_content(c["message"])} for c in answer["choices"]]
-        return chat_completion_from({**answer, "choices": choices})
+        return completion_from({**answer, "choices": choices})
 
     async def _completion_wrapper(self, **kwargs: Any) -> Any:
         await import_openai()

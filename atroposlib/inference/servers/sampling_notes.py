@@ -192,18 +192,19 @@ class ItemRecord(SamplingNotes):
                 return
 
 
-_current: ContextVar[SamplingNotes | None] = ContextVar("sampling_notes", default=None)
+item_notes: ContextVar[SamplingNotes | None] = ContextVar("item_notes", default=None)
+"""Those of the current item; None outside an item."""
 
 
 @contextmanager
 def noting_sampling(notes: SamplingNotes | None = None) -> Iterator[SamplingNotes]:
     """Collect notes of what is sampled inside the block, in `notes` if given."""
     notes = SamplingNotes() if notes is None else notes
-    token = _current.set(notes)
+    token = item_notes.set(notes)
     try:
         yield notes
     finally:
-        _current.reset(token)
+        item_notes.reset(token)
 
 
 def member_context(number: int) -> Context:
@@ -214,14 +215,9 @@ def member_context(number: int) -> Context:
     return context
 
 
-def noted() -> SamplingNotes | None:
-    """Return the notes of the current item; None outside an item."""
-    return _current.get()
-
-
 def recorded() -> ItemRecord | None:
     """Return the record of the current item; None if its requests are not recorded."""
-    notes = _current.get()
+    notes = item_notes.get()
     return notes if isinstance(notes, ItemRecord) else None
 
 
@@ -238,7 +234,7 @@ def note_sampling(
     `versions` is one list of spans per completion; `outputs` are the tokens of each, sampled after `prompt`;
     `num_sampled` counts tokens without `outputs`.
     """
-    notes = _current.get()
+    notes = item_notes.get()
     if notes is None or (asked.get("split") or "train") != "train":
         return
     notes.add(versions)

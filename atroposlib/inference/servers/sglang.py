@@ -18,7 +18,7 @@ import msgspec
 from atroposlib.errors import EngineProtocolError, EngineUnavailable
 from atroposlib.inference.servers.api_server import TokenCompletions, WeightSpan
 from atroposlib.inference.servers.choices import RequestPart, part_of
-from atroposlib.inference.servers.http_peer import EngineHttpRejected, excerpt, raise_for_status
+from atroposlib.inference.servers.http_peer import EngineHttpRejected, error_of, excerpt
 from atroposlib.inference.servers.openai_routes import (
     CallKeywords,
     OpenAIRoutesServer,
@@ -275,8 +275,9 @@ class StreamedResults:
         if piece.error is not None or meta is None:
             raise EngineHttpRejected(f"{self._where} answered 400: {excerpt(event)}", status=400)
         reason = meta.finish_reason
-        if isinstance(reason, _FinishReason) and reason.status_code is not None:
-            raise_for_status(reason.status_code, event, where=self._where)
+        status = reason.status_code if isinstance(reason, _FinishReason) else None
+        if status is not None and status >= 400:
+            raise error_of(status, event, where=self._where)
         before = self._found.get(piece.index)
         known = [] if before is None else before.meta_info.output_token_logprobs
         listed = meta.output_token_logprobs

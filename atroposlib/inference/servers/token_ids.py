@@ -31,6 +31,7 @@ from atroposlib.inference.servers.streaming import Hear, StreamedAnswer, hearing
 from atroposlib.patience import is_transient_status
 from atroposlib.utils.number_list import array_of, joined
 from atroposlib.utils.tokenizers import load_tokenizer
+from atroposlib.utils.tokenizers.backends import encode_prompt
 
 logger = logging.getLogger(__name__)
 
@@ -231,13 +232,6 @@ def _read_weight_info(body: bytes) -> _WeightInfo | None:
         return _weight_info.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
-
-
-def encode_prompt(tokenizer: Any, text: str) -> list[int]:
-    """Tokenise a prompt with its special tokens; a BOS that the text already contains is not doubled."""
-    token_ids = [int(token) for token in tokenizer.encode(text)]
-    bos = tokenizer.bos_token_id
-    return token_ids[1:] if bos is not None and token_ids[:2] == [bos, bos] else token_ids
 
 
 def check_count(found: Sequence[Any], *, n: int, what: str, where: str) -> None:

@@ -21,7 +21,6 @@ from atroposlib.inference.servers.http_peer import EngineHttpRejected
 from atroposlib.inference.servers.openai_routes import (
     OTHER_LIMIT_NAMES,
     CallKeywords,
-    chat_completion_from,
     completion_from,
     read_request,
 )
@@ -33,7 +32,7 @@ from atroposlib.inference.servers.token_ids import (
     check_count,
     check_sampled,
 )
-from atroposlib.inference.tools.tool_messages import as_dict
+from atroposlib.inference.tools.messages import as_dict
 from atroposlib.utils.answer_bodies import completion_body
 
 logger = logging.getLogger(__name__)
@@ -111,7 +110,7 @@ class TrlVllmServer(TokenServer):
         if tools := request.body.pop("tools", None):
             options["tools"] = tools
         text = await asyncio.to_thread(self._render, request.body.pop("messages"), options)
-        return chat_completion_from(await self._complete(text, request, is_chat=True))
+        return completion_from(await self._complete(text, request, is_chat=True))
 
     async def _completion_wrapper(self, **kwargs: Any) -> Any:
         request = read_request(kwargs, timeout_s=self.config.timeout)

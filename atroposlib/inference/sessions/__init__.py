@@ -3,7 +3,6 @@
 __all__ = [
     "chat_template",
     "managed_server",
-    "messages",
     "proxy_client",
     "sequences",
     "text_sessions",

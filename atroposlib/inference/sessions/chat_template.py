@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from atroposlib.errors import ConfigError
-from atroposlib.inference.sessions.messages import Message, is_opened, with_parsed
+from atroposlib.inference.tools.messages import Message, begun_text, with_parsed
 from atroposlib.inference.tools.parsers.harmony import MESSAGE_ENDS
 from atroposlib.inference.tools.thoughts import THINK, ThinkTags, tags_known_to
 from atroposlib.utils.tokenizers.backends import decode, encode, write_chat
@@ -150,11 +150,11 @@ class ChatTemplate:
         """Return the text around tracked turns, up to where the model starts writing: [len(tracked) + 1].
 
         `tracked` maps the index of a turn to the end-of-turn text that was sampled with it. If the model continues the
-        last message (`is_opened`), its content is not part of the text. None if the template does not show each
+        last message (`begun_text`), its content is not part of the text. None if the template does not show each
         tracked turn once, in order. Raises ConfigError when the template refuses the messages.
         """
         tracked = tracked or {}
-        opened = is_opened(messages)
+        opened = begun_text(messages) is not None
         last = len(messages) - 1
         at = {**tracked, last: ""} if opened else tracked
         try:
@@ -309,16 +309,6 @@ class ChatTemplate:
             raise
 
     # Tokens.
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Tokenise text. With special tokens, a BOS that the text already contains is not doubled."""
-        if not text:
-            return []
-        tokens = encode(self._tokenizer, text, add_special_tokens=add_special_tokens)
-        bos = getattr(self._tokenizer, "bos_token_id", None)
-        if bos is not None and tokens[:2] == [bos, bos]:
-            del tokens[0]
-        return tokens
 
     def join(self, tokens: Sequence[int], added: str) -> tuple[list[int], str]:
         """Tokenise the text that follows `tokens`, without the end of turn if it was sampled already."""

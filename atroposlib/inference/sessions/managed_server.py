@@ -22,20 +22,12 @@ from atroposlib.errors import ConfigError, EngineProtocolError, EngineRejected
 from atroposlib.inference.servers.api_server import APIServer, TokenCompletions
 from atroposlib.inference.servers.openai_routes import (
     OTHER_LIMIT_NAMES,
-    chat_completion_from,
     completion_from,
     import_openai,
 )
-from atroposlib.inference.servers.sampling_notes import noted, recorded
+from atroposlib.inference.servers.sampling_notes import item_notes, recorded
 from atroposlib.inference.servers.streaming import listening
 from atroposlib.inference.sessions.chat_template import ChatTemplate, TemplateOptions
-from atroposlib.inference.sessions.messages import (
-    call_ids,
-    has_images,
-    identity,
-    is_opened,
-    read_messages,
-)
 from atroposlib.inference.sessions.recognition import Difference, SaidTurn, called
 from atroposlib.inference.sessions.sampled_text import TextSoFar, read_turns, stops_to_cut
 from atroposlib.inference.sessions.sequences import (
@@ -49,6 +41,13 @@ from atroposlib.inference.sessions.sequences import (
     VisibleText,
     state_of,
 )
+from atroposlib.inference.tools.messages import (
+    begun_text,
+    call_ids,
+    has_images,
+    identity,
+    read_messages,
+)
 from atroposlib.inference.tools.thoughts import THINK, ThinkTags
 from atroposlib.inference.tools.tool_messages import (
     OpenAIToolCall,
@@ -57,6 +56,7 @@ from atroposlib.inference.tools.tool_messages import (
 from atroposlib.utils.answer_bodies import completion_body
 from atroposlib.utils.off_loop import off_loop
 from atroposlib.utils.tokenizers import load_tokenizer
+from atroposlib.utils.tokenizers.backends import encode_prompt
 
 if TYPE_CHECKING:
     from atroposlib.inference.tools.parsers.style import Style, ToolCallParser
@@ -204,7 +204,7 @@ class ManagedServer:
         messages = read_messages(kwargs["messages"])
         kwargs, options = _take_options(kwargs)
         turn = self._prepare_chat(messages, options)
-        continued = _opening(messages)
+        continued = begun_text(messages) or ""
         tools = options.tools if self.tool_parser is not None else None
         tags = self._template.think_tags or THINK
         completions, replies = [], []
@@ -230,7 +230,7 @@ class ManagedServer:
                 replies.append(reply)
             _describe(answer, messages, completions)
             has_calls = any("tool_calls" in reply for reply in replies)
-            build = completion_with_tool_calls if has_calls else chat_completion_from
+            build = completion_with_tool_calls if has_calls else completion_from
             body = self._body(turn, completions, [{"message": reply} for reply in replies])
             yield ManagedTurn(build(body), answer, turn.full_text)
             self._store.commit(turn, completions)
@@ -261,7 +261,7 @@ class ManagedServer:
                 messages = read_messages(kwargs["messages"])
                 tokens = self._chat_tokens(messages, options)
             elif kwargs.get("prompt") is not None:
-                tokens = self._template.encode(kwargs["prompt"], add_special_tokens=True)
+                tokens = encode_prompt(self.tokenizer, kwargs["prompt"])
             else:
                 raise ValueError("get_logprobs needs input_ids, prompt or messages")
             kwargs = {**kwargs, "input_ids": tokens}
@@ -310,9 +310,9 @@ class ManagedServer:
             chat = _chat_with_images(list(map(self._template.with_calls_shown, messages)), options)
             first = ChatPlace(index=len(messages))
             return self._first_turn("", [], messages=identities, place=first, chat=chat)
-        if is_opened(messages):
+        if (begun := begun_text(messages)) is not None:
             *before, _ = identities
-            found = self._store.find_opened(before, messages[-1]["content"])
+            found = self._store.find_opened(before, begun)
             if found is not None:
                 ended, added = found
                 place = ended.stage.place
@@ -330,7 +330,7 @@ class ManagedServer:
         self.broken_prefixes[difference.reason] += 1
         if isinstance(self.server, APIServer):
             self.server.broken_prefixes[difference.reason] += 1
-        if (notes := noted()) is not None:
+        if (notes := item_notes.get()) is not None:
             notes.broken_prefixes[difference.reason] += 1
         if difference.reason == "template":
             self._template.say_once(
@@ -352,16 +352,15 @@ class ManagedServer:
     ) -> PendingTurn:
         pieces = self._template.render(messages, options=options)
         assert pieces is not None  # without tracked turns there is one piece
-        text = pieces[0] + _opening(messages)
-        tokens = self._template.encode(text, add_special_tokens=False)
+        text = pieces[0] + (begun_text(messages) or "")
+        tokens = encode_prompt(self.tokenizer, text, add_special_tokens=False)
         place = ChatPlace(index=len(before), lead=pieces[0])
         return self._first_turn(text, tokens, messages=before, place=place)
 
     def _first_turn(self, text: str, tokens: list[int], **rest: Any) -> PendingTurn:
         """Prepare a turn that continues no sequence."""
-        order = self._store.next_order()
         return PendingTurn(
-            order=order,
+            order=next(self._store.orders),
             tokens=tokens,
             full_text=text,
             visible_text=VisibleText(text),
@@ -393,7 +392,7 @@ class ManagedServer:
                 return None
             place.lead = lead
         place = ChatPlace(index=len(before), lead=pieces[-1], previous=match.stage)
-        added = match.given + pieces[-1] + _opening(messages)
+        added = match.given + pieces[-1] + (begun_text(messages) or "")
         kept = match.tokens(match.stage.num_tokens)
         return self._after(match, kept, added, messages=before, place=place)
 
@@ -411,7 +410,7 @@ class ManagedServer:
             full_text = full_text.removesuffix(match.stage.end)
         added_tokens, added_text = self._template.join(kept, added)
         return PendingTurn(
-            order=self._store.next_order(),
+            order=next(self._store.orders),
             tokens=kept + added_tokens,
             full_text=full_text + added_text,
             visible_text=VisibleText(added, after=match.stage.visible_text),
@@ -423,7 +422,7 @@ class ManagedServer:
     def _prepare_text(self, prompt: str) -> PendingTurn:
         found = self._store.find_text(prompt)
         if found is None:
-            tokens = self._template.encode(prompt, add_special_tokens=True)
+            tokens = encode_prompt(self.tokenizer, prompt)
             return self._first_turn(prompt, tokens)
         match, added = found
         if not added:
@@ -528,10 +527,8 @@ class ManagedServer:
         if has_channels:  # the end shows that a call is whole
             raw_text += sampled.end
         tools = (tools or []) if may_call else []
-        if len(raw_text) < THREAD_FROM_CHARS:
-            read = self._translator.read(raw_text, tools)
-        else:
-            read = await off_loop(self._translator.read, raw_text, tools)
+        is_large = len(raw_text) >= THREAD_FROM_CHARS
+        read = await off_loop(self._translator.read, raw_text, tools, is_large=is_large)
         if has_channels:
             content = read.parsed.content.removeprefix(continued)
             thoughts = {"reasoning_content": read.thoughts} if read.thoughts else {}
@@ -596,7 +593,7 @@ def limit_tokens(request: dict[str, Any], room: int) -> None:
 
 def _chat_with_images(messages: list[dict[str, Any]], options: TemplateOptions) -> dict[str, Any]:
     """Return the keywords with which the engine renders a chat; tool calls are parsed here, not by the engine."""
-    if is_opened(messages):
+    if begun_text(messages) is not None:
         raise ValueError("the model cannot continue an answer in a chat with images")
     chat: dict[str, Any] = {"messages": messages}
     if options.tools:
@@ -609,10 +606,6 @@ def _chat_with_images(messages: list[dict[str, Any]], options: TemplateOptions) 
 def _refuse_images(messages: Sequence[Mapping[str, Any]]) -> None:
     if has_images(messages):
         raise ValueError("only the engine knows the tokens of a prompt with images")
-
-
-def _opening(messages: Sequence[Mapping[str, Any]]) -> str:
-    return str(messages[-1]["content"]) if is_opened(messages) else ""
 
 
 def _take_options(kwargs: dict[str, Any]) -> tuple[dict[str, Any], TemplateOptions]:

@@ -14,17 +14,16 @@ from typing import Any, Self
 from pydantic import BaseModel, ValidationError
 
 from atroposlib.errors import EngineProtocolError
-from atroposlib.inference.servers.http_peer import HttpPeer, raise_for_status
+from atroposlib.inference.servers.http_peer import HttpPeer, error_of
 from atroposlib.inference.servers.openai_routes import (
-    chat_completion_from,
     completion_from,
     read_request,
 )
-from atroposlib.inference.servers.sampling_notes import note_sampling, noted
+from atroposlib.inference.servers.sampling_notes import item_notes, note_sampling
 from atroposlib.inference.sessions.sequences import SequenceNode, state_of
+from atroposlib.inference.tools.messages import as_dict
 from atroposlib.inference.tools.tool_messages import (
     OpenAIToolCall,
-    as_dict,
     completion_with_tool_calls,
 )
 
@@ -89,7 +88,7 @@ class ProxyManagedServer:
             if calls := choice["message"].get("tool_calls"):
                 has_calls = True
                 choice["message"]["tool_calls"] = [OpenAIToolCall.of(call) for call in calls]
-        return completion_with_tool_calls(body) if has_calls else chat_completion_from(body)
+        return completion_with_tool_calls(body) if has_calls else completion_from(body)
 
     async def completion(self, **kwargs: Any) -> Any:
         """Sample continuations of a text prompt and return an `openai` `Completion`."""
@@ -116,7 +115,7 @@ class ProxyManagedServer:
         if number > self._last_fetch:  # of concurrent fetches, the one sent last wins
             self._last_fetch, self._nodes = number, found.nodes
         more = Counter(found.broken_prefixes) - self.broken_prefixes
-        own = [] if (notes := noted()) is None else [notes.broken_prefixes]
+        own = [] if (notes := item_notes.get()) is None else [notes.broken_prefixes]
         for counts in (self.broken_prefixes, self._counts, *own):
             counts.update(more)
         return self.get_state()
@@ -135,8 +134,8 @@ class ProxyManagedServer:
             )
         finally:
             await self._peer.close()
-        if status not in (200, 404, 410):
-            raise_for_status(status, body, where=f"DELETE {self.proxy_url}/{self.session_uuid}")
+        if status >= 400 and status not in (404, 410):
+            raise error_of(status, body, where=f"DELETE {self.proxy_url}/{self.session_uuid}")
 
     async def __aenter__(self) -> Self:
         return self
@@ -174,7 +173,8 @@ class ProxyManagedServer:
         """Send a request about the session's sequences and return the body of the answer."""
         path = f"/{self.session_uuid}/nodes"
         status, body = await send(path, timeout_s=CONTROL_TIMEOUT_S)
-        raise_for_status(status, body, where=self.proxy_url + path)
+        if status >= 400:
+            raise error_of(status, body, where=self.proxy_url + path)
         return body
 
 
@@ -199,7 +199,7 @@ async def create_proxy_session(
     body = {"tool_parser": tool_parser, "track_tree": track_tree, **(options or {})}
     if base_url is not None:
         body["base_url"] = base_url
-    if (notes := noted()) is not None:
+    if (notes := item_notes.get()) is not None:
         body.setdefault("group", notes.key)
     try:
         made: Any = await peer.post("/sessions/create", body, timeout_s=CONTROL_TIMEOUT_S)

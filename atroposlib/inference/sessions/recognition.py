@@ -14,7 +14,7 @@ import re
 from os.path import commonprefix
 from typing import Any, Literal, NamedTuple
 
-from atroposlib.inference.sessions.messages import Message, with_parsed
+from atroposlib.inference.tools.messages import Message, with_parsed
 from atroposlib.inference.tools.thoughts import THINK, Spoken, ThinkTags
 
 Reason = Literal["cut", "changed", "thoughts", "calls", "template"]

@@ -19,9 +19,8 @@ async def read_turns(
     answer: TokenCompletions, template: ChatTemplate, *, stops: Stops
 ) -> list[SampledTurn]:
     """Return one turn per completion; `stops` are cut from the text, the engine leaves them in the tokens."""
-    if sum(map(len, answer.output_tokens)) < THREAD_FROM_TOKENS:
-        return _read_turns(answer, template, stops)
-    return await off_loop(_read_turns, answer, template, stops)
+    is_large = sum(map(len, answer.output_tokens)) >= THREAD_FROM_TOKENS
+    return await off_loop(_read_turns, answer, template, stops, is_large=is_large)
 
 
 def _read_turns(

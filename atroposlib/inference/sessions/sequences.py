@@ -9,11 +9,12 @@ Pure: no tokenizer, no network. `ManagedServer` calls `find_...`, then the engin
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from bisect import bisect_right
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel
@@ -21,8 +22,8 @@ from pydantic import BaseModel
 from atroposlib.errors import EngineProtocolError
 from atroposlib.inference.servers.api_server import WeightSpan
 from atroposlib.inference.servers.sampling_notes import oldest_version, place_spans
-from atroposlib.inference.sessions.messages import Message, call_ids
 from atroposlib.inference.sessions.recognition import Difference, SaidTurn, given_after
+from atroposlib.inference.tools.messages import Message, call_ids
 from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
 from atroposlib.utils.number_list import first, grow, joined, repeated
 
@@ -155,7 +156,7 @@ class PendingTurn:
     """A prompt that is about to be sent."""
 
     order: int
-    """`SequenceStore.next_order()` at the time of the call."""
+    """Of `SequenceStore.orders`, taken at the time of the call."""
     tokens: list[int]
     full_text: str
     visible_text: VisibleText
@@ -192,18 +193,16 @@ class SampledTurn:
     weight_versions: list[WeightSpan] | None = None
 
 
+@dataclass(slots=True, eq=False)
 class _Point:
     """A point in the tree of all conversations, reached by their messages from the root."""
 
-    __slots__ = ("given", "matches", "next")
-
-    def __init__(self, matches: list[NodeMatch] | None = None, given: str = "") -> None:
-        self.next: dict[Hashable, _Point] = {}
-        """The points after one more message, by its identity and by those of its recognised changes."""
-        self.matches = [] if matches is None else matches
-        """Stages of chats that end here."""
-        self.given = given
-        """Text that the client appended to them."""
+    matches: list[NodeMatch] = field(default_factory=list)
+    """Stages of chats that end here."""
+    given: str = ""
+    """Text that the client appended to them."""
+    next: dict[Hashable, _Point] = field(default_factory=dict)
+    """The points after one more message, by its identity and by those of its recognised changes."""
 
 
 class Lookup(NamedTuple):
@@ -225,7 +224,8 @@ class SequenceStore:
     def __init__(self, *, keep_parents: bool = False) -> None:
         self.keep_parents = keep_parents
         """Whether every turn becomes a node of its own, trained on that turn only, instead of growing its parent."""
-        self._num_calls = 0
+        self.orders = itertools.count(1)
+        """Numbers of the session's calls."""
         self._name = secrets.token_hex(6)
         """Begins the ids of turns, so that those of several sessions differ."""
         self._continued: list[Stage] = []
@@ -234,7 +234,7 @@ class SequenceStore:
 
     def clear(self) -> None:
         """Remove all nodes; a turn that was prepared before is not stored later."""
-        self._num_cleared = self._num_calls
+        self._cleared_at = next(self.orders)
         self._tracked: list[_Tracked] = []
         self._matches: list[NodeMatch] = []
         """Every stage, with the node that it was added to; branches share the stages before them."""
@@ -249,11 +249,6 @@ class SequenceStore:
         for tracked in self._tracked:
             tracked.is_shown = True
         return [tracked.node for tracked in self._tracked]
-
-    def next_order(self) -> int:
-        """Return the number of this call among the calls of the session."""
-        self._num_calls += 1
-        return self._num_calls
 
     @contextmanager
     def continuing(self, turn: PendingTurn) -> Iterator[None]:
@@ -344,7 +339,7 @@ class SequenceStore:
 
         Raises EngineProtocolError, and stores nothing, when tokens and logprobs differ in number.
         """
-        if turn.order <= self._num_cleared:
+        if turn.order < self._cleared_at:
             return
         for sampled in completions:
             if len(sampled.tokens) != len(sampled.logprobs):

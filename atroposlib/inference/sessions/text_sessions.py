@@ -10,7 +10,7 @@ from typing import Any
 
 from atroposlib.inference.servers.sampling_notes import ItemRecord, Text
 from atroposlib.inference.sessions.sequences import SequenceNode, state_of
-from atroposlib.inference.tools.tool_messages import as_dict
+from atroposlib.inference.tools.messages import as_dict
 
 
 class DummyManagedServer:

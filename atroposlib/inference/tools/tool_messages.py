@@ -7,11 +7,8 @@ authors of environments use the former, agents written for the `openai` package 
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Mapping
 from typing import Any
-
-from pydantic import BaseModel
 
 
 class OpenAIToolCall(dict[str, Any]):
@@ -68,19 +65,3 @@ def _types() -> tuple[Any, Any, Any]:
         choices: list[CalledChoice]  # type: ignore[assignment]
 
     return CalledCompletion, CalledChoice, CalledMessage
-
-
-def as_dict(message: Any) -> dict[str, Any]:
-    """Return a message as a dict; `completion.choices[0].message` is a pydantic object."""
-    # The check for a model takes longer than copying most messages.
-    if not isinstance(message, dict) and isinstance(message, BaseModel):
-        return message.model_dump(exclude_none=True)
-    return dict(message)
-
-
-def parsed_json(arguments: str) -> Any:
-    """Return the JSON value of a call's arguments; the text if they are not JSON."""
-    try:
-        return json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments

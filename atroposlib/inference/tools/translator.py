@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from atroposlib.inference.tools.messages import as_dict, parsed_json
 from atroposlib.inference.tools.parsers import STYLES, Call, Parsed, Style, style_named
 from atroposlib.inference.tools.parsers.borrowed import given_style
 from atroposlib.inference.tools.parsers.style import Read, ToolCallParser, call_from
 from atroposlib.inference.tools.thoughts import THINK_TAGS
-from atroposlib.inference.tools.tool_messages import as_dict, parsed_json
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletionMessageToolCall

@@ -66,6 +66,13 @@ def encode(tokenizer: Any, text: str, *, add_special_tokens: bool = False) -> li
     return list(backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
 
+def encode_prompt(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    """Return the ids of a prompt; a BOS that the text already contains is not doubled."""
+    tokens = encode(tokenizer, text, add_special_tokens=add_special_tokens) if text else []
+    bos = getattr(tokenizer, "bos_token_id", None)
+    return tokens[1:] if bos is not None and tokens[:2] == [bos, bos] else tokens
+
+
 def decode(
     tokenizer: Any, tokens: Sequence[int], *, skip_special_tokens: bool | None = None
 ) -> str:

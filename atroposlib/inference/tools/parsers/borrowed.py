@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from atroposlib.errors import ConfigError
+from atroposlib.inference.tools.messages import as_dict
 from atroposlib.inference.tools.parsers.json_styles import HERMES
 from atroposlib.inference.tools.parsers.style import (
     Call,
@@ -21,7 +22,6 @@ from atroposlib.inference.tools.parsers.style import (
     call_from,
     sendable,
 )
-from atroposlib.inference.tools.tool_messages import as_dict
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
+from atroposlib.inference.tools.messages import as_dict
 from atroposlib.inference.tools.thoughts import THINK_TAGS
-from atroposlib.inference.tools.tool_messages import as_dict
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
 """Tool descriptions in the OpenAI form."""

@@ -9,11 +9,19 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from atroposlib.inference.tools.tool_messages import as_dict, parsed_json
+from pydantic import BaseModel
 
 Message = Mapping[str, Any]
 
 _COMPARED_KEYS = ("name", "tool_call_id", "reasoning_content", "reasoning")
+
+
+def as_dict(message: Any) -> dict[str, Any]:
+    """Return a message as a dict; `completion.choices[0].message` is a pydantic object."""
+    # The check for a model takes longer than copying most messages.
+    if not isinstance(message, dict) and isinstance(message, BaseModel):
+        return message.model_dump(exclude_none=True)
+    return dict(message)
 
 
 def read_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
@@ -90,9 +98,11 @@ def call_ids(message: Message) -> tuple[str, ...]:
     return tuple(str(call.get("id")) for call in message.get("tool_calls") or ())
 
 
-def is_opened(messages: Sequence[Message]) -> bool:
-    """Whether the model continues the last message instead of answering it."""
-    return messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
+def begun_text(messages: Sequence[Message]) -> str | None:
+    """Return the last message's text if the model continues it; None if the model answers it."""
+    last = messages[-1]
+    is_continued = last["role"] == "assistant" and not last.get("tool_calls")
+    return str(last["content"]) if is_continued else None
 
 
 def _plain(call: Any) -> dict[str, Any]:
@@ -106,3 +116,11 @@ def with_parsed(call: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(function.get("arguments"), str):
         function = {**function, "arguments": parsed_json(function["arguments"])}
     return {**call, "function": function}
+
+
+def parsed_json(arguments: str) -> Any:
+    """Return the JSON value of a call's arguments; the text if they are not JSON."""
+    try:
+        return json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments

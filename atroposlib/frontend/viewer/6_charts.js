@@ -161,17 +161,18 @@ function chart({ title, is_log: isLog, curves }, [first, last]) {
       const [start, end] = [from, stepAt(event)].sort((a, b) => a - b);
       const isClick = xOf(end) - xOf(start) < 6;
       const step = nearestStep(end);
-      const isSeen = event.pointerType === "mouse" || seen === step; // a finger points first, then opens
+      // A finger points first, then opens, and does not meet the same step again.
+      const chosen = event.pointerType === "mouse" ? step : seen !== null && Math.abs(xOf(seen) - xOf(step)) < 14 ? seen : null;
       from = null;
       if (!isClick) go({ zoom: `${Math.max(first, Math.ceil(start))}-${Math.min(last, Math.floor(end))}` });
-      else if (isSeen) openStep(step);
+      else if (chosen !== null) openStep(chosen);
       else pointAll(step);
     },
     pointercancel: () => {
       from = null;
       zoomed.setAttribute("width", 0);
     },
-    pointerleave: () => from === null && pointAll(null),
+    pointerleave: ({ pointerType }) => pointerType === "mouse" && from === null && pointAll(null),
     keydown: ({ key }) => {
       const steps = curves[0].steps;
       const place = at === null ? 0 : nearest(steps, at);

@@ -126,7 +126,7 @@ def _curves(
 ) -> Iterator[tuple[str, list[int], list[float]]]:
     """Yield the name, the steps and the values of each curve of a panel that has something to show."""
     for name in panel.names:
-        points = [(s["step"], s[name]) for s in steps if s.get(name) is not None]
+        points = sorted((s["step"], s[name]) for s in steps if s.get(name) is not None)
         if panel.is_log:
             points = [(step, value) for step, value in points if value > 0]
         if points and (name not in panel.names[2:] or any(value for _, value in points)):

@@ -200,26 +200,18 @@ def _chunks(groups: Iterable[ViewGroup], index: Index) -> Iterator[list[_Member]
         yield members
 
 
+_COLUMNS = (
+    *("id", "chunk", "environment", "item", "step", "score_mean", "score_min", "score_max"),
+    *("num_rollouts", "num_sequences", "length_mean", "length_correlation", "gap_mean"),
+    *("staleness", "advantage_max", "loss_share", "dropped", "preview"),
+)
+
+
 class Index:
     """A few figures of every group, as one list per figure."""
 
     def __init__(self) -> None:
-        self.columns: dict[str, list[Any]] = {
-            name: []
-            for name in (
-                *("id", "chunk", "environment", "item", "step"),
-                *(
-                    "score_mean",
-                    "score_min",
-                    "score_max",
-                    "num_rollouts",
-                    "num_sequences",
-                    "length_mean",
-                    "length_correlation",
-                ),
-                *("gap_mean", "staleness", "advantage_max", "loss_share", "dropped", "preview"),
-            )
-        }
+        self.columns: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
         self.evaluation: dict[str, Any] | None = None
         """What `evaluations.py` has for the first page."""
         self._ids: set[str] = set()

@@ -47,7 +47,7 @@ def test_a_run_survives_the_kill_of_each_part(up: subprocess.Popen[bytes], tmp_p
     said = (tmp_path / "out").read_text()
     assert said.count("was ended by SIGKILL; restart in") == len(PARTS)
     check_end(run_dir)
-    assert (run_dir / "config.yaml").read_bytes() == short_demo(tmp_path).read_bytes()
+    assert (run_dir / "config.yaml").read_bytes() == (tmp_path / "run.yaml").read_bytes()
     assert left_of(run_dir) == []
 
 

@@ -22,6 +22,13 @@ function ticks(low, high, count) {
   return Array.from({ length: Math.floor(high / step) - first + 1 }, (_, i) => Number(((first + i) * step).toPrecision(12)));
 }
 
+/** The least and the largest value, set apart where they are equal. */
+function rangeOf(values) {
+  const [low, high] = [values.reduce((a, b) => Math.min(a, b), Infinity), values.reduce((a, b) => Math.max(a, b), -Infinity)];
+  const room = low === high ? Math.abs(low) / 2 || 0.5 : 0;
+  return values.length ? [low - room, high + room] : [0, 1];
+}
+
 /** The place of the value that is nearest to `wanted` in a rising list. */
 function nearest(values, wanted) {
   let [low, high] = [0, values.length - 1];
@@ -80,10 +87,7 @@ function chart({ title, is_log: isLog, curves }, [first, last]) {
   const scaled = isLog ? Math.log10 : Number;
   const inSight = (points) => points.filter(([step]) => step >= first && step <= last);
   const raw = curves.map(({ steps, values }) => steps.map((step, i) => [step, scaled(values[i])]));
-  const heights = inSight(raw.flat()).map(([, value]) => value);
-  let [low, high] = [heights.reduce((a, b) => Math.min(a, b), Infinity), heights.reduce((a, b) => Math.max(a, b), -Infinity)];
-  if (low === Infinity) [low, high] = [0, 1];
-  if (low === high) [low, high] = [low - (Math.abs(low) || 1) / 2, high + (Math.abs(high) || 1) / 2];
+  const [low, high] = rangeOf(inSight(raw.flat()).map(([, value]) => value));
   const { width, height, left, right, top, bottom } = CHART;
   const xOf = (step) => left + ((width - left - right) * (step - first)) / (last - first || 1);
   const yOf = (value) => height - bottom - ((height - top - bottom) * (value - low)) / (high - low);
@@ -138,10 +142,10 @@ function chart({ title, is_log: isLog, curves }, [first, last]) {
   const pointAll = (step) => charts.forEach((one) => one.pointAt(step));
   const nearestStep = (wanted) =>
     curves.map(({ steps }) => steps[nearest(steps, wanted)]).reduce((best, step) => (Math.abs(step - wanted) < Math.abs(best - wanted) ? step : best));
-  let from = null; // the step where a drag began
+  let [from, seen] = [null, null]; // the steps where a drag began, and of the cursor then
   const listeners = {
     pointerdown: (event) => {
-      from = stepAt(event);
+      [from, seen] = [stepAt(event), at];
       drawing.setPointerCapture(event.pointerId);
     },
     pointermove: (event) => {
@@ -157,13 +161,18 @@ function chart({ title, is_log: isLog, curves }, [first, last]) {
       const [start, end] = [from, stepAt(event)].sort((a, b) => a - b);
       const isClick = xOf(end) - xOf(start) < 6;
       const step = nearestStep(end);
-      const isSeen = event.pointerType === "mouse" || at === step; // a finger points first, then opens
+      // A finger points first, then opens, and does not meet the same step again.
+      const chosen = event.pointerType === "mouse" ? step : seen !== null && Math.abs(xOf(seen) - xOf(step)) < 14 ? seen : null;
       from = null;
-      if (!isClick) go({ zoom: `${Math.max(0, Math.ceil(start))}-${Math.floor(end)}` });
-      else if (isSeen) openStep(step);
+      if (!isClick) go({ zoom: `${Math.max(first, Math.ceil(start))}-${Math.min(last, Math.floor(end))}` });
+      else if (chosen !== null) openStep(chosen);
       else pointAll(step);
     },
-    pointerleave: () => from === null && pointAll(null),
+    pointercancel: () => {
+      from = null;
+      zoomed.setAttribute("width", 0);
+    },
+    pointerleave: ({ pointerType }) => pointerType === "mouse" && from === null && pointAll(null),
     keydown: ({ key }) => {
       const steps = curves[0].steps;
       const place = at === null ? 0 : nearest(steps, at);

@@ -28,12 +28,8 @@ function lengthVerdict(rows) {
 function scatter(rows) {
   const points = rows.filter((row) => isNumber(index.score_mean[row]) && isNumber(index.length_mean[row]));
   const { width, height, left, right, top, bottom } = wide.matches ? { ...CHART, width: 560, height: 260 } : CHART;
-  const range = (values) => {
-    const [low, high] = [values.reduce((a, b) => Math.min(a, b), Infinity), values.reduce((a, b) => Math.max(a, b), -Infinity)];
-    return low < high ? [low, high] : [low - 0.5, high + 0.5];
-  };
-  const xs = range(points.map((row) => index.length_mean[row]));
-  const ys = range(points.map((row) => index.score_mean[row]));
+  const xs = rangeOf(points.map((row) => index.length_mean[row]));
+  const ys = rangeOf(points.map((row) => index.score_mean[row]));
   const xOf = (value) => left + ((width - left - right) * (value - xs[0])) / (xs[1] - xs[0]);
   const yOf = (value) => height - bottom - ((height - top - bottom) * (value - ys[0])) / (ys[1] - ys[0]);
   const places = points.map((row) => [xOf(index.length_mean[row]), yOf(index.score_mean[row])]);

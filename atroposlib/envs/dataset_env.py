@@ -450,6 +450,7 @@ class DatasetEnv(BaseEnv):
                     "messages": rollout.messages,
                     **self._verdict(rollout, outcome),
                     "finish_reason": rollout.finish_reason,
+                    **({"num_tokens": rollout.num_tokens} if rollout.nodes else {}),
                     **rollout.overrides,
                     **self.sample_fields(row, rollout.completion),
                 }

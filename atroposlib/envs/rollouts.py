@@ -48,6 +48,11 @@ class Rollout:
         answers = [message for message in self.messages if message["role"] == "assistant"]
         return str(answers[-1]["content"]) if answers else ""
 
+    @property
+    def num_tokens(self) -> int:
+        """The number of sampled tokens; 0 without token ids."""
+        return sum(label >= 0 for node in self.nodes for label in node.masked_tokens)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatSession:

@@ -59,7 +59,7 @@ def render(text: str) -> Tree | None:
         return None
     from markdown_it.tree import SyntaxTreeNode
 
-    tree = ["div", {}, *_inside(SyntaxTreeNode(_parser().parse(text)))]
+    tree: Tree = ["div", {}, *_inside(SyntaxTreeNode(_parser().parse(text)))]
     return tree if _has_form(tree) else None
 
 
@@ -190,14 +190,16 @@ def _math(source: str, *, is_block: bool) -> Tree:
     from latex2mathml import exceptions
     from latex2mathml.converter import convert_to_element
 
-    failures = [e for e in vars(exceptions).values() if isinstance(e, type)]
+    known = vars(exceptions).values()
+    own = [e for e in known if isinstance(e, type) and issubclass(e, Exception)]
+    failures: tuple[type[Exception], ...] = (*own, *_FAILURES)
     plain: Tree = ["code", {}, source]
     if len(source) > MAX_MATH_CHARS:
         return plain
     try:
         element = convert_to_element(source, display="block" if is_block else "inline")
         return _element(element, _DEPTH)
-    except (*failures, *_FAILURES):
+    except failures:
         return plain
 
 

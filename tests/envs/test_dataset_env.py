@@ -367,6 +367,7 @@ async def test_evaluation_writes_pass_at_1_mean_and_samples(tmp_path: Path) -> N
     samples = rows_in(tmp_path / "samples.jsonl")
     assert [sample["row"] for sample in samples] == env.eval_rows
     assert samples[0]["messages"][-1]["role"] == "assistant"
+    assert samples[0]["num_tokens"] > 0
     assert {request["temperature"] for request in env.server.servers[0].requests} == {0.0}
 
 

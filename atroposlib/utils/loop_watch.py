@@ -98,23 +98,19 @@ class LoopWatch:
 
     def _watch(self) -> None:
         with (
-            _cpu_clock(self._native_id) as of_loop,
-            _cpu_clock(threading.get_native_id()) as of_watch,
+            _cpu_wait(self._native_id) as loop_wait,
+            _cpu_wait(threading.get_native_id()) as own_wait,
         ):
-            self._look_until_stopped(
-                lambda: (time.monotonic(), time.process_time(), *of_loop(), *of_watch())
-            )
+            self._look_until_stopped(time.monotonic, time.process_time, loop_wait, own_wait)
 
-    def _look_until_stopped(self, clocks: Callable[[], tuple[float, ...]]) -> None:
+    def _look_until_stopped(self, *clocks: Callable[[], float]) -> None:
         answered = threading.Event()
         answered.set()
-        before, callback = clocks(), 0
+        before, callback = [clock() for clock in clocks], 0
         slept_s = computed_s = computed_in_callback_s = 0.0
         while not self._stop.wait(self._look_s):
-            now = clocks()
-            passed_s, used_s, loop_used_s, loop_waited_s, _, own_waited_s = map(
-                operator.sub, now, before
-            )
+            now = [clock() for clock in clocks]
+            passed_s, used_s, loop_waited_s, own_waited_s = map(operator.sub, now, before)
             before = now
             if answered.is_set():
                 answered.clear()
@@ -123,11 +119,11 @@ class LoopWatch:
             look = self._look()
             if look is None:
                 continue
+            now_computed_s = min(passed_s, used_s)
+            # The kernel counts a wait when it has ended, so that it may belong to an earlier look.
+            now_slept_s = self._look_s - loop_waited_s - now_computed_s
             is_late = passed_s - own_waited_s > 1.5 * self._look_s
-            asleep_s = 0.0 if is_late else self._look_s - loop_waited_s
-            busy_s = max(asleep_s, min(passed_s, used_s))
-            now_computed_s = busy_s if loop_used_s > busy_s / 4 else 0.0
-            slept_s += busy_s - now_computed_s
+            slept_s = max(slept_s + (min(now_slept_s, 0.0) if is_late else now_slept_s), 0.0)
             computed_s += now_computed_s
             computed_in_callback_s += now_computed_s
             if look.callback != callback:  # others may have ended while this thread had no CPU
@@ -164,22 +160,17 @@ class LoopWatch:
 
 
 @contextlib.contextmanager
-def _cpu_clock(native_thread_id: int) -> Iterator[Callable[[], tuple[float, float]]]:
-    """Yield a clock of the seconds that a thread had a CPU, and waited for one; zeros where the kernel does not say.
+def _cpu_wait(native_thread_id: int) -> Iterator[Callable[[], float]]:
+    """Yield a clock of the seconds that a thread has waited for a CPU; it stands still where the kernel does not say.
 
     Its file stays open: `open_handles` counts descriptors.
     """
     path = Path(f"/proc/self/task/{native_thread_id}/schedstat")
     if not path.exists():
-        yield lambda: (0.0, 0.0)
+        yield lambda: 0.0
         return
     with path.open("rb") as stat:
-
-        def read() -> tuple[float, float]:
-            used_ns, waited_ns, _ = map(int, os.pread(stat.fileno(), 100, 0).split())
-            return used_ns / 1e9, waited_ns / 1e9
-
-        yield read
+        yield lambda: int(os.pread(stat.fileno(), 100, 0).split()[1]) / 1e9
 
 
 def _frame_of(thread_id: int) -> FrameType | None:

@@ -29,6 +29,7 @@ from atroposlib.runtime.env_command import run_environment
 from atroposlib.utils.loop_watch import LoopBlocked, LoopWatch
 from tests.checker import rates
 from tests.checker.broken_environments import (
+    NOTED,
     SLEEP,
     AnswerRetokenized,
     Broken,
@@ -83,6 +84,13 @@ def test_broken_environment_fails_its_own_rule_alone(
     report = report_of(case.env_cls)
     assert report.failed == [case.rule], report.to_text()
     assert case.hint in report.to_text()
+
+
+@pytest.mark.parametrize("case", NOTED, ids=lambda case: case.env_cls.__name__)
+def test_a_strict_reward_is_noted_and_no_fault(case: Broken) -> None:
+    report = check(case.env_cls)
+    assert report.failed == [], report.to_text()
+    assert case.hint in "".join(report.finding(case.rule).notes)
 
 
 @pytest.mark.drill

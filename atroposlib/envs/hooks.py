@@ -306,11 +306,11 @@ class EnvHooks(ABC):
         return None
 
     def known_rows(self) -> dict[str, Sequence[Any]]:
-        """Return the rows that "train" and "eval" use, if items are rows, for `check`; {}: it has no list of them."""
+        """Return the rows of "train" and "eval" that `check` walks; {}: items are not the rows of a `DatasetEnv`."""
         return {}
 
     def known_tools(self) -> dict[str, Any]:
-        """Return the tools that the model may call, by name, for `check`; {}: it has none."""
+        """Return the tools that `check` calls, by name; {}: it is no `ToolEnv`."""
         return {}
 
     def scoring_errors(self) -> Counter[str]:

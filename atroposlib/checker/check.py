@@ -367,6 +367,7 @@ class _Check(Execution):
         names = fields_with(gold, self.items[telling.item])
         asked = [*probes.copied(result, self.prompts[telling.item], names, gold)]
         if result is not None:
+            asked += probes.asked_for(result, self.prompts[telling.item])
             asked += probes.variants(result)
         if result is not None and gold is not None and probes.is_same(result.stated, gold):
             others = [other for other in golds if other and not probes.is_same(other, gold)]

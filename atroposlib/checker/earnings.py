@@ -41,6 +41,8 @@ class Earnings:
     """The first run of each list of answers; repetitions are compared with it and not kept."""
     coincidences: dict[str, dict[int, str]] = field(default_factory=dict)
     """Rewarded answers that may be right by chance, by rule and item; "" for an item without one."""
+    noted: dict[str, str] = field(default_factory=dict)
+    """What is no fault although it may be unintended, by what to do about it."""
 
     def judge_answers(self) -> None:
         """Fail if no item became a group; single items may give none."""
@@ -77,8 +79,11 @@ class Earnings:
             self.report.skip("no answer was found again in a group", *_REWARD_RULES)
             return
         self.report.dismiss("answer_runs_no_code", *_REWARD_RULES)
+        self.report.dismiss("aligned", "reward_varies")  # the answers are not known
         self.report.dismiss("reward_repeatable", *_COMPARISONS)
         self.report.dismiss("reward_ignores_order", *EARNING_RULES)
+        for what in self.noted.values():
+            self.report.note("variants_rewarded", what)
         num_different = sum(run.has_difference for run in judged)
         self.report.look("reward_varies", num_different)
         for rule, by_item in self.coincidences.items():
@@ -124,7 +129,9 @@ class Earnings:
             if probe.may_be_right:
                 by_item = self.coincidences.setdefault(probe.rule, {})
                 by_item[run.item] = what if is_paid else by_item.get(run.item, "")
-            elif is_paid is (probe.rule == "variants_rewarded"):
-                self.report.look(probe.rule)
-            else:
+            elif probe.must_earn is (not is_paid):  # None: noted
                 self.report.fail(probe.rule, what, item=run.item, hint=probe.hint)
+            else:
+                self.report.look(probe.rule)
+                if not is_paid and probe.must_earn is None:
+                    self.noted.setdefault(probe.hint, f"{what}: {probe.hint}?")

@@ -32,14 +32,21 @@ async def judge_leaks(execution: Execution) -> None:
 
 
 def judge_stalls(execution: Execution) -> None:
-    """Fail if a function blocked the loop in several runs; a single time may be an import."""
+    """Fail if a call blocked the loop in several runs; a single time may be an import.
+
+    Calls of several tasks that compute one after another, as agents do that each build a client, are only noted.
+    """
     if execution.num_runs < ENOUGH_RUNS:
         execution.report.skip("too few items ran", "loop_stays_free")
     execution.report.look("loop_stays_free", execution.num_runs)
-    for where, stall in list(execution.watch.stalls.items()):
-        if stall.num_runs >= ENOUGH_RUNS:
-            what = f"{where} blocked it for up to {1000 * stall.longest_s:.0f} ms"
+    for where, stall in list(execution.watch.together.items()):
+        if execution.watch.stalls[where].num_runs >= ENOUGH_RUNS:
+            longest_s = execution.watch.stalls[where].longest_s
+            what = f"{where} blocked it for up to {1000 * longest_s:.0f} ms"
             execution.report.fail("loop_stays_free", what)
+        elif stall.num_runs >= ENOUGH_RUNS:
+            what = f"short calls of {where} by several tasks blocked it for {1000 * stall.longest_s:.0f} ms together"
+            execution.report.note("loop_stays_free", what)
 
 
 def _shown(thing: Any) -> str:

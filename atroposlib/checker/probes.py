@@ -9,6 +9,7 @@ Used by `check.py` only.
 from __future__ import annotations
 
 import base64
+import functools
 import itertools
 import re
 from collections.abc import Iterator, Sequence
@@ -74,6 +75,10 @@ _NOTATIONS = (
 )
 
 
+_ASKED = (r"\\boxed\{", r"\$<", "####", "<answer>", r"(?i)answer is:?\s*[<\[{_]")
+"""How a prompt asks for each of the notations, or an answer has it."""
+
+
 class Probe(NamedTuple):
     """An answer, the rule that it judges, and what to change if it fails."""
 
@@ -86,6 +91,8 @@ class Probe(NamedTuple):
     """Another answer: only if both are rewarded, that is a fault."""
     must_score: bool = False
     """Whether it is a fault to leave it without a score."""
+    must_earn: bool | None = False
+    """Whether it is a fault that it earns less than a right answer, instead of as much; None: neither, it is noted."""
 
     @property
     def answers(self) -> list[Answer]:
@@ -221,32 +228,53 @@ def _in_two_notations(result: Result, other: str) -> Iterator[Probe]:
             yield Probe("list_unrewarded", text, hint, twin=twin)
 
 
+def asked_for(result: Result, prompt: str) -> Iterator[Probe]:
+    """Yield the result in the one form that a prompt asks for, if a right answer to it has another one."""
+    named = []
+    for form, mark in zip(_NOTATIONS, _ASKED, strict=True):
+        found = re.search(mark, prompt)
+        if found and not re.search(
+            r"(?i)\b(?:no|not|never|without)\b[^.\n]*$", prompt[: found.start()]
+        ):
+            named.append((form, mark))
+    if len(named) == 1 and not re.search(named[0][1], f"{result.before}<>"):
+        thinking, end, _ = result.before.rpartition("</think>")
+        text = f"{thinking}{end}{named[0][0].replaced(result.stated)}"
+        hint = "read the form that the prompt asks for, or ask for the one that is read"
+        yield Probe("variants_rewarded", text, hint, must_earn=True)
+
+
 def variants(result: Result) -> Iterator[Probe]:
-    """Yield other ways to write a right answer with a marked result: space, case, commas, units, LaTeX."""
+    """Yield other ways to write a right answer with a marked result: space, case, commas, units, LaTeX.
+
+    A reward that refuses them is noted and no fault: many that are strict are meant so, the model learns the form from
+    the reward, and a failure of each strict number pattern would teach authors to skip the rule.
+    """
     if not result.is_marked:
         return
-    stated, rule = result.stated, "variants_rewarded"
+    stated = result.stated
+    variant = functools.partial(Probe, "variants_rewarded", must_earn=None)
     before = result.before.rstrip()
     is_boxed, is_tagged = before.endswith("\\boxed{"), before.endswith("<answer>")
     spaced = f"\n{stated}\n" if is_tagged else f" {stated} "
-    yield Probe(rule, result.replaced(spaced), "strip the result of white space")
+    yield variant(result.replaced(spaced), "strip the result of white space")
     if not (is_boxed or is_tagged):
         ended = f"{result.before}{stated}{'' if '.' in result.after else '.'}"
-        yield Probe(rule, ended, "ignore punctuation after the result")
+        yield variant(ended, "ignore punctuation after the result")
     if stated.istitle() and len(stated) > 2:
-        yield Probe(rule, result.replaced(stated.lower()), "compare words without case")
+        yield variant(result.replaced(stated.lower()), "compare words without case")
     if _NUMBER.fullmatch(stated) and len(whole := stated.lstrip("-").partition(".")[0]) > 3:
         grouped = (
             stated.replace(",", "") if "," in whole else stated.replace(whole, f"{int(whole):,}")
         )
-        yield Probe(rule, result.replaced(grouped), "remove the commas of thousands")
+        yield variant(result.replaced(grouped), "remove the commas of thousands")
     if is_boxed and _NUMBER.fullmatch(stated):
-        yield Probe(rule, result.replaced(stated + "\\text{ cm}"), "ignore a unit after a number")
+        yield variant(result.replaced(stated + "\\text{ cm}"), "ignore a unit after a number")
     elif is_boxed and stated.isalpha():
-        yield Probe(rule, result.replaced(f"\\text{{{stated}}}"), "read LaTeX: remove \\text{}")
+        yield variant(result.replaced(f"\\text{{{stated}}}"), "read LaTeX: remove \\text{}")
     elif is_boxed and (fraction := re.fullmatch(r"(\d+)/(\d+)", stated)):
         latex = f"\\frac{{{fraction[1]}}}{{{fraction[2]}}}"
-        yield Probe(rule, result.replaced(latex), "read LaTeX fractions")
+        yield variant(result.replaced(latex), "read LaTeX fractions")
 
 
 def copied(

@@ -85,8 +85,8 @@ retraction_unrewarded: a right result that is taken back for a wrong one earns l
 restatement_unrewarded: a term that equals the right number, such as 24*16-9, earns less than half
     require a number where the right result is a number: refuse operators
     does not apply if no gold answer that earns the reward is a whole number
-variants_rewarded: a right result written in another usual way earns what it earned
-    normalize results before comparing them
+variants_rewarded: a right result in the form that the prompt asks for earns what it earned
+    read what the prompt asks for; other usual ways to write a result that earn less are noted
     does not apply if the result is not marked by a box, a tag or words
 no_leaked_tasks: no asyncio task outlives its item
     create tasks in an asyncio.TaskGroup, or await them in a finally block
@@ -94,7 +94,7 @@ no_leaked_handles: no file, socket or pipe stays open after its item
     open in `with`, or once in setup(); `python -X dev` names what is dropped unclosed
 no_leaked_processes: no child process outlives its item
     wait for every process in a finally block, or score in envs.rewards.RewardWorkers
-loop_stays_free: no item blocks the event loop for more than 100 ms
+loop_stays_free: no call blocks the event loop for more than 100 ms
     use asyncio.to_thread or envs.rewards.RewardWorkers; await, never time.sleep
 evaluates: evaluate() works and writes metrics
     end evaluate() with await self.evaluate_log({'eval/...': value})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -42,7 +42,7 @@ class ToolCalls:
         """The first error of each tool that was called."""
         self._failed: set[str] = set()
         self._env: Any = execution.env
-        self._tools: dict[str, Any] = getattr(self._env, "tools_by_name", {})
+        self._tools = self._env.known_tools()
         for name, tool in self._tools.items():
             self._tools[name] = self._noting(tool)
 
@@ -66,19 +66,22 @@ class ToolCalls:
         """Call each tool with arguments made from its schema."""
         texts = short_texts(self._execution.items[0])[:MAX_TEXTS]
         for tool in list(self._tools.values()):
-            episode = await _awaited(self._env.reset(copy_of(self._execution.items[0])))
-            try:
-                for variant in range(NUM_VARIANTS + len(texts)):
-                    if tool.name in self._failed or (
-                        variant >= NUM_VARIANTS and self._returned[tool.name]
-                    ):
-                        break
-                    arguments = arguments_of(tool.parameters, variant, texts)
-                    await self._try(tool, arguments, episode)
-            finally:
-                await _awaited(self._env.end(episode))
+            with self._execution.judging("collects", what="an episode without turns: "):
+                await self._try(tool, texts)
 
-    async def _try(self, tool: Any, arguments: dict[str, Any], episode: Any) -> None:
+    async def _try(self, tool: Any, texts: Sequence[str]) -> None:
+        within, item = self._execution.within, copy_of(self._execution.items[0])
+        episode = await within(_called(self._env.reset, item), "reset()")
+        try:
+            for variant in range(NUM_VARIANTS + len(texts)):
+                has_returned = variant >= NUM_VARIANTS and self._returned[tool.name]
+                if tool.name in self._failed or has_returned:
+                    break
+                await self._call(tool, arguments_of(tool.parameters, variant, texts), episode)
+        finally:
+            await within(_called(self._env.end, episode), "end()")
+
+    async def _call(self, tool: Any, arguments: dict[str, Any], episode: Any) -> None:
         env, call = self._env, SimpleNamespace(name=tool.name, arguments=arguments)
         before = Counter(env.counts)
         try:
@@ -119,7 +122,8 @@ def _call(name: str, arguments: Mapping[str, Any]) -> str:
     return f"{name}({', '.join(f'{key}={value!r:.40}' for key, value in arguments.items())})"
 
 
-async def _awaited(value: Any) -> Any:
+async def _called(hook: Callable[..., Any], *args: Any) -> Any:
+    value = hook(*args)
     return await value if inspect.isawaitable(value) else value
 
 

@@ -572,6 +572,32 @@ class DatasetEnv(BaseEnv):
     def num_epoch_items(self) -> int:
         return len(self.train_rows)
 
+    def known_rows(self) -> dict[str, Sequence[Row]]:
+        gives_rows = type(self).get_next_item is DatasetEnv.get_next_item
+        return {"train": self.train_rows, "eval": self.eval_rows} if gives_rows else {}
+
+    async def row_fault(self, row: Row) -> str | None:
+        """Return why a row's gold answer does not pass, for `check`; "" if it does, None if the row has none.
+
+        Raises what the hooks that read the row raise.
+        """
+        if type(self).prompt is not DatasetEnv.prompt:  # agents begin in another way
+            self.conversation(row)
+        gold = self.gold_answer(row)
+        self.example_answers(row)
+        if gold is None:
+            return None
+        outcome = await self._probe(row, gold)
+        if isinstance(outcome, RewardFailure):
+            return f"scoring the gold answer failed: {outcome.reason}: {outcome.detail[-200:]}"
+        score = number_of(outcome)
+        is_right = score is not None and score >= self.success_score
+        return (
+            ""
+            if is_right
+            else f"the gold answer earns {score}, and success is {self.success_score:g}"
+        )
+
     def scoring_errors(self) -> Counter[str]:
         in_workers = self.reward_workers.failures["exception"]
         return self.score_errors + Counter({"an exception in a worker": in_workers})

@@ -305,6 +305,14 @@ class EnvHooks(ABC):
         """Return the number of items that `get_next_item` gives before it repeats one; None: it has no epochs."""
         return None
 
+    def known_rows(self) -> dict[str, Sequence[Any]]:
+        """Return the rows of "train" and "eval" that `check` walks; {}: items are not the rows of a `DatasetEnv`."""
+        return {}
+
+    def known_tools(self) -> dict[str, Any]:
+        """Return the tools that `check` calls, by name; {}: it is no `ToolEnv`."""
+        return {}
+
     def scoring_errors(self) -> Counter[str]:
         """Return the exceptions of scoring that were counted instead of raised, by type."""
         return Counter()

@@ -174,6 +174,9 @@ class ToolEnv(MultiTurnEnv):
             del self.tools_by_name[self._mcp_tools.pop()]
         await super().close()
 
+    def known_tools(self) -> dict[str, Tool]:
+        return self.tools_by_name
+
     def conversation(self, row: Row) -> list[dict[str, Any]]:
         """Add the description of the tools to the system message."""
         messages = super().conversation(row)

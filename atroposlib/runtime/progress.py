@@ -194,7 +194,7 @@ async def _report(
 
 def _warn_of_blocking(watch: LoopWatch) -> None:
     """Name each function once that blocked the event loop in several intervals; begin the next interval."""
-    for where, stall in list(watch.stalls.items()):
+    for where, stall in list(watch.together.items()):
         if stall.num_runs == ENOUGH_RUNS and stall.last_run == watch.run:
             logger.warning(
                 "%s blocked the event loop for up to %.0f ms, and all items wait meanwhile: use asyncio.to_thread or"

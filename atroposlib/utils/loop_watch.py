@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import ctypes
 import gc
+import inspect
 import operator
 import os
 import sys
@@ -17,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Self
+from typing import NamedTuple, Self
 
 BLOCKED_S = 0.1
 """Code that occupies the event loop for longer than this blocks it."""
@@ -28,7 +29,7 @@ _RUN_CALLBACK = asyncio.Handle._run.__code__
 
 
 class LoopBlocked(BaseException):
-    """Raised inside code that blocked the event loop for the whole timeout."""
+    """Raised inside the author's code that blocked the event loop for the whole timeout."""
 
     def __init__(self) -> None:
         super().__init__("the event loop was blocked for the whole timeout")
@@ -43,6 +44,17 @@ class Stall:
     longest_s: float = 0.0
 
 
+class _Look(NamedTuple):
+    """What the loop's thread was seen to do."""
+
+    function: str
+    """The author's innermost one."""
+    is_innermost: bool
+    """Whether nothing called by it was running."""
+    callback: int
+    """Identifies what the loop runs, such as a task."""
+
+
 class LoopWatch:
     """Pings the running event loop from a thread, and adds up how long an author's function runs without an answer.
 
@@ -54,14 +66,20 @@ class LoopWatch:
     def __init__(
         self, author_files: Collection[str], *, patience_s: float, look_s: float = 0.02
     ) -> None:
-        """`patience_s`: time without an answer after which `LoopBlocked` is raised in the loop's thread.
+        """`patience_s`: time after which `LoopBlocked` is raised in an author's function that blocks the loop.
 
         `look_s`: time between two looks, each of which takes 0.3 ms of CPU; shorter stalls may be missed.
         """
         self.run = 0
         """Number of the author's call, set by the caller."""
         self.stalls: dict[str, Stall] = defaultdict(Stall)
-        """By function (file:line). The thread adds to it: copy it before a loop."""
+        """By function (file:line). The thread adds to it: copy it before a loop.
+
+        Sleeping calls of several tasks in a row are one stall, computing ones are not: agents that start together each
+        build a client for 30 ms.
+        """
+        self.together: dict[str, Stall] = defaultdict(Stall)
+        """As `stalls`, with the computing calls of several tasks in a row as one."""
         self.author_files = author_files
         self._patience_s = patience_s
         self._look_s = look_s
@@ -88,8 +106,8 @@ class LoopWatch:
     def _look_until_stopped(self, *clocks: Callable[[], float]) -> None:
         answered = threading.Event()
         answered.set()
-        before = [clock() for clock in clocks]
-        asked_at, blocked_s = before[0], 0.0
+        before, callback = [clock() for clock in clocks], 0
+        slept_s = computed_s = computed_in_callback_s = 0.0
         while not self._stop.wait(self._look_s):
             now = [clock() for clock in clocks]
             passed_s, used_s, loop_waited_s, own_waited_s = map(operator.sub, now, before)
@@ -97,31 +115,48 @@ class LoopWatch:
             if answered.is_set():
                 answered.clear()
                 self._loop.call_soon_threadsafe(answered.set)
-                asked_at, blocked_s = now[0], 0.0
-            if where := self._author_function():
-                is_late = passed_s - own_waited_s > 1.5 * self._look_s
-                slept_s = 0.0 if is_late else self._look_s - loop_waited_s
-                blocked_s += max(slept_s, min(passed_s, used_s))
-                if blocked_s > BLOCKED_S:
-                    stall = self.stalls[where]
-                    stall.num_runs += stall.last_run != self.run
-                    stall.last_run = self.run
-                    stall.longest_s = max(blocked_s, stall.longest_s)
-            if now[0] - asked_at > self._patience_s:
+                slept_s = computed_s = computed_in_callback_s = 0.0
+            look = self._look()
+            if look is None:
+                continue
+            now_computed_s = min(passed_s, used_s)
+            # The kernel counts a wait when it has ended, so that it may belong to an earlier look.
+            now_slept_s = self._look_s - loop_waited_s - now_computed_s
+            is_late = passed_s - own_waited_s > 1.5 * self._look_s
+            slept_s = max(slept_s + (min(now_slept_s, 0.0) if is_late else now_slept_s), 0.0)
+            computed_s += now_computed_s
+            computed_in_callback_s += now_computed_s
+            if look.callback != callback:  # others may have ended while this thread had no CPU
+                callback = look.callback
+                computed_in_callback_s = max(now_computed_s - own_waited_s, 0.0)
+            self._note(self.stalls, look.function, slept_s + computed_in_callback_s)
+            self._note(self.together, look.function, slept_s + computed_s)
+            # Elsewhere than in the author's own lines it could be the callback of a weak reference, which drops it.
+            if slept_s + computed_s > self._patience_s * (1 if look.is_innermost else 2):
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
                     ctypes.c_ulong(self._thread_id), ctypes.py_object(LoopBlocked)
                 )
                 answered.wait(_GRACE_S)
 
-    def _author_function(self) -> str | None:
-        """Return the author's innermost function that the loop runs."""
+    def _note(self, stalls: dict[str, Stall], where: str, blocked_s: float) -> None:
+        if blocked_s > BLOCKED_S:
+            stall = stalls[where]
+            stall.num_runs += stall.last_run != self.run
+            stall.last_run = self.run
+            stall.longest_s = max(blocked_s, stall.longest_s)
+
+    def _look(self) -> _Look | None:
+        """Find the author's innermost function that the loop runs; None if it runs none."""
+        found, frames = None, []
         for frame, _ in traceback.walk_stack(_frame_of(self._thread_id)):
             code = frame.f_code
-            if code is _RUN_CALLBACK:
-                break  # what is below runs the loop: the author's file may be the program
-            if code.co_filename in self.author_files:
-                return f"{code.co_qualname} ({Path(code.co_filename).name}:{code.co_firstlineno})"
-        return None
+            if code is _RUN_CALLBACK:  # what is below runs the loop, also a program of the author's
+                return None if found is None else _Look(*found, callback=frames[-1])
+            frames.append(id(frame))
+            if found is None and code.co_filename in self.author_files:
+                place = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+                found = f"{code.co_qualname} ({place})", len(frames) == 1
+        return None  # the loop is idle
 
 
 @contextlib.contextmanager
@@ -154,8 +189,13 @@ def _frame_of(thread_id: int) -> FrameType | None:
 
 
 def author_files(cls: type) -> frozenset[str]:
-    """Return the files that define `cls` and its bases outside the library."""
-    modules = {base.__module__ for base in cls.__mro__} - {"abc"}
-    own = [name for name in modules if not name.startswith("atroposlib.envs.")]
-    files = (getattr(sys.modules.get(name), "__file__", None) for name in own)
-    return frozenset(filter(None, files))  # builtin modules have none
+    """Return the files, or cells of a notebook, that define `cls` and its bases outside the library."""
+    bases = [
+        base
+        for base in cls.__mro__
+        if base is not object and not base.__module__.startswith(("abc", "atroposlib.envs."))
+    ]
+    files = {getattr(sys.modules.get(base.__module__), "__file__", None) for base in bases}
+    methods = (value for base in bases for value in vars(base).values())
+    files |= {method.__code__.co_filename for method in methods if inspect.isfunction(method)}
+    return frozenset(filter(None, files))  # a notebook has none

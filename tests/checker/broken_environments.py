@@ -37,26 +37,33 @@ class Broken(NamedTuple):
 
 
 BROKEN: list[Broken] = []
+NOTED: list[Broken] = []
+"""Sound environments about which the report of a rule has a note."""
 
 
-def breaks(rule: str, hint: str = "") -> Callable[[E], E]:
-    """Add a class to `BROKEN`."""
+def breaks(rule: str, hint: str = "", *, cases: list[Broken] = BROKEN) -> Callable[[E], E]:
+    """Add a class to the cases."""
 
     def add(env_cls: E) -> E:
-        BROKEN.append(Broken(rule, env_cls, hint))
+        cases.append(Broken(rule, env_cls, hint))
         return env_cls
 
     return add
 
 
 def faults(
-    base: type[BaseEnv], rule: str, hint: str = "", *, method: str = "score"
+    base: type[BaseEnv],
+    rule: str,
+    hint: str = "",
+    *,
+    method: str = "score",
+    cases: list[Broken] = BROKEN,
 ) -> Callable[..., None]:
-    """Return a function that adds classes to `BROKEN`, each `base` with another `method`: `add(Name=function)`."""
+    """Return a function that adds classes to the cases, each `base` with another `method`: `add(Name=function)`."""
 
     def add(**functions: Callable[..., Any]) -> None:
         for name, function in functions.items():
-            breaks(rule, hint)(
+            breaks(rule, hint, cases=cases)(
                 type(name, (base,), {"__module__": base.__module__, method: function})
             )
 

@@ -29,7 +29,7 @@ from atroposlib.envs.teacher_distillation_env import (
 from atroposlib.envs.tool_env import ToolEnv
 from atroposlib.inference.servers.http_peer import HttpPeer
 from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
-from tests.checker.broken_environments import BROKEN, Offline, breaks, faults, training
+from tests.checker.broken_environments import BROKEN, NOTED, Offline, breaks, faults, training
 
 
 def found(pattern: str, answer: str) -> list[str]:
@@ -61,6 +61,9 @@ class Products(Offline, DatasetEnv):
 
 class Boxes(Products):
     """Sound: strips what may surround the number in a box."""
+
+    def prompt(self, row: Any) -> str:
+        return f"{row['question']} = ? Put the number into \\boxed{{}}."
 
     def gold_answer(self, row: Any) -> str:
         return f"\\boxed{{{row['answer']}}}"
@@ -629,19 +632,26 @@ faults(Products, "grader_survives", "like a wrong one")(  # as a grader that han
 
 # Right answers that do not earn.
 
-faults(Boxes, "variants_rewarded")(  # `\boxed{ 777 }` is wrong
+
+@breaks("variants_rewarded", "ask for the one that is read")
+class AnotherFormAsked(Boxes):
+    def prompt(self, row: Any) -> str:
+        return f"{row['question']} = ? End with: The answer is <number>"
+
+
+faults(Boxes, "variants_rewarded", "white space", cases=NOTED)(  # `\boxed{ 777 }` is wrong
     ExactBox=lambda self, row, answer: (
         re.findall(r"\\boxed\{(.*?)\}", answer)[-1:] == [row["answer"]]
     ),
 )
-faults(Boxes, "variants_rewarded", "unit")(
+faults(Boxes, "variants_rewarded", "unit", cases=NOTED)(
     UnitsRefused=lambda self, row, answer: (
         found(r"\\boxed\{\s*([\d,]+)\s*\}", answer)[-1:] == [row["answer"]]
     ),
 )
 
 
-@breaks("variants_rewarded", "LaTeX")
+@breaks("variants_rewarded", "LaTeX", cases=NOTED)
 class LatexRefused(Choices):
     def gold_answer(self, row: Any) -> str:
         return f"\\boxed{{{row['answer']}}}"
@@ -651,14 +661,14 @@ class LatexRefused(Choices):
         return float(said == {row["answer"]})
 
 
-faults(Capitals, "variants_rewarded", "case")(
+faults(Capitals, "variants_rewarded", "case", cases=NOTED)(
     CaseMatters=lambda self, row, answer: (
         re.findall(r"<answer>\s*(.*?)\s*</answer>", answer) == [row["answer"]]
     ),
 )
 
 
-@breaks("variants_rewarded", "comma")
+@breaks("variants_rewarded", "comma", cases=NOTED)
 class CommasRefused(Products):
     def load_rows(self, split: Any) -> Any:
         return training(
@@ -669,7 +679,7 @@ class CommasRefused(Products):
         return float(re.findall(r"answer is\s*(-?\d+)(?![\d,])", answer)[-1:] == [row["answer"]])
 
 
-faults(Products, "variants_rewarded", "punctuation")(
+faults(Products, "variants_rewarded", "punctuation", cases=NOTED)(
     FullStopRefused=lambda self, row, answer: (
         answer.replace(",", "").split()[-3:] == ["answer", "is", row["answer"]]
     ),

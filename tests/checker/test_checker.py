@@ -13,6 +13,8 @@ import signal
 import subprocess
 import sys
 import time
+import unittest.mock
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +26,10 @@ from atroposlib.checker.engine import PairTokenizer, tokens_apart
 from atroposlib.envs.base import BaseEnv
 from atroposlib.errors import ConfigError, EnvError
 from atroposlib.runtime.env_command import run_environment
-from atroposlib.utils.loop_watch import LoopWatch
+from atroposlib.utils.loop_watch import LoopBlocked, LoopWatch
 from tests.checker import rates
 from tests.checker.broken_environments import (
+    NOTED,
     SLEEP,
     AnswerRetokenized,
     Broken,
@@ -81,6 +84,13 @@ def test_broken_environment_fails_its_own_rule_alone(
     report = report_of(case.env_cls)
     assert report.failed == [case.rule], report.to_text()
     assert case.hint in report.to_text()
+
+
+@pytest.mark.parametrize("case", NOTED, ids=lambda case: case.env_cls.__name__)
+def test_a_strict_reward_is_noted_and_no_fault(case: Broken) -> None:
+    report = check(case.env_cls)
+    assert report.failed == [], report.to_text()
+    assert case.hint in "".join(report.finding(case.rule).notes)
 
 
 @pytest.mark.drill
@@ -285,6 +295,12 @@ def test_answers_for_the_check_that_fail_are_named(name: str) -> None:
         check(env_cls, num_items=1)
 
 
+def compute_for(duration_s: float) -> None:
+    until = time.thread_time() + duration_s
+    while time.thread_time() < until:
+        pass
+
+
 STOPPED = """
 import asyncio, time
 from atroposlib.utils.loop_watch import LoopWatch
@@ -347,7 +363,7 @@ async def test_c_code_that_waits_with_the_gil_is_no_stall() -> None:
 LIBRARY = """
 import asyncio, time
 
-def compute():
+def compute(*_):
     until = time.thread_time() + 0.25
     while time.thread_time() < until:
         pass
@@ -367,7 +383,58 @@ def test_the_program_that_runs_the_loop_is_not_blamed_for_other_code() -> None:
     assert watch.stalls == {}
     watch = LoopWatch({"<library>"}, patience_s=30.0)
     asyncio.run(library["main"](watch))
-    assert [name.partition(" ")[0] for name in watch.stalls] == ["compute"]
+    assert next(iter(watch.stalls)).startswith("compute ")
+
+
+def test_only_the_authors_code_is_interrupted() -> None:
+    library: dict[str, Any] = {}
+    exec(compile(LIBRARY, "<library>", "exec"), library)
+    watch = LoopWatch({__file__}, patience_s=0.05)
+    asyncio.run(library["main"](watch))
+    with pytest.raises(LoopBlocked):
+        asyncio.run(library["main"](LoopWatch({"<library>"}, patience_s=0.05)))
+
+
+def test_no_callback_of_a_weak_reference_is_interrupted() -> None:
+    """It would drop the exception."""
+    library: dict[str, Any] = {}
+    exec(compile(LIBRARY, "<library>", "exec"), library)
+    dropped: list[Any] = []
+
+    async def main() -> None:
+        with LoopWatch({__file__}, patience_s=0.3):
+            await asyncio.sleep(0.05)
+            while True:
+                thing = asyncio.Event()
+                reference = weakref.ref(thing, library["compute"])
+                del thing
+                until = time.thread_time() + 0.1
+                while reference and time.thread_time() < until:
+                    pass
+
+    with (
+        unittest.mock.patch.object(sys, "unraisablehook", dropped.append),
+        pytest.raises(LoopBlocked),
+    ):
+        asyncio.run(main())
+    assert dropped == []
+
+
+@pytest.mark.parametrize(("wait", "is_stall"), [(time.sleep, True), (compute_for, False)])
+def test_short_calls_of_several_tasks_are_a_stall_if_they_sleep(wait: Any, is_stall: bool) -> None:
+    watch = LoopWatch({__file__}, patience_s=30.0)
+
+    async def call() -> None:
+        wait(0.03)
+
+    async def main() -> None:
+        with watch:
+            await asyncio.sleep(0.05)
+            await asyncio.gather(*(call() for _ in range(12)))
+
+    asyncio.run(main())
+    assert bool(watch.stalls) is is_stall
+    assert watch.together
 
 
 def test_command_prints_the_report_and_exits_1_on_a_failure(

@@ -126,7 +126,7 @@ class Space:
             logger.warning("%s", refusal)
 
 
-def free_bound(directory: Path, *, min_free_bytes: int | None, ballast_bytes: int) -> Bound:
+def free_bound(directory: Path, *, min_free_bytes: int | None, ballast_bytes: int = 0) -> Bound:
     """Measure the disk of `directory`: `min_free_bytes` (None: 2 %, at least 1 GiB) and `ballast_bytes` stay free.
 
     Raises `OSError` if it is not there.

@@ -43,7 +43,7 @@ class PostgresRuns:
     def __init__(
         self, url: str, *, space: DatabaseSpace | None = None, segment_bytes: int = 64 << 20
     ) -> None:
-        """`space` None: not bounded, and without a ballast."""
+        """`space` None: not bounded."""
         self._url = url
         self.on_failure: Callable[[str, BaseException], None] | None = None
         self._space = space

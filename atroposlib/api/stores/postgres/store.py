@@ -181,8 +181,6 @@ class PostgresStore(JobStore):
             await self._transact(lambda connection: self._apply(connection, jobs))
         except asyncpg.InsufficientResourcesError as e:
             logger.warning("groups cannot be stored in the database now: %s", e)
-            if isinstance(e, asyncpg.DiskFullError):
-                await self._space.release_ballast(fault=str(e))
             changes = [job for job in jobs if job.change is not None]
             await self._transact(lambda connection: self._apply(connection, changes))
             for job in jobs:

@@ -48,7 +48,7 @@ from atroposlib.api.stores.runs import (
     delete_run,
     stored_runs,
 )
-from atroposlib.cli import hub_database
+from atroposlib.cli import hub_database, upgrade_runs
 from atroposlib.cli.hub_settings import (
     RunApiConfig,
     certificate_end,
@@ -201,6 +201,8 @@ async def _serve(
     if replica is not None:
         hub = replica.hub
     else:
+        if config.store == "disk":
+            upgrade_runs.upgrade(config.data_dir)
         hub = Hub(_stores(config, on_failure), policy=policy_of(config))
     app = create_app(hub, tokens=tokens, replica=replica, replica_tls=replica_tls(config))
     settings = _uvicorn_config(config, app, connections)

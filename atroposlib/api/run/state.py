@@ -25,7 +25,7 @@ from atroposlib.api.run.environments import Environment, Environments, Shares
 from atroposlib.api.run.leases import HeldBatch, LeaseRequest, Leases, TrainerTimes
 from atroposlib.api.run.queue import DeadLetters, GroupQueue
 from atroposlib.api.run.types import Receipt, RunPolicy
-from atroposlib.api.schemas import MAX_ENV_NAME_CHARS, Registration
+from atroposlib.api.schemas import Registration
 from atroposlib.api.stores.base import (
     Appended,
     Change,
@@ -502,12 +502,6 @@ def _restore_document(
 ) -> None:
     trainer = facts.get(TRAINER_FACT)
     environments = [fact for name, fact in facts.items() if name.startswith(ENVIRONMENT_FACT)]
-    is_without_facts = "environments" in document
-    if is_without_facts:  # written by an older version, which accepted names of any length
-        trainer, environments = document["trainer"], document["environments"]
-        for each in environments:
-            registration = each["registration"]
-            registration["desired_name"] = registration["desired_name"][:MAX_ENV_NAME_CHARS]
     run.experiment = document.get("experiment")
     run.token = document.get("token")
     run.environments.restore(environments, now=now)
@@ -515,10 +509,6 @@ def _restore_document(
         run.trainer = Registration.model_validate(trainer)
         # None: written by an older version, without experiment ids.
         run.experiment = run.experiment or secrets.token_hex(16)
-    if is_without_facts:
-        run.note_trainer()
-        for environment in run.environments:
-            run.note_environment(environment)
     run.has_started = document["has_started"]
     run.policy_version = document["policy_version"]
     run.unknown_steps = document.get("unknown_steps", 0)  # older versions write neither

@@ -30,8 +30,8 @@ from atroposlib.api.stores.base import (
     StoreBroken,
     StoreFull,
     StoreUsage,
+    UnreadableRun,
 )
-from atroposlib.api.stores.migration import convert
 from atroposlib.api.stores.run_file import (
     NAME,
     TIGHT_BYTES,
@@ -40,7 +40,7 @@ from atroposlib.api.stores.run_file import (
     error_name,
     is_damage,
 )
-from atroposlib.api.stores.space import BALLAST, DiskSpace, free_bytes, warn_of_network_file_system
+from atroposlib.api.stores.space import DiskSpace, free_bytes, warn_of_network_file_system
 from atroposlib.api.stores.writing import Job, JobStore
 from atroposlib.errors import ConfigError
 
@@ -134,12 +134,12 @@ class DiskStore(JobStore):
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._take_lock()
             warn_of_network_file_system(self._directory)
-            if self._space.directory != self._directory:
-                # Older versions kept a ballast file in each run.
-                (self._directory / BALLAST).unlink(missing_ok=True)
             self._space.prepare()
-            convert(self._directory)
             path = self._directory / NAME
+            if not path.exists() and any(self._directory.glob("*.seg")):
+                raise UnreadableRun(
+                    f"{self._directory} was written by version 0.2; run-api converts it at its start"
+                )
             self._file = RunFile(path, is_synced=self.durability is Durability.POWER)
             self._held.callback(self._file.close)
             saved = self._file.load()

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 NAME: Final = "run.db"
 FORMAT: Final = 3
-"""Formats 1 and 2 kept payloads in files of their own (`migration`)."""
+"""Formats 1 and 2 kept payloads in files of their own (`cli.upgrade_runs`)."""
 PAGE_BYTES: Final = 16384
 _CHECKPOINT_BYTES: Final = 8 << 20
 """Written to the WAL between two checkpoints."""

@@ -42,13 +42,7 @@ from atroposlib.api.run.environments import EnvironmentNotFound, TooManyEnvironm
 from atroposlib.api.run.hub import DEFAULT_RUN, Hub, TooManyRuns
 from atroposlib.api.run.leases import LeaseLost, Superseded, UnknownBatch
 from atroposlib.api.run.replica import Replica
-from atroposlib.api.run.types import (
-    ExperimentReplaced,
-    Overloaded,
-    RunFinished,
-    RunMoved,
-    RunReset,
-)
+from atroposlib.api.run.types import ExperimentReplaced, Overloaded, RunFinished, RunMoved, RunReset
 from atroposlib.api.schemas import EnvIdentifier as EnvIdentifier
 from atroposlib.api.schemas import HubInfo, HubStatus
 from atroposlib.api.schemas import RegisterEnv as RegisterEnv
@@ -122,7 +116,11 @@ def create_app(
         watchers = [
             *(
                 asyncio.create_task(_repeat(work, every_s=every_s, may_recover=replica is not None))
-                for work, every_s in ((hub.tick, TICK_S), (hub.tidy, TIDY_S))
+                for work, every_s in (
+                    (hub.tick, TICK_S),
+                    (hub.close_idle, TIDY_S),
+                    (hub.delete_surplus, TIDY_S),
+                )
             ),
             asyncio.create_task(_watch_lag(metrics)),
             asyncio.create_task(return_memory(batches, bodies.received, bodies.inflated)),

@@ -348,23 +348,23 @@ async def test_nothing_set_aside_is_deleted_unless_asked_and_then_the_oldest(
     later = time.time() + 400 * 86400
     with monkeypatch.context() as patched:
         patched.setattr("time.time", lambda: later)
-        await runs.tidy()
+        await runs.delete_surplus()
     assert await kept_by(runs) == all_
     assert len(default.set_aside_bytes) == 3
     assert min(default.set_aside_bytes) > 0
     await hub.get("/runs/default.1/status")  # also what is being looked at
     runs.policy = RunPolicy(keep_set_aside=2)
-    await runs.tidy()
+    await runs.delete_surplus()
     assert await kept_by(runs) == all_[1:]
     assert (default.num_set_aside_deleted, len(default.set_aside_bytes)) == (1, 2)
     assert "its earlier experiment 'default.1' (step 0, set aside 0.0 days ago)" in caplog.text
     await hub.post("/register", registration(experiment="default2", resume_step=0))
     assert await places(hub) == {"queued": 1}
     runs.policy = RunPolicy(keep_set_aside_days=30.0)
-    await runs.tidy()
+    await runs.delete_surplus()
     assert await kept_by(runs) == ["default.2", "default.4", "math.1", "math.2"]
     monkeypatch.setattr("time.time", lambda: later)
-    await runs.tidy()
+    await runs.delete_surplus()
     assert await kept_by(runs) == []
     assert await places(hub) == {"queued": 1}
     assert hub.runs == ["default", "math"]
@@ -442,6 +442,8 @@ async def test_groups_that_arrive_at_once_share_the_quota_of_their_token() -> No
     answers = await asyncio.gather(*posts, return_exceptions=True)
     assert [isinstance(answer, StoreFull) for answer in answers] == [False, False, True, True]
     assert [run.arriving_bytes for run in runs.runs.values()] == [0, 0]
+    known = NewGroup(header=replace(HEADER, group_id="first"), payload=bytes(400))
+    assert [each.is_duplicate for each in await runs.runs["a"].accept([known])] == [True]
     await runs.close()
 
 

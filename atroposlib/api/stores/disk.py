@@ -13,6 +13,7 @@ import fcntl
 import functools
 import logging
 import os
+import shutil
 import sqlite3
 import time
 from collections.abc import Callable, Sequence
@@ -40,7 +41,7 @@ from atroposlib.api.stores.run_file import (
     error_name,
     is_damage,
 )
-from atroposlib.api.stores.space import DiskSpace, free_bytes, warn_of_network_file_system
+from atroposlib.api.stores.space import NETWORK_FILE_SYSTEMS, DiskSpace, file_system_of
 from atroposlib.api.stores.writing import Job, JobStore
 from atroposlib.errors import ConfigError
 
@@ -133,7 +134,11 @@ class DiskStore(JobStore):
         try:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._take_lock()
-            warn_of_network_file_system(self._directory)
+            if (kind := file_system_of(self._directory)) in NETWORK_FILE_SYSTEMS:
+                logger.warning(
+                    "%s is on %s: locks and syncs there may not hold what they promise; use a local disk",
+                    *(self._directory, kind),
+                )
             self._space.prepare()
             path = self._directory / NAME
             if not path.exists() and any(self._directory.glob("*.seg")):
@@ -207,15 +212,13 @@ class DiskStore(JobStore):
                     if job.change is not None:
                         self._file.apply(job.change)
                         job.answer = None
-                    elif refusal is not None:
-                        job.answer = refusal
                     else:
-                        job.answer = self._append(job.groups)
+                        job.answer = self._append(job.groups, refusal or job.refusal)
                 except (KeyError, StoreFull) as e:
                     job.answer = e
 
-    def _append(self, groups: Sequence[NewGroup]) -> list[Appended]:
-        """Insert the new groups; raises `StoreFull` if there is no room."""
+    def _append(self, groups: Sequence[NewGroup], refusal: StoreFull | None) -> list[Appended]:
+        """Insert the new groups; raises `StoreFull` if there is no room, or `refusal`."""
         outcomes = []
         new: dict[str, NewGroup] = {}
         for group in groups:
@@ -228,6 +231,8 @@ class DiskStore(JobStore):
             else:
                 is_same = known == header.digest
                 outcomes.append(Appended.DUPLICATE if is_same else Appended.CONFLICT)
+        if new and refusal is not None:
+            raise refusal
         if new:
             num_bytes = sum(len(group.payload) for group in new.values())
             self._space.take(self._file.needed_bytes(num_bytes))
@@ -244,8 +249,7 @@ class DiskStore(JobStore):
 
     def _note_usage(self) -> None:
         self._usage = StoreUsage(
-            payload_bytes=self._file.payload_bytes,
-            stored_bytes=self._file.stored_bytes,
+            payload_bytes=self._file.payload_bytes, stored_bytes=self._file.stored_bytes
         )
         self._free_bytes = self._file.free_bytes
         self._growth_bytes = self._file.growth_bytes
@@ -262,7 +266,7 @@ class DiskStore(JobStore):
         """Move what the WAL holds into the file, unless that would take the space that later changes need."""
         if not self._file.is_checkpoint_due(is_tight=self._is_tight):
             return
-        if self._file.growth_bytes <= free_bytes(self._directory):
+        if self._file.growth_bytes <= shutil.disk_usage(self._directory).free:
             self._if_there_is_room(self._file.checkpoint)
 
     def _if_there_is_room(self, work: Callable[[], bool]) -> bool:

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING
 from uuid import UUID
 
@@ -46,12 +46,7 @@ class Replica:
     """As last read; set by `open`."""
 
     def __init__(
-        self,
-        hub: Hub,
-        owners: Owners,
-        *,
-        address: str,
-        clock: Callable[[], float] = time.monotonic,
+        self, hub: Hub, owners: Owners, *, address: str, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.hub = hub
         self.owners = owners
@@ -97,11 +92,11 @@ class Replica:
         await self.owners.join(self.address)
         await self.renew()
         # Opening many runs may take longer than a membership lasts.
-        self._tasks = [asyncio.create_task(self._keep_renewing())]
+        self._tasks = [asyncio.create_task(_repeat(self.renew, lambda: asyncio.sleep(RENEW_S)))]
         if DEFAULT_RUN not in self.ownership.runs:
             await self._adopt(DEFAULT_RUN)
         await self.sweep()
-        self._tasks.append(asyncio.create_task(self._keep_sweeping()))
+        self._tasks.append(asyncio.create_task(_repeat(self.sweep, self._until_due)))
 
     async def close(self) -> None:
         """Close every run and give all of them up."""
@@ -111,28 +106,9 @@ class Replica:
         self.changed.close()
         await self.hub.close()
 
-    async def _keep_renewing(self) -> None:
-        while True:
-            try:
-                await self.renew()
-            except StoreBroken as e:
-                logger.warning("cannot renew the membership of this replica: %s", e)
-            except Exception:
-                # Awaited only at shutdown: if this task ended, the replica would lapse for ever.
-                logger.exception("cannot renew the membership of this replica")
-            await asyncio.sleep(RENEW_S)
-
-    async def _keep_sweeping(self) -> None:
-        while True:
-            await self._due.wait()
-            self._due.clear()
-            try:
-                await self.sweep()
-            except StoreBroken as e:
-                logger.warning("the sweep over the runs failed: %s", e)
-            except Exception:
-                # As above.
-                logger.exception("the sweep over the runs failed")
+    async def _until_due(self) -> None:
+        await self._due.wait()
+        self._due.clear()
 
     async def renew(self) -> None:
         asked_at = self._clock()
@@ -305,8 +281,8 @@ class Replica:
         term = self.owners.terms.get(name)
         if term is None:
             return True
-        same = [run for run in self.ownership.runs.values() if run.term.run_id == term.run_id]
-        return any(run.term.number > term.number for run in same)
+        runs = self.ownership.runs.values()
+        return any(run.id == term.run_id and run.term > term.number for run in runs)
 
     def _is_free(self, run: OwnedRun) -> bool:
         return run.owner is None or self.ownership.owner_of(run.name) is None
@@ -366,3 +342,18 @@ class Replica:
         finally:
             self._leaving.discard(name)
         await self.look()
+
+
+async def _repeat(
+    work: Callable[[], Awaitable[None]], pause: Callable[[], Awaitable[None]]
+) -> None:
+    """Call `work` after every pause, also after errors, until cancelled."""
+    while True:
+        await pause()
+        try:
+            await work()
+        except StoreBroken as e:
+            logger.warning("%s failed: %s", work.__qualname__, e)
+        except Exception:
+            # Awaited only at shutdown: if this task ended, the replica would lapse for ever.
+            logger.exception("%s failed", work.__qualname__)

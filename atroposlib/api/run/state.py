@@ -276,7 +276,7 @@ class RunState:
             self._planned_for = basis
             self._plan = self.queue.plan(
                 batch_size=self.batch_size,
-                floors=sequence_floors(self.batch_size, self.environments.shares()),
+                floors=sequence_floors(self.batch_size, self.environments.sums.minimums),
                 overdue_before=version - PATIENCE_VERSIONS,
             )
         return self._plan

@@ -65,9 +65,11 @@ class RunStores(Protocol):
 
     async def open(self) -> None:
         """Called once, before anything else."""
+        return
 
     async def close(self) -> None:
         """Called once, after every store is closed."""
+        return
 
     async def names(self) -> list[str]:
         """Names of the stored runs, including those set aside."""
@@ -96,7 +98,7 @@ class RunStores(Protocol):
         """Delete the data of a closed store."""
 
 
-class MemoryRuns:
+class MemoryRuns(RunStores):
     """Runs that end with the process. To bound memory, only the latest earlier experiment of each run is kept."""
 
     def __init__(self, space: Space | None = None) -> None:
@@ -104,12 +106,6 @@ class MemoryRuns:
         self._space = space
         self._stores: dict[str, MemoryStore] = {}
         self._kept: dict[str, Kept] = {}
-
-    async def open(self) -> None:
-        pass
-
-    async def close(self) -> None:
-        pass
 
     async def names(self) -> list[str]:
         return sorted(self._stores)
@@ -151,18 +147,12 @@ class MemoryRuns:
         self._kept.pop(name, None)
 
 
-class DirectoryRuns:
+class DirectoryRuns(RunStores):
     """One sub-directory of `root` per run."""
 
     def __init__(self, root: Path, make_store: Callable[[Path], GroupStore]) -> None:
         self._root = root
         self._make_store = make_store
-
-    async def open(self) -> None:
-        pass
-
-    async def close(self) -> None:
-        pass
 
     async def names(self) -> list[str]:
         return [name for name, _ in stored_markers(self._root)]

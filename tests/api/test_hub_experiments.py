@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,6 +19,7 @@ from atroposlib.api.run.hub import AwakeClock, TooManyRuns
 from atroposlib.api.run.hub import Hub as Runs
 from atroposlib.api.run.types import Quota, RunPolicy
 from atroposlib.api.schemas import RegisterTrainer
+from atroposlib.api.stores import runs as stored_runs
 from atroposlib.api.stores.base import GroupStore, NewGroup, SavedRun, StoreBroken, StoreFull
 from atroposlib.api.stores.disk import DiskStore
 from atroposlib.api.stores.memory import MemoryStore
@@ -282,6 +284,31 @@ async def test_kept_runs_survive_a_restart_closed_and_can_be_deleted(tmp_path: P
         assert (await hub.http.delete("/runs/default.1")).is_success
         assert (await hub.http.delete("/runs/default.1")).status_code == 404
     assert await stores().names() == ["default"]
+
+
+async def test_markers_are_read_and_written_off_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+
+    def noted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def note_and_call(*args: Any) -> Any:
+            threads.append(threading.current_thread())
+            return call(*args)
+
+        return note_and_call
+
+    for name in ("_read_marker", "_write_marker"):
+        monkeypatch.setattr(stored_runs, name, noted(getattr(stored_runs, name)))
+    stores = DirectoryRuns(tmp_path, lambda path: DiskStore(path, min_free_bytes=0))
+    async with running_hub(runs=Runs(stores)) as hub:
+        for experiment in ("a", "b"):
+            await begin(hub, experiment)
+            await post_group(hub, 1, experiment)
+        assert (await hub.get("/runs/default.1/status"))["queue_size"] == 1
+        assert (await hub.http.get("/runs/unknown/ledger")).json()["produced"] == 0
+    assert len(threads) > 10
+    assert threading.current_thread() not in threads
 
 
 async def test_waiting_clients_of_the_earlier_experiment_are_answered(hub: Hub) -> None:

@@ -228,7 +228,7 @@ class Hub:
                 f" {name!r}"
             )
         run = Coordinator(
-            self._stores.store(name),
+            await asyncio.to_thread(self._stores.store, name),
             policy=self.policy,
             clock=self._clock,
             name=name,

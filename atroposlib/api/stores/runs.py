@@ -84,7 +84,7 @@ class RunStores(Protocol):
         """The stored runs with their sizes, by name."""
 
     def store(self, name: str) -> GroupStore:
-        """Return the store of a run, not yet opened. Called once per run, and again after any method below."""
+        """Return the store of a run, not yet opened; called in a thread, once, and again after a method below."""
 
     async def set_aside(
         self, name: str, *, experiment: str, step: int, resumed: Kept | None
@@ -155,13 +155,14 @@ class DirectoryRuns(RunStores):
         self._make_store = make_store
 
     async def names(self) -> list[str]:
-        return [name for name, _ in stored_markers(self._root)]
+        return [name for name, _ in await asyncio.to_thread(stored_markers, self._root)]
 
     async def holds(self, name: str) -> bool:
-        return _read_marker(self._root / name) is not None
+        return await asyncio.to_thread(_read_marker, self._root / name) is not None
 
     async def kept(self) -> list[Kept]:
-        found = [marker.kept for _, marker in stored_markers(self._root) if marker.kept is not None]
+        markers = await asyncio.to_thread(stored_markers, self._root)
+        found = [marker.kept for _, marker in markers if marker.kept is not None]
         return sorted(found, key=lambda kept: kept.set_aside_at, reverse=True)
 
     async def stored(self) -> list[StoredRun]:
@@ -182,15 +183,14 @@ class DirectoryRuns(RunStores):
     async def set_aside(
         self, name: str, *, experiment: str, step: int, resumed: Kept | None
     ) -> str:
-        kept = kept_as(name, {path.name for path in self._root.iterdir()}, experiment, step)
-
-        def rename() -> None:
+        def rename() -> str:
+            kept = kept_as(name, {path.name for path in self._root.iterdir()}, experiment, step)
             _write_marker(self._root / name, _Marker(kept=kept))
             (self._root / name).rename(self._root / kept.name)
             sync_to_disk(self._root)
+            return kept.name
 
-        await asyncio.to_thread(rename)
-        return kept.name
+        return await asyncio.to_thread(rename)
 
     async def bring_back(self, kept: Kept) -> None:
         def rename() -> None:

@@ -1,6 +1,6 @@
 """One hub process among several on one database: which runs it serves, and who serves the others.
 
-A replica renews its membership once a second and reads who owns what. It adopts runs without an owner, gives one away
+A replica renews its membership every `RENEW_S` and reads who owns what. It adopts runs without an owner, gives one away
 to a replica that has at least two fewer, and closes those it has lost. The stores keep an earlier owner from writing;
 this module decides who should own what, and stops serving when it cannot know.
 """
@@ -26,8 +26,9 @@ if TYPE_CHECKING:  # asyncpg is an extra
 
 logger = logging.getLogger(__name__)
 
-RENEW_S = 1.0
-TRUST_S = 4.0
+RENEW_S = 0.5
+"""A takeover takes up to this time to see the lapse, and up to it again until all know the new owner."""
+TRUST_S = 3.5
 """A replica that could not renew for this time serves nothing: soon others take its runs (`owners.LAPSE_S`)."""
 SETTLE_S = 3.0
 """After an outage of the database a replica takes no run from others that may not have renewed yet."""
@@ -181,7 +182,7 @@ class Replica:
         """Return the member that serves a run, waiting for one; None for this replica, also if there is no such run.
 
         `begins`: the request may create the run, which then belongs to the member with the fewest runs. `refused_by`
-        is not tried again for a second. Raises `NoOwner` at the time `until` of the clock.
+        is not tried again for `RENEW_S`. Raises `NoOwner` at the time `until` of the clock.
         """
         refused = None if refused_by is None else refused_by.id
         retry_at = self._clock() + RENEW_S
@@ -237,15 +238,6 @@ class Replica:
             (member, [run.name for run in runs if run.owner == member.id])
             for member in sorted(self.ownership.members.values(), key=lambda each: each.address)
         ]
-
-    def summary(self) -> str:
-        """Return how many runs this replica serves, and every other living one, in one line."""
-        num_runs = sum(not run.is_kept for run in self.ownership.runs.values())
-        others = "".join(
-            f"; {member.address} serves {self.ownership.num_runs(member.id)}"
-            for member in self.ownership.others(self.id)
-        )
-        return f"serving {self.ownership.num_runs(self.id)} of {num_runs} runs{others}"
 
     # What it should own
 

@@ -1,7 +1,7 @@
 """The SQLite file of a run, payloads included: its schema and its statements.
 
 `DiskStore` calls it from its writer thread; it decides nothing. What survives a crash is a prefix of the committed
-transactions. Other processes may read the file meanwhile (`back_up`, the `sqlite3` shell).
+transactions. Other processes may read the file meanwhile (`run-api --backup`, the `sqlite3` shell).
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from atroposlib.api.stores.base import (
     StoredGroup,
     UnreadableRun,
 )
-from atroposlib.utils.files import sync_to_disk
 
 logger = logging.getLogger(__name__)
 
@@ -418,24 +417,6 @@ def create(path: Path) -> sqlite3.Connection:
     db = connect(path, creates=True)
     db.executescript(_SCHEMA)
     return db
-
-
-def back_up(source: Path, target: Path) -> int:
-    """Copy a run's file, which a hub may be writing, to `target` as it is at one moment; return its size.
-
-    Raises `StoreBroken`.
-    """
-    try:
-        with (
-            contextlib.closing(connect(source)) as live,
-            contextlib.closing(connect(target, creates=True)) as copy,
-        ):
-            live.backup(copy)
-            copy.execute("pragma journal_mode = delete").fetchall()  # no WAL beside it
-    except sqlite3.Error as e:
-        raise StoreBroken(f"{source} cannot be copied to {target}: {e}") from e
-    sync_to_disk(target)
-    return target.stat().st_size
 
 
 def error_name(error: BaseException) -> str:

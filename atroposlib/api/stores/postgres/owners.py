@@ -22,7 +22,7 @@ from atroposlib.api.stores.postgres.sessions import SESSION_ENDED, DatabaseUnrea
 
 T = TypeVar("T")
 
-LAPSE_S: Final = 5.0
+LAPSE_S: Final = 4.5
 """A member that renewed nothing for this time has lost its runs."""
 _CALL_TIMEOUT_S = 2.0
 _JOIN_TIMEOUT_S = 20.0
@@ -182,13 +182,10 @@ class _Link:
                             self._drop()
                     self._connection = await self._connect()
                     return await work(self._connection)
-            except _FAILURES as e:
+            except BaseException as e:
                 self._drop()
-                raise DatabaseUnreachable(f"the database is unreachable: {e!r}") from e
-            except OwnedElsewhere:
-                raise
-            except BaseException:
-                self._drop()
+                if isinstance(e, _FAILURES):
+                    raise DatabaseUnreachable(f"the database is unreachable: {e!r}") from e
                 raise
 
     def _drop(self) -> None:

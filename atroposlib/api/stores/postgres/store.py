@@ -22,7 +22,6 @@ from atroposlib.api.stores.base import (
     Appended,
     CorruptGroups,
     Durability,
-    NewGroup,
     SavedRun,
     StoreBroken,
     StoreFull,
@@ -180,11 +179,8 @@ class PostgresStore(JobStore):
                     job.answer = StoreFull(f"the database cannot store groups now: {e}")
         for job in jobs:
             if isinstance(job.answer, StoreFull):
-                known = await self._on_connection(partial(self._find, job.groups))
-                job.answer = known or job.answer
-
-    async def _find(self, groups: Sequence[NewGroup], connection: Any) -> list[Appended] | None:
-        return await rows.find_groups(connection, self._term.run_id, groups)
+                find = partial(rows.find_groups, run_id=self._term.run_id, groups=job.groups)
+                job.answer = await self._on_connection(find) or job.answer
 
     async def _apply(self, connection: Any, jobs: Sequence[Job]) -> Effects:
         effects = Effects(self._segments)

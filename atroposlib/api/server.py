@@ -113,14 +113,11 @@ def create_app(
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         tracing.is_on()  # imports the exporter, which takes half a second, before the first request
         await (replica or hub).open()
+        work = {hub.tick: TICK_S, hub.close_idle: TIDY_S, hub.delete_surplus: TIDY_S}
         watchers = [
             *(
-                asyncio.create_task(_repeat(work, every_s=every_s, may_recover=replica is not None))
-                for work, every_s in (
-                    (hub.tick, TICK_S),
-                    (hub.close_idle, TIDY_S),
-                    (hub.delete_surplus, TIDY_S),
-                )
+                asyncio.create_task(_repeat(each, every_s=every_s, may_recover=replica is not None))
+                for each, every_s in work.items()
             ),
             asyncio.create_task(_watch_lag(metrics)),
             asyncio.create_task(return_memory(batches, bodies.received, bodies.inflated)),

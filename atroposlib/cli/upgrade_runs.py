@@ -129,7 +129,11 @@ def _write(partial: Path, state: Path) -> int:
     """Write the new file whole and force it to the disk; return how many groups it holds."""
     for suffix in ("", "-journal", "-wal", "-shm"):
         partial.with_name(partial.name + suffix).unlink(missing_ok=True)
-    with contextlib.closing(run_file.create(partial)) as new, _opened(state) as old:
+    with (
+        contextlib.closing(run_file.connect(partial, creates=True)) as new,
+        _opened(state) as old,
+    ):
+        new.executescript(run_file.SCHEMA)
         (version,) = old.execute("pragma user_version").fetchone()
         if version == 0 and not any(state.parent.glob(_SEGMENTS)):
             return 0  # a crash came before its first transaction

@@ -51,6 +51,7 @@ class Replica:
     ) -> None:
         self.hub = hub
         self.owners = owners
+        self.id = owners.id
         self.address = address
         self.changed = Signal()
         """Notified when `ownership` was read."""
@@ -75,10 +76,6 @@ class Replica:
         """Set when the sweep should look: after every renewal, and when a run is broken or wanted."""
         self._tasks: list[asyncio.Task[None]] = []
         self._looking: asyncio.Task[None] | None = None
-
-    @property
-    def id(self) -> UUID:
-        return self.owners.id
 
     # Life
 

@@ -115,9 +115,10 @@ class DiskStore(JobStore):
         return [found[number] for number in numbers]
 
     def usage(self) -> StoreUsage:
+        room_bytes = self._space.room_bytes or 0
         return replace(
             self._usage,
-            free_bytes=max(0, self._room_bytes + self._free_bytes - self._growth_bytes),
+            free_bytes=max(0, room_bytes + self._free_bytes - self._growth_bytes),
             refusal=self._space.refusal(self._growth_bytes),
         )
 
@@ -255,12 +256,8 @@ class DiskStore(JobStore):
         self._growth_bytes = self._file.growth_bytes
 
     @property
-    def _room_bytes(self) -> int:
-        return self._space.room_bytes or 0  # None: not measured yet
-
-    @property
     def _is_tight(self) -> bool:
-        return self._room_bytes < TIGHT_BYTES
+        return (self._space.room_bytes or 0) < TIGHT_BYTES  # None: not measured yet
 
     def _checkpoint_if_due(self) -> None:
         """Move what the WAL holds into the file, unless that would take the space that later changes need."""

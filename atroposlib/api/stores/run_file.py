@@ -51,7 +51,7 @@ _COPY_BYTES: Final = 8 << 20
 _BUSY_S: Final = 5.0
 _TABLES: Final = ("groups", "payloads", "done", "ended", "batches", "facts")
 _PLACES: Final = " ".join(f"when {place.value} then '{place.name.lower()}'" for place in Place)
-_SCHEMA: Final = f"""
+SCHEMA: Final = f"""
 pragma page_size = {PAGE_BYTES};
 pragma auto_vacuum = incremental;
 begin exclusive;
@@ -140,7 +140,7 @@ class RunFile:
                 " a newer version of atroposlib wrote it"
             )
         if version == 0:
-            self._db.executescript(_SCHEMA)
+            self._db.executescript(SCHEMA)
         for table in _TABLES:
             # Payloads have checksums of their own, and reading them all would take minutes.
             if table != "payloads":
@@ -409,13 +409,6 @@ def connect(path: Path, *, creates: bool = False) -> sqlite3.Connection:
         timeout=_BUSY_S,
     )
     db.row_factory = sqlite3.Row
-    return db
-
-
-def create(path: Path) -> sqlite3.Connection:
-    """Create the file of a run without groups."""
-    db = connect(path, creates=True)
-    db.executescript(_SCHEMA)
     return db
 
 

@@ -23,7 +23,7 @@ from atroposlib.http_guard import is_loopback_url
 from atroposlib.patience import Backoff
 
 CHECK_S = 1.0
-SILENCE_S = 5.0
+SILENCE_S = 4.5
 """As long as the hubs themselves wait for a sign of life (`owners.LAPSE_S`), beside the time that a call may take."""
 TRUST_S = 30.0
 _HOST = r"(?:[A-Za-z0-9_-]{1,63}(?:\.[A-Za-z0-9_-]{1,63})*|\[[0-9A-Fa-f:.]+\])"

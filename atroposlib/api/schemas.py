@@ -286,7 +286,7 @@ class EnvStatus(BaseModel):
 
 
 NATIVE_STATUS_FIELDS = {
-    *("trainer_step_s", "trainer_waits_s", "trainer_wait_share", "wanted_share", "staleness"),
+    *("trainer_step_s", "trainer_waits_s", "trainer_wait_share", "wanted_share", "staleness")
 }
 """Fields of `EnvStatus` that original clients do not get."""
 

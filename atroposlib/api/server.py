@@ -42,13 +42,7 @@ from atroposlib.api.run.environments import EnvironmentNotFound, TooManyEnvironm
 from atroposlib.api.run.hub import DEFAULT_RUN, Hub, TooManyRuns
 from atroposlib.api.run.leases import LeaseLost, Superseded, UnknownBatch
 from atroposlib.api.run.replica import Replica
-from atroposlib.api.run.types import (
-    ExperimentReplaced,
-    Overloaded,
-    RunFinished,
-    RunMoved,
-    RunReset,
-)
+from atroposlib.api.run.types import ExperimentReplaced, Overloaded, RunFinished, RunMoved, RunReset
 from atroposlib.api.schemas import EnvIdentifier as EnvIdentifier
 from atroposlib.api.schemas import HubInfo, HubStatus
 from atroposlib.api.schemas import RegisterEnv as RegisterEnv
@@ -119,10 +113,11 @@ def create_app(
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         tracing.is_on()  # imports the exporter, which takes half a second, before the first request
         await (replica or hub).open()
+        work = {hub.tick: TICK_S, hub.close_idle: TIDY_S, hub.delete_surplus: TIDY_S}
         watchers = [
             *(
-                asyncio.create_task(_repeat(work, every_s=every_s, may_recover=replica is not None))
-                for work, every_s in ((hub.tick, TICK_S), (hub.tidy, TIDY_S))
+                asyncio.create_task(_repeat(each, every_s=every_s, may_recover=replica is not None))
+                for each, every_s in work.items()
             ),
             asyncio.create_task(_watch_lag(metrics)),
             asyncio.create_task(return_memory(batches, bodies.received, bodies.inflated)),

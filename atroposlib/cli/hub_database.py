@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
+import time
 import urllib.parse
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final
 
 from atroposlib.api.run.hub import Hub
@@ -14,8 +17,10 @@ from atroposlib.api.run.types import RunPolicy
 from atroposlib.api.stores.base import OwnedElsewhere
 from atroposlib.api.stores.runs import StoredRun
 from atroposlib.errors import ConfigError, require
+from atroposlib.hub_address import SILENCE_S
 
 if TYPE_CHECKING:
+    from atroposlib.api.stores.postgres.owners import Owners
     from atroposlib.api.stores.postgres.runs import PostgresRuns
     from atroposlib.api.stores.postgres.space import DatabaseSpace
 
@@ -104,9 +109,30 @@ def reachable_address(host: str, port: int, *, scheme: str) -> str:
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
+@asynccontextmanager
+async def _connected(url: str) -> AsyncIterator[PostgresRuns]:
+    """The runs for a command, which serves none and is no member."""
+    runs = runs_in(url)
+    await runs.open()
+    try:
+        yield runs
+    finally:
+        await runs.close()
+
+
+async def _other_hub(owners: Owners) -> str | None:
+    """Return the address of another living hub; waits for the lapse of one that died."""
+    deadline_s = time.monotonic() + SILENCE_S + 1
+    while others := (await owners.look()).others(owners.id):
+        if time.monotonic() >= deadline_s:
+            return others[0].address
+        await asyncio.sleep(0.25)
+    return None
+
+
 async def stored(url: str) -> list[StoredRun]:
     """Return the runs of a database, by name."""
-    async with runs_in(url).connected() as runs:
+    async with _connected(url) as runs:
         return await runs.stored()
 
 
@@ -116,11 +142,11 @@ async def erase(url: str, *, only: str | None = None) -> list[StoredRun]:
     Raises `ConfigError`, with nothing erased, for a run that is unknown or served by a hub, and for all while another
     hub uses the database.
     """
-    async with runs_in(url).connected() as runs:
+    async with _connected(url) as runs:
         found = [run for run in await runs.stored() if only in (None, run.name)]
         if only is not None and not found:
             raise ConfigError(f"--forget {only}: no such run in {shown(url)}; --list shows them")
-        if only is None and (address := await runs.other_hub()) is not None:
+        if only is None and (address := await _other_hub(runs.owners)) is not None:
             raise ConfigError(f"--fresh: the hub at {address} uses {shown(url)}; stop it first")
         for run in found:
             try:

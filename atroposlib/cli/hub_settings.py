@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import os
+import secrets
 import ssl
+from collections.abc import Collection
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
+import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, model_validator
 
-from atroposlib.api.http.security import Scope, TokenSet
+from atroposlib.api.http.security import Scope, Token, TokenSet, digest_of, parse_tokens, read_text
 from atroposlib.api.run.hub import DEFAULT_RUN
 from atroposlib.api.run.types import Quota, RunPolicy
 from atroposlib.api.stores.kinds import STORES
 from atroposlib.errors import ConfigError
 from atroposlib.http_guard import is_loopback
+from atroposlib.utils.files import replace_file
 
 TOKEN_VARIABLE = "ATROPOS_HUB_TOKEN"
+MIN_SECRET_CHARS = 8
 QUEUED_BYTES_IN_MEMORY = 4 * 2**30
 QUEUED_BYTES_ON_DISK = 64 * 2**30
 _POLICY = RunPolicy()
@@ -154,7 +160,50 @@ def tokens_of(config: RunApiConfig) -> TokenSet | None:
     secret = os.environ.get(TOKEN_VARIABLE) or None
     if config.token is not None:
         secret = config.token.get_secret_value()
-    return None if secret is None else TokenSet.from_plain(secret)
+    return None if secret is None else token_set_of(secret)
+
+
+def token_set_of(secret: str) -> TokenSet:
+    """Return a set of one token that may do everything. Raises ConfigError for a short secret."""
+    if len(secret) < MIN_SECRET_CHARS or not secret.isascii() or not secret.isprintable():
+        raise ConfigError(
+            f"a token needs at least {MIN_SECRET_CHARS} printable ASCII characters, for example"
+            " from: openssl rand -hex 32"
+        )
+    everything = frozenset([Scope.ADMIN])
+    return TokenSet([Token(name="token", sha256=digest_of(secret.encode()), scopes=everything)])
+
+
+def add_token(
+    path: Path, *, name: str, scopes: Collection[Scope], runs: Collection[str] | None
+) -> str:
+    """Make a random secret, add its hash to the token file, and return the secret.
+
+    The file is created if absent, replaced atomically, and readable by its owner only. Raises ConfigError for a name
+    already taken, an empty list, or a run that cannot exist.
+    """
+    secret = f"atropos-{secrets.token_urlsafe(32)}"
+    text = read_text(path) if path.exists() else ""
+    num_earlier = len(parse_tokens(text, path))
+    row: dict[str, Any] = {"name": name, "sha256": digest_of(secret.encode())}
+    row["scopes"] = sorted(scopes)
+    if runs is not None:
+        row["runs"] = sorted(runs)
+    is_json = text.lstrip().startswith("[") or (num_earlier == 0 and path.suffix == ".json")
+    if is_json:  # a JSON list cannot be extended by a line
+        text = json.dumps([*(yaml.safe_load(text) or []), row], indent=1) + "\n"
+    else:
+        text += "" if text.endswith("\n") or not text else "\n"
+        text += f"- {json.dumps(row)}\n"
+    if len(parse_tokens(text, path)) != num_earlier + 1:
+        raise ConfigError(
+            f"the token file {str(path)!r} is not a plain list; add the token by hand"
+        )
+    try:
+        replace_file(path, text, is_durable=True, mode=0o600)
+    except OSError as e:
+        raise ConfigError(f"cannot write the token file {str(path)!r}: {e.strerror}") from e
+    return secret
 
 
 def check_exposure(config: RunApiConfig, tokens: TokenSet | None) -> str | None:

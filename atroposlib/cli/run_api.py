@@ -8,6 +8,7 @@ process with exit code 1, and the next start recovers the stored data.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import fcntl
 import functools
@@ -17,6 +18,7 @@ import resource
 import secrets
 import signal
 import socket
+import sqlite3
 import ssl
 import sys
 import time
@@ -35,7 +37,7 @@ from atroposlib.api.http.connections import (
 )
 from atroposlib.api.http.decoding import keep_freed_memory
 from atroposlib.api.http.metrics import HubMetrics
-from atroposlib.api.http.security import Scope, TokenSet, add_token
+from atroposlib.api.http.security import Scope, TokenSet
 from atroposlib.api.run.hub import Hub
 from atroposlib.api.run.replica import Replica
 from atroposlib.api.server import create_app
@@ -48,9 +50,10 @@ from atroposlib.api.stores.runs import (
     delete_run,
     stored_runs,
 )
-from atroposlib.cli import hub_database
+from atroposlib.cli import hub_database, upgrade_runs
 from atroposlib.cli.hub_settings import (
     RunApiConfig,
+    add_token,
     certificate_end,
     check_exposure,
     check_tls,
@@ -201,6 +204,8 @@ async def _serve(
     if replica is not None:
         hub = replica.hub
     else:
+        if config.store == "disk":
+            upgrade_runs.upgrade(config.data_dir)
         hub = Hub(_stores(config, on_failure), policy=policy_of(config))
     app = create_app(hub, tokens=tokens, replica=replica, replica_tls=replica_tls(config))
     settings = _uvicorn_config(config, app, connections)
@@ -220,7 +225,8 @@ async def _serve(
         where = _place(config, database)
         logger.info("resuming the runs in %s; --fresh erases them", where)
     if replica is not None:
-        logger.info("as %s: %s", replica.address, replica.summary())
+        num_runs = [f"{member.address} has {len(runs)}" for member, runs in replica.owned_runs()]
+        logger.info("as %s; runs by hub: %s", replica.address, ", ".join(num_runs))
     collect_less_often()
     await server.serve(sockets=[listener])
     # Everything is stored: a second signal must not kill the interpreter while it exits.
@@ -390,9 +396,18 @@ def back_up_run(data_dir: Path, name: str, target: Path) -> str:
     partial = target.with_name(f"{target.name}.{secrets.token_hex(4)}.partial")
     started_s = time.perf_counter()
     try:
-        num_bytes = run_file.back_up(source, partial)
+        with (
+            contextlib.closing(run_file.connect(source)) as live,
+            contextlib.closing(run_file.connect(partial, creates=True)) as copy,
+        ):
+            live.backup(copy)
+            copy.execute("pragma journal_mode = delete").fetchall()  # no WAL beside it
+        sync_to_disk(partial)
+        num_bytes = partial.stat().st_size
         partial.rename(target)
         sync_to_disk(target.parent)
+    except sqlite3.Error as e:
+        raise StoreBroken(f"{source} cannot be copied to {partial}: {e}") from e
     except OSError as e:
         raise ConfigError(f"--backup {target}: {e.strerror}") from e
     finally:

@@ -173,7 +173,7 @@ class SimulatedRun:
             return
         state = self.coordinator.state
         plan, is_replay = state.look(), bool(state.leases.to_replay)
-        floors = sequence_floors(self.batch_size, state.environments.shares())
+        floors = sequence_floors(self.batch_size, state.environments.sums.minimums)
         delivery = await self.coordinator.deliver(lease)
         if delivery is not None:
             self._check_batch(delivery, plan, floors, is_replay=is_replay)
@@ -382,7 +382,7 @@ class SimulatedRun:
             for env_id, floor in floors.items():
                 assert taken[env_id] >= floor or env_id in plan.waived
         active = [each for each in state.environments if each.is_active]
-        by_weight = self.batch_size * state.environments.unallocated_fraction()
+        by_weight = self.batch_size * state.environments.sums.unallocated
         by_weight /= sum(each.demand for each in active)
         entitled = {
             each.env_id: each.share * self.batch_size + each.demand * by_weight for each in active

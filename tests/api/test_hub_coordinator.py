@@ -365,8 +365,10 @@ class SlowAppends(MemoryStore):
         super().__init__()
         self.may_answer = asyncio.Event()
 
-    async def append(self, groups: Sequence[NewGroup]) -> list[Appended]:
-        outcomes = await super().append(groups)
+    async def append(
+        self, groups: Sequence[NewGroup], *, refusal: StoreFull | None = None
+    ) -> list[Appended]:
+        outcomes = await super().append(groups, refusal=refusal)
         await self.may_answer.wait()
         return outcomes
 

@@ -133,9 +133,9 @@ class EnvironmentsAgainstSums(RuleBasedStateMachine):
         active = self.active()
         assert self.environments.num_active == len(active)
         minimums = {each.env_id: each.share for each in active if each.share}
-        assert list(self.environments.shares().items()) == list(minimums.items())
+        assert list(self.environments.sums.minimums.items()) == list(minimums.items())
         free = 1 - min(1.0, sum(minimums.values()))
-        assert self.environments.unallocated_fraction() == pytest.approx(free)
+        assert self.environments.sums.unallocated == pytest.approx(free)
         for each in self.environments:
             part = each.demand / self.demand() if self.demand() else 0.0
             assert self.environments.weight(each) == pytest.approx(max(MIN_ENV_WEIGHT, part))
@@ -149,7 +149,7 @@ class EnvironmentsAgainstSums(RuleBasedStateMachine):
     @invariant()
     def a_changed_minimum_has_another_version(self) -> None:
         version, minimums = self.floors
-        now = dict(self.environments.shares())
+        now = dict(self.environments.sums.minimums)
         assert now == minimums or self.environments.version != version
         self.floors = (self.environments.version, now)
 

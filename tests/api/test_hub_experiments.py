@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,6 +19,7 @@ from atroposlib.api.run.hub import AwakeClock, TooManyRuns
 from atroposlib.api.run.hub import Hub as Runs
 from atroposlib.api.run.types import Quota, RunPolicy
 from atroposlib.api.schemas import RegisterTrainer
+from atroposlib.api.stores import runs as stored_runs
 from atroposlib.api.stores.base import GroupStore, NewGroup, SavedRun, StoreBroken, StoreFull
 from atroposlib.api.stores.disk import DiskStore
 from atroposlib.api.stores.memory import MemoryStore
@@ -284,6 +286,31 @@ async def test_kept_runs_survive_a_restart_closed_and_can_be_deleted(tmp_path: P
     assert await stores().names() == ["default"]
 
 
+async def test_markers_are_read_and_written_off_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+
+    def noted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def note_and_call(*args: Any) -> Any:
+            threads.append(threading.current_thread())
+            return call(*args)
+
+        return note_and_call
+
+    for name in ("_read_marker", "_write_marker"):
+        monkeypatch.setattr(stored_runs, name, noted(getattr(stored_runs, name)))
+    stores = DirectoryRuns(tmp_path, lambda path: DiskStore(path, min_free_bytes=0))
+    async with running_hub(runs=Runs(stores)) as hub:
+        for experiment in ("a", "b"):
+            await begin(hub, experiment)
+            await post_group(hub, 1, experiment)
+        assert (await hub.get("/runs/default.1/status"))["queue_size"] == 1
+        assert (await hub.http.get("/runs/unknown/ledger")).json()["produced"] == 0
+    assert len(threads) > 10
+    assert threading.current_thread() not in threads
+
+
 async def test_waiting_clients_of_the_earlier_experiment_are_answered(hub: Hub) -> None:
     first = await begin(hub, "first")
     waiting = asyncio.create_task(hub.get(f"/batch?lease=1&wait=30&epoch={first['epoch']}"))
@@ -348,23 +375,23 @@ async def test_nothing_set_aside_is_deleted_unless_asked_and_then_the_oldest(
     later = time.time() + 400 * 86400
     with monkeypatch.context() as patched:
         patched.setattr("time.time", lambda: later)
-        await runs.tidy()
+        await runs.delete_surplus()
     assert await kept_by(runs) == all_
     assert len(default.set_aside_bytes) == 3
     assert min(default.set_aside_bytes) > 0
     await hub.get("/runs/default.1/status")  # also what is being looked at
     runs.policy = RunPolicy(keep_set_aside=2)
-    await runs.tidy()
+    await runs.delete_surplus()
     assert await kept_by(runs) == all_[1:]
     assert (default.num_set_aside_deleted, len(default.set_aside_bytes)) == (1, 2)
     assert "its earlier experiment 'default.1' (step 0, set aside 0.0 days ago)" in caplog.text
     await hub.post("/register", registration(experiment="default2", resume_step=0))
     assert await places(hub) == {"queued": 1}
     runs.policy = RunPolicy(keep_set_aside_days=30.0)
-    await runs.tidy()
+    await runs.delete_surplus()
     assert await kept_by(runs) == ["default.2", "default.4", "math.1", "math.2"]
     monkeypatch.setattr("time.time", lambda: later)
-    await runs.tidy()
+    await runs.delete_surplus()
     assert await kept_by(runs) == []
     assert await places(hub) == {"queued": 1}
     assert hub.runs == ["default", "math"]
@@ -442,6 +469,8 @@ async def test_groups_that_arrive_at_once_share_the_quota_of_their_token() -> No
     answers = await asyncio.gather(*posts, return_exceptions=True)
     assert [isinstance(answer, StoreFull) for answer in answers] == [False, False, True, True]
     assert [run.arriving_bytes for run in runs.runs.values()] == [0, 0]
+    known = NewGroup(header=replace(HEADER, group_id="first"), payload=bytes(400))
+    assert [each.is_duplicate for each in await runs.runs["a"].accept([known])] == [True]
     await runs.close()
 
 

@@ -21,9 +21,10 @@ from starlette.types import Scope as AsgiScope
 from atroposlib.api.http.handlers import ROUTES
 from atroposlib.api.http.metrics import HubMetrics, Observe
 from atroposlib.api.http.routes import Route, split_run
-from atroposlib.api.http.security import Access, Scope, Token, TokenSet, add_token
+from atroposlib.api.http.security import Access, Scope, Token, TokenSet
 from atroposlib.api.run.types import Quota
 from atroposlib.api.server import create_app
+from atroposlib.cli.hub_settings import add_token, token_set_of
 from atroposlib.errors import ConfigError
 from tests.api.helpers_api import (
     Answers,
@@ -522,7 +523,7 @@ def test_absent_token_file_is_named(tmp_path: Path) -> None:
 
 
 def test_plain_token_may_do_everything_and_is_not_kept() -> None:
-    tokens = TokenSet.from_plain("correct horse battery")
+    tokens = token_set_of("correct horse battery")
     found = tokens.find(b"correct horse battery")
     assert found is not None
     assert found.allows(frozenset([Scope.PRODUCE]))
@@ -530,7 +531,7 @@ def test_plain_token_may_do_everything_and_is_not_kept() -> None:
     assert "horse" not in repr(vars(tokens))
     for bad in ("", "short", "with\nnewline and more", "pass\u00e9-partout-long"):
         with pytest.raises(ConfigError) as refusal:
-            TokenSet.from_plain(bad)
+            token_set_of(bad)
         assert not bad or bad not in str(refusal.value)
 
 

@@ -132,6 +132,20 @@ async def test_a_known_id_is_a_duplicate_and_with_other_content_a_conflict(
             await store.read([number])
 
 
+async def test_a_known_group_needs_no_room(store: GroupStore) -> None:
+    full = StoreFull("no room")
+    known, other = new_group(0), new_group(1, group_id=str(uuid.UUID(int=0)), digest=b"e")
+    await store.append([known])
+    assert await store.append([known, other], refusal=full) == [
+        Appended.DUPLICATE,
+        Appended.CONFLICT,
+    ]
+    for groups in [new_group(2)], [known, new_group(2)]:
+        with pytest.raises(StoreFull, match="no room"):
+            await store.append(groups, refusal=full)
+    assert await store.append([new_group(2)]) == [Appended.STORED]
+
+
 async def test_appends_made_at_once_dedupe_against_each_other(store: GroupStore) -> None:
     outcomes = await asyncio.gather(
         *(store.append([new_group(n, group_id="same")]) for n in range(20))

@@ -205,15 +205,8 @@ async def test_a_full_database_refuses_groups_while_changes_work(
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measure all the time, and restore a ballast of 1 MiB soon after it was dropped."""
+    """Measure all the time."""
     monkeypatch.setattr(database_space, "MEASURE_S", 0.02)
-    monkeypatch.setattr(database_space, "_FILL_PAUSE_S", 0.3)
-    monkeypatch.setattr(database_space, "_BALLAST_BYTES", 1 << 20)
-
-
-async def ballast_bytes(runs: PostgresRuns) -> int:
-    found = "select coalesce(pg_total_relation_size(to_regclass('atropos_ballast')), 0)"
-    return int(await runs._pool.fetchval(found))
 
 
 async def until_groups_are_accepted(store: GroupStore) -> None:
@@ -228,7 +221,6 @@ async def test_a_database_of_its_greatest_size_takes_changes_and_no_groups(
     max_bytes = used + (8 << 20)
     space = DatabaseSpace(max_bytes=max_bytes, min_free_bytes=0)
     async with opened(postgres_url, space=space) as bounded:
-        assert await ballast_bytes(bounded) >= 1 << 20
         store = bounded.store("run")
         await store.open()
         assert store.usage().refusal is None
@@ -249,28 +241,6 @@ async def test_a_database_of_its_greatest_size_takes_changes_and_no_groups(
             await store.commit(ends(number))
         await until_groups_are_accepted(store)
         await store.append([new_group(20, bytes(1 << 20))])
-        await store.close()
-
-
-@pytest.mark.usefixtures("quick")
-async def test_changes_that_find_the_disk_full_get_the_room_of_the_ballast(
-    postgres_url: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with opened(postgres_url, space=DatabaseSpace(min_free_bytes=0)) as runs:
-        store = runs.store("run")
-        await store.open()
-        await store.append([new_group(0)])
-        await runs._pool.execute(
-            "create function refuse() returns trigger language plpgsql as $$ begin"
-            " if to_regclass('atropos_ballast') is not null then raise 'no room' using errcode = '53100'; end if;"
-            " return old; end $$;"
-            "create trigger refuse before delete on groups for each row execute function refuse()"
-        )
-        await store.commit(ends(0))
-        assert "groups are refused: the disk of the database is full (no room)" in caplog.text
-        await until_groups_are_accepted(store)
-        assert await ballast_bytes(runs) >= 1 << 20
-        assert await store.append([new_group(1)]) == [Appended.STORED]
         await store.close()
 
 

@@ -1,9 +1,12 @@
 """Which ends of a job end a rendered Slurm run: with `fake_slurm` in place of a cluster."""
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -164,6 +167,16 @@ def test_a_run_is_submitted_once_at_a_time(cluster: Cluster) -> None:
     assert not {*cluster.numbers.values()} & {*jobs.values()}
 
 
+def test_of_two_submissions_at_once_one_begins(cluster: Cluster) -> None:
+    with ThreadPoolExecutor(2) as threads:
+        one, other = sorted(
+            threads.map(lambda _: cluster.submit(), range(2)), key=lambda done: done.returncode
+        )
+    assert (one.returncode, other.returncode) == (0, 1)
+    assert "another submit.sh submits this run" in other.stderr or "has jobs" in other.stderr
+    assert not (cluster.run_dir / "submitting").exists()
+
+
 def test_nothing_is_left_of_a_submission_that_is_refused(cluster: Cluster) -> None:
     script = cluster.run_dir.parents[1] / "jobs" / "trainer.sbatch"
     script.write_text(script.read_text().replace("--exclusive", "--exlusive"))
@@ -215,6 +228,34 @@ def test_the_hubs_data_are_on_the_disk_of_the_node_that_has_its_job(tmp_path: Pa
     (run_dir / "hub.old").mkdir()
     assert job("d", ends)[0] == ["a", "a", "c", "d"]
     assert sorted(path.name for path in run_dir.iterdir()) == ["hub"]
+
+
+@pytest.mark.parametrize("how", ["moved", "cancelled"])
+def test_a_program_that_ignores_term_is_killed(tmp_path: Path, how: str) -> None:
+    script = f"""
+        source {FUNCTIONS}
+        CONNECT() {{ :; }}
+        address() {{ if [ {how} = moved ]; then date +%s; fi; }}
+        PROGRAM() {{ echo start; trap '' TERM; while true; do sleep 0.1; done; }}
+        USES=hub END_S=1
+        run_part env exit 600 never 0
+    """
+    with subprocess.Popen(
+        ["bash", "-euo", "pipefail", "-c", script],
+        env={**os.environ, "RUN_DIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    ) as job:
+        assert job.stdout is not None
+        try:
+            assert job.stdout.readline() == b"start\n"
+            if how == "moved":
+                assert job.stdout.readline() == b"start\n"
+            job.terminate()
+            assert job.wait(timeout=10) == 143
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(job.pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize(("reads", "num_starts"), [("fails", 1), ("moved", 2)])

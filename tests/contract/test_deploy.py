@@ -92,7 +92,7 @@ async def test_every_metric_and_label_of_dashboard_and_alerts_is_in_the_hubs_met
         await hub.post("/policy", {"version": 1})
         await hub.post("/scored_data_list", [group(2), group(2), group(2)])
         await hub.get("/batch")
-        no_members: Any = SimpleNamespace(members={}, runs={})
+        no_members: Any = SimpleNamespace(id=None, members={}, runs={})
         replica = Replica(Runs(), no_members, address="")
         replica.ownership = no_members
         hub.app.state.services.metrics.watch_replica(replica)

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from atroposlib.api.http.security import Scope, add_token
+from atroposlib.api.http.security import Scope
+from atroposlib.cli.hub_settings import add_token
 from tests.api.helpers_api import registration
 from tests.faults.asking import asking, assert_prompt
 from tests.faults.drivers import (

@@ -427,7 +427,7 @@ async def test_a_network_file_system_is_warned_of(
     opened: Open, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert file_system_of(Path("/proc/self")) == "proc"
-    monkeypatch.setattr(space, "file_system_of", lambda directory: "nfs4")
+    monkeypatch.setattr(disk, "file_system_of", lambda directory: "nfs4")
     store, _ = await opened()
     await store.close()
     assert "is on nfs4" in caplog.text

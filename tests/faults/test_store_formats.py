@@ -18,11 +18,8 @@ import httpx
 import msgspec
 import pytest
 
-from atroposlib.api.run.coordinator import Coordinator
 from atroposlib.api.run.hub import Hub
-from atroposlib.api.schemas import RegisterEnv
 from atroposlib.api.server import create_app
-from atroposlib.api.stores import migration
 from atroposlib.api.stores.base import (
     Appended,
     BatchState,
@@ -36,70 +33,18 @@ from atroposlib.api.stores.base import (
     StoredGroup,
     UnreadableRun,
 )
-from atroposlib.api.stores.run_file import key_of
 from atroposlib.api.stores.runs import DirectoryRuns
+from atroposlib.cli import upgrade_runs
 from atroposlib.scored_data import GroupHeader
-from tests.api.helpers_api import environment, registration
 from tests.faults.conftest import Open
 from tests.faults.store_faults import open_store
 
-FORMAT_1 = """
-create table groups (
-    number integer primary key, group_id not null unique, env_id integer,
-    num_sequences integer not null, num_tokens integer not null, policy_version integer,
-    arrival_step integer not null, digest blob not null, place integer not null, batch integer,
-    deliveries integer not null default 0, reason text, segment integer not null,
-    offset integer not null, length integer not null, crc integer not null
-);
-create table done (group_id primary key, fate text not null, digest blob not null) without rowid;
-create table ended (fate text primary key, num_groups integer not null) without rowid;
-create table batches (
-    number integer primary key, state integer not null, step integer not null,
-    epoch integer not null, lease_id text not null, ttl_s real not null, request_id text,
-    is_plain integer not null
-);
-create table run (
-    one integer primary key check (one = 1), document blob, next_number integer not null,
-    mark_segment integer not null, mark_offset integer not null, num_forced integer not null
-);
-pragma user_version = 1;
-"""
-"""`state.db` as it was written before facts were stored by name."""
 
-
-def key_1(group_id: str) -> bytes | str:
-    """How format 1 stores an id: in 16 bytes if it is a UUID of 36 characters."""
-    return uuid.UUID(group_id).bytes if len(group_id) == 36 else group_id
-
-
-def old_run(directory: Path, version: int) -> Path:
-    """Unpack a run as it was after the loss of power: the last three groups are in segments and not in `state.db`.
-
-    Version 0.2 wrote it, in format 2; the other formats are made of it.
-    """
+def old_run(directory: Path) -> Path:
+    """Unpack a run of version 0.2 as it was after the loss of power: the last three groups are in segments and not in
+    `state.db`."""
     with tarfile.open(Path(__file__).parent / "data" / "run_format_2.tar.gz") as archive:
         archive.extractall(directory, filter="data")
-    state = directory / "state.db"
-    if version == 1:
-        with closing(sqlite3.connect(state)) as now:
-            tables = ("groups", "done", "ended", "batches", "run")
-            rows = {table: now.execute(f"select * from {table}").fetchall() for table in tables}
-        state.unlink()
-        fates = {0: "trained", 4: "expired", 9: "trained"}
-        keys = {
-            key_of(group(n).header.group_id): key_1(group(n).header.group_id) for n in range(15)
-        }
-        rows["groups"] = [(row[0], keys[row[1]], *row[2:]) for row in rows["groups"]]
-        rows["done"] = [(keys[key], fates[digest[0]], digest) for key, digest in rows["done"]]
-        with closing(sqlite3.connect(state)) as then:
-            then.executescript(FORMAT_1)
-            for table, found in rows.items():
-                marks = ",".join("?" * len(found[0]))
-                then.executemany(f"insert into {table} values ({marks})", found)
-            then.commit()
-    elif version != 2:
-        with closing(sqlite3.connect(state)) as now:
-            now.execute(f"pragma user_version = {version}")
     return directory
 
 
@@ -128,7 +73,7 @@ def group(number: int) -> NewGroup:
 HELD = (1, 2, 3, 5, 7, 8, 10, 11, 12, 13, 14)
 
 
-def expected(version: int) -> SavedRun:
+def expected() -> SavedRun:
     moves = {n: {"place": Place.LEASED, "batch": 3, "deliveries": 1} for n in (1, 5)}
     moves[2] = {"place": Place.DEAD, "reason": "odd"}
     batch = StoredBatch(
@@ -150,7 +95,7 @@ def expected(version: int) -> SavedRun:
     ]
     return SavedRun(
         document=b"document",
-        facts={} if version == 1 else {"a": b"one", "b": b"two"},
+        facts={"a": b"one", "b": b"two"},
         groups=groups,
         batches=[batch],
         ended=Counter({Fate.TRAINED: 3, Fate.EXPIRED: 1}),
@@ -162,12 +107,13 @@ def segments(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.glob("*.seg"))
 
 
-async def check_converted(directory: Path, version: int) -> None:
+async def check_converted(directory: Path) -> None:
     """Fail unless the run opens, twice, with everything that it held."""
     for _ in range(2):
+        upgrade_runs.upgrade(directory.parent)
         store = open_store(directory)
         saved = await store.open()
-        assert replace(saved, found="") == expected(version)
+        assert replace(saved, found="") == expected()
         assert await store.read(HELD) == [group(n).payload for n in HELD]
         again = [
             replace(group(n), header=replace(group(n).header, number=100))
@@ -181,13 +127,17 @@ async def check_converted(directory: Path, version: int) -> None:
     assert segments(directory) == []
 
 
-@pytest.mark.parametrize("version", [1, 2])
 async def test_a_run_of_an_older_format_is_converted_with_everything_that_it_held(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, version: int
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = old_run(tmp_path / "run", version)
+    run = old_run(tmp_path / "run")
+    with pytest.raises(UnreadableRun, match="run-api converts it"):
+        await open_store(run).open()
+    (run / "ballast").write_bytes(bytes(1000))
     with caplog.at_level(logging.INFO):
-        await check_converted(run, version)
+        upgrade_runs.upgrade(tmp_path)
+        assert not (run / "ballast").exists()
+        await check_converted(run)
     converted = [each.getMessage() for each in caplog.records if "converted" in each.getMessage()]
     assert len(converted) == 1
     assert "11 groups of 6 segments were converted to one file, run.db, in " in converted[0]
@@ -216,11 +166,11 @@ def convert_until(run: Path, kill_at: int) -> bool:
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("_insert", "_write_stub", "sync_to_disk"):
-            patch.setattr(migration, name, counted(getattr(migration, name)))
+            patch.setattr(upgrade_runs, name, counted(getattr(upgrade_runs, name)))
         for name in ("rename", "replace", "unlink"):
             patch.setattr(Path, name, counted(getattr(Path, name)))
         try:
-            migration.convert(run)
+            upgrade_runs.convert(run)
         except Killed:
             return True
     return False
@@ -228,8 +178,8 @@ def convert_until(run: Path, kill_at: int) -> bool:
 
 async def test_a_conversion_that_is_killed_begins_again(tmp_path: Path) -> None:
     num_kills = 0
-    while convert_until(run := old_run(tmp_path / str(num_kills), 2), num_kills):
-        await check_converted(run, 2)
+    while convert_until(run := old_run(tmp_path / str(num_kills) / "run"), num_kills):
+        await check_converted(run)
         num_kills += 1
     assert num_kills > 20
 
@@ -238,7 +188,7 @@ async def test_a_conversion_that_is_killed_begins_again(tmp_path: Path) -> None:
 async def test_a_run_that_cannot_be_converted_is_left_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lack: str
 ) -> None:
-    run = old_run(tmp_path / "run", 2)
+    run = old_run(tmp_path / "run")
     error: type[Exception] = UnreadableRun
     if lack == "room":
         error = StoreBroken
@@ -251,14 +201,14 @@ async def test_a_run_that_cannot_be_converted_is_left_as_it_is(
         (run / "state.db-wal").unlink()
     before = {path.name: path.read_bytes() for path in run.iterdir()}
     with pytest.raises(error, match=r"converted|state\.db"):
-        await open_store(run).open()
+        upgrade_runs.convert(run)
     after = {path.name: path.read_bytes() for path in run.iterdir() if path.name in before}
     assert after == before
     assert not (run / "run.db").exists()
 
 
 async def test_damage_of_an_older_run_is_found_on_reading(tmp_path: Path, opened: Open) -> None:
-    run = old_run(tmp_path / "run", 2)
+    run = old_run(tmp_path / "run")
     with closing(sqlite3.connect(run / "state.db")) as state:
         places = "select segment, offset from groups where number = ?"
         segment, offset = state.execute(places, (8,)).fetchone()
@@ -271,51 +221,12 @@ async def test_damage_of_an_older_run_is_found_on_reading(tmp_path: Path, opened
         file.seek(offset)
         file.write(b"P")
     (run / f"{lost:010d}.seg").unlink()
+    upgrade_runs.upgrade(tmp_path)
     store, saved = await opened()
     assert len(saved.groups) == 11
     with pytest.raises(CorruptGroups) as caught:
         await store.read(HELD)
     assert caught.value.numbers == sorted([*inside, 8])
-
-
-async def test_a_run_of_format_1_keeps_its_trainer_and_its_environments(tmp_path: Path) -> None:
-    coordinator = Coordinator(open_store(tmp_path / "run"))
-    await coordinator.open()
-    await coordinator.set_policy(7)
-    document = msgspec.json.decode(coordinator.state.document())
-    await coordinator.close()
-    trainer = registration(batch_size=12, num_steps=34)
-    names = ["short", "n" * 4000]  # longer than today's bound
-    environments = [
-        {
-            "registration": environment(desired_name=name, env_uid=f"uid {name[:5]}"),
-            "name": f"{name}_0",
-            "is_connected": name == "short",
-        }
-        for name in names
-    ]
-    document |= {"trainer": trainer, "environments": environments, "has_started": True}
-    with closing(sqlite3.connect(tmp_path / "run" / "run.db")) as run:
-        # The document was all that format 1 kept beside the groups.
-        run.execute("delete from facts")
-        run.execute("update run set document = ?", (msgspec.json.encode(document),))
-        run.commit()
-
-    for _ in range(2):
-        coordinator = Coordinator(open_store(tmp_path / "run"))
-        assert "2 environments" in await coordinator.open()
-        assert coordinator.info().batch_size == 12
-        assert coordinator.status_env(0, env_uid="uid short").policy_version == 7
-        assert coordinator.state.environments.num_active == 1
-        await coordinator.close()
-    coordinator = Coordinator(open_store(tmp_path / "run"))
-    await coordinator.open()
-    back = await coordinator.register_env(
-        RegisterEnv(**environment(desired_name="n", env_uid="uid nnnnn"))
-    )
-    assert back is not None
-    assert (back.env_id, back.num_steps) == (1, 34)
-    await coordinator.close()
 
 
 def spoil(directory: Path, how: str) -> None:

@@ -136,16 +136,6 @@ def receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
     return b"".join(parts)  # of a single part no copy
 
 
-def _answer(body: bytes, *, is_packed: bool, many: bool) -> tuple[Reply, list[bytes]]:
-    try:
-        groups = decode_body(body, is_packed=is_packed, many=many)
-    except GroupError as e:
-        return Reply(refusal=str(e)), []
-    except Exception:  # noqa: BLE001 - the process boundary: the hub raises it again
-        return Reply(bug=traceback.format_exc()), []
-    return Reply(headers=[group.header for group in groups]), [group.payload for group in groups]
-
-
 def serve(connection: socket.socket) -> None:
     """Answer requests until the hub closes its end."""
     while True:
@@ -155,13 +145,20 @@ def serve(connection: socket.socket) -> None:
             return
         num_bytes, is_packed, many = REQUEST.unpack(header)
         body = receive_exactly(connection, num_bytes)
-        reply, payloads = _answer(body, is_packed=is_packed, many=many)
+        groups: list[NewGroup] = []
+        try:
+            groups = decode_body(body, is_packed=is_packed, many=many)
+            reply = Reply(headers=[group.header for group in groups])
+        except GroupError as e:
+            reply = Reply(refusal=str(e))
+        except Exception:  # noqa: BLE001 - the process boundary: the hub raises it again
+            reply = Reply(bug=traceback.format_exc())
         del body
         encoded = msgspec.msgpack.encode(reply)
         connection.sendall(REPLY.pack(len(encoded)) + encoded)
-        for payload in payloads:
-            connection.sendall(payload)
-        del payloads
+        for group in groups:
+            connection.sendall(group.payload)
+        del groups
 
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3

@@ -24,12 +24,7 @@ from pydantic import BaseModel, ValidationError
 from atroposlib.api import schemas
 from atroposlib.api.http.limits import ByteBudget, HeldBytes, HubLimits, is_native
 from atroposlib.api.http.metrics import HubMetrics
-from atroposlib.api.http.payloads import (
-    MAX_JSON_RATIO,
-    GroupCodec,
-    choose_encoding,
-    is_packed,
-)
+from atroposlib.api.http.payloads import MAX_JSON_RATIO, GroupCodec, choose_encoding, is_packed
 from atroposlib.api.http.routes import Route, RouteTable, Scope
 from atroposlib.api.http.sending import BatchResponse, JsonPieces, PlainBatchResponse
 from atroposlib.api.run.coordinator import Coordinator, Delivery
@@ -574,10 +569,7 @@ def _json_response(value: Any) -> Response:
 
 
 def _takes(
-    body: dict[str, Any] | None = None,
-    *,
-    query: type[BaseModel] | None = None,
-    returns: Any = None,
+    body: dict[str, Any] | None = None, *, query: type[BaseModel] | None = None, returns: Any = None
 ) -> dict[str, Any]:
     """Return the FastAPI route options that describe this body, query and response."""
     extra: dict[str, Any] = {}

@@ -102,22 +102,16 @@ def refusal(status: int, kind: str, text: str, *, is_temporary: bool = True) -> 
 
 def content_encoding(headers: Headers) -> str | None:
     """Return "gzip", "zstd", or None for an uncompressed body. Raises `BodyRefused` 415 for anything else."""
-    names = [
-        name.strip().lower()
-        for value in headers.getlist("content-encoding")
-        for name in value.split(",")
-    ]
-    names = [name for name in names if name and name != "identity"]
-    if not names:
-        return None
-    [first, *others] = ["gzip" if name == "x-gzip" else name for name in names]
-    if others or first not in ("gzip", "zstd"):
+    value = ",".join(headers.getlist("content-encoding")).lower()
+    names = [name.strip().replace("x-gzip", "gzip") for name in value.split(",")]
+    names = [name for name in names if name not in ("", "identity")]
+    if names not in ([], ["gzip"], ["zstd"]):
         raise BodyRefused(
             415,
             "Content-Encoding must be one of gzip, zstd, identity",
             headers={"Accept-Encoding": "gzip, zstd"},
         )
-    return first
+    return names[0] if names else None
 
 
 def inflate(data: bytes, *, encoding: str, max_bytes: int, max_ratio: int = 200) -> bytes:

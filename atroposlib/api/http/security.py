@@ -2,7 +2,8 @@
 
 `Access` is ASGI middleware that refuses requests (401, 403, 404, 503) before a body is read. It fails closed: a path
 that is not in the route table needs the admin scope. Secrets are compared as SHA-256 digests, in constant time over all
-tokens, and are never logged, stored or echoed. Only random secrets are safe under a plain hash: `add_token` makes them.
+tokens, and are never logged, stored or echoed. Only random secrets are safe under a plain hash, as
+`run-api --add-token` makes them.
 """
 
 from __future__ import annotations
@@ -10,11 +11,9 @@ from __future__ import annotations
 import datetime
 import hashlib
 import hmac
-import json
-import secrets
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 from urllib.parse import quote
 
 import msgspec
@@ -30,9 +29,7 @@ from atroposlib.api.run.types import Quota
 from atroposlib.api.stores.runs import RUN_NAME
 from atroposlib.errors import ConfigError
 from atroposlib.http_guard import CROSS_SITE, foreign_host, is_cross_site, is_loopback
-from atroposlib.utils.files import replace_file
 
-MIN_SECRET_CHARS = 8
 _FORWARDING = (b"forwarded", b"x-forwarded-for", b"x-real-ip")
 """Set by proxies; such a request may come from another machine."""
 _PRINTABLE = r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]+\Z"
@@ -82,25 +79,14 @@ class TokenSet:
 
     def reload(self, path: Path) -> None:
         """Accept from now on what the file holds, and only that. Raises ConfigError and changes nothing, as `load`."""
-        tokens = _parse(_read(path), path)
+        tokens = parse_tokens(read_text(path), path)
         if not tokens:
             raise ConfigError(f"the token file {str(path)!r} holds no token; run-api --add-token")
         self._tokens = tuple(tokens)
 
-    @classmethod
-    def from_plain(cls, secret: str) -> TokenSet:
-        """Return a set of one token that may do everything. Raises ConfigError for a short secret."""
-        if len(secret) < MIN_SECRET_CHARS or not secret.isascii() or not secret.isprintable():
-            raise ConfigError(
-                f"a token needs at least {MIN_SECRET_CHARS} printable ASCII characters, for example"
-                " from: openssl rand -hex 32"
-            )
-        everything = frozenset([Scope.ADMIN])
-        return cls([Token(name="token", sha256=_digest(secret.encode()), scopes=everything)])
-
     def find(self, secret: bytes) -> Token | None:
         """Return the token of `secret`, or None, in constant time over all tokens."""
-        digest = _digest(secret)
+        digest = digest_of(secret)
         found = None
         for token in self._tokens:
             if hmac.compare_digest(token.sha256, digest):
@@ -119,46 +105,16 @@ class TokenSet:
         )
 
 
-def add_token(
-    path: Path, *, name: str, scopes: Collection[Scope], runs: Collection[str] | None
-) -> str:
-    """Make a random secret, add its hash to the token file, and return the secret.
-
-    The file is created if absent, replaced atomically, and readable by its owner only. Raises ConfigError for a name
-    already taken, an empty list, or a run that cannot exist.
-    """
-    secret = f"atropos-{secrets.token_urlsafe(32)}"
-    text = _read(path) if path.exists() else ""
-    num_earlier = len(_parse(text, path))
-    row: dict[str, Any] = {"name": name, "sha256": _digest(secret.encode())}
-    row["scopes"] = sorted(scopes)
-    if runs is not None:
-        row["runs"] = sorted(runs)
-    is_json = text.lstrip().startswith("[") or (num_earlier == 0 and path.suffix == ".json")
-    if is_json:  # a JSON list cannot be extended by a line
-        text = json.dumps([*(yaml.safe_load(text) or []), row], indent=1) + "\n"
-    else:
-        text += "" if text.endswith("\n") or not text else "\n"
-        text += f"- {json.dumps(row)}\n"
-    if len(_parse(text, path)) != num_earlier + 1:
-        raise ConfigError(
-            f"the token file {str(path)!r} is not a plain list; add the token by hand"
-        )
-    try:
-        replace_file(path, text, is_durable=True, mode=0o600)
-    except OSError as e:
-        raise ConfigError(f"cannot write the token file {str(path)!r}: {e.strerror}") from e
-    return secret
-
-
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """Return the text of a token file. Raises ConfigError."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
         raise ConfigError(f"cannot read the token file {str(path)!r}: {e}") from e
 
 
-def _parse(text: str, path: Path) -> list[Token]:
+def parse_tokens(text: str, path: Path) -> list[Token]:
+    """Return the rows of the token file `path`. Raises ConfigError, which never quotes the text."""
     try:
         document = yaml.safe_load(text)
     except yaml.YAMLError as e:
@@ -179,7 +135,8 @@ def _parse(text: str, path: Path) -> list[Token]:
     return tokens
 
 
-def _digest(secret: bytes) -> str:
+def digest_of(secret: bytes) -> str:
+    """Return what a token file keeps of a secret."""
     return hashlib.sha256(secret).hexdigest()
 
 

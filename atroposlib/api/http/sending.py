@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
@@ -42,7 +42,7 @@ class _PiecewiseResponse(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await self._send_all(receive, send)
+            await self._send_all(scope, receive, send)
         except (TimeoutError, OSError, AtroposError) as e:
             # Close the connection at once: what is written to it but not read would stay in memory.
             logger.warning("%s %s: cut off: %r", scope["method"], scope["path"], e)
@@ -50,7 +50,7 @@ class _PiecewiseResponse(StreamingResponse):
             if abort is not None:
                 abort()
 
-    async def _send_all(self, receive: Receive, send: Send) -> None:
+    async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the whole response. Raises TimeoutError."""
         raise NotImplementedError
 
@@ -77,7 +77,7 @@ class JsonPieces(_PiecewiseResponse):
         self._texts = texts
         self._budget = budget
 
-    async def _send_all(self, receive: Receive, send: Send) -> None:
+    async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_and_yield(message: Message) -> None:
             await send(message)
             await asyncio.sleep(0)  # other tasks run between two pieces
@@ -100,7 +100,7 @@ class BatchResponse(_PiecewiseResponse):
         self._pieces = body.pieces
         self._held = held
 
-    async def _send_all(self, receive: Receive, send: Send) -> None:
+    async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._held:
             await self._send_pieces(self._drain(), send)
             await send({"type": "http.response.body", "body": b""})
@@ -128,13 +128,10 @@ class PlainBatchResponse(BatchResponse):
         super().__init__(body, held, timeout_s=row.ttl_s)
         self._run = run
         self._row = row
-        self._when_received: Callable[[Callable[[], None]], None] = _at_once
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._when_received = scope.get("extensions", {}).get(RECEIPT_EXTENSION, _at_once)
-        await super().__call__(scope, receive, send)
-
-    async def _send_all(self, receive: Receive, send: Send) -> None:
+    async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # A server without the extension: at once.
+        when_received = scope.get("extensions", {}).get(RECEIPT_EXTENSION, lambda note: note())
         watcher = asyncio.create_task(_disconnect(receive))
         last = self._pieces[-1][-1:]
         self._pieces[-1] = self._pieces[-1][:-1]
@@ -147,7 +144,7 @@ class PlainBatchResponse(BatchResponse):
                 if not watcher.done():
                     is_delivered = await self._run.end_plain(self._row)
                 if is_delivered:
-                    self._when_received(functools.partial(self._run.note_receipt, self._row))
+                    when_received(functools.partial(self._run.note_receipt, self._row))
                     await send({"type": "http.response.body", "body": last})
         finally:
             watcher.cancel()
@@ -162,11 +159,6 @@ class PlainBatchResponse(BatchResponse):
             if watcher.done():
                 return
         yield b""
-
-
-def _at_once(on_receipt: Callable[[], None]) -> None:
-    """For a server without `RECEIPT_EXTENSION`."""
-    on_receipt()
 
 
 async def _disconnect(receive: Receive) -> None:

@@ -127,7 +127,7 @@ class Accounts:
             reason += _cause(run, env_id, now=now)
             if run.conflicts:
                 reason += f"; not granted to a second trainer: {', '.join(run.conflicts)}"
-        floors = sequence_floors(run.batch_size, run.environments.shares()) if plan else {}
+        floors = sequence_floors(run.batch_size, run.environments.sums.minimums) if plan else {}
         return Explanation(
             batch="ready" if blocker is None else "none",
             blocker=blocker,
@@ -236,7 +236,7 @@ def env_status(run: RunState, environment: Environment, *, now: float) -> EnvSta
     return EnvStatus(
         current_step=run.current_step,
         queue_size=(own + others) // group_size,
-        unallocated_fraction=run.environments.unallocated_fraction(),
+        unallocated_fraction=run.environments.sums.unallocated,
         self_queue_size=own // group_size,
         max_group_size=max_group_size,
         env_weight=run.environments.weight(environment),
@@ -254,7 +254,7 @@ def _queued_by_others(run: RunState, env_id: int, *, max_group_size: int) -> int
     """Return the sequences, those of each environment rounded up, less what its minimum claims."""
     queue = run.queue
     total = queue.num_rounded(max_group_size) - rounded(queue.num_sequences(env_id), max_group_size)
-    for each, share in run.environments.shares().items():
+    for each, share in run.environments.sums.minimums.items():
         if each != env_id:
             supply = rounded(queue.num_sequences(each), max_group_size)
             total -= min(supply, int(run.batch_size * share))

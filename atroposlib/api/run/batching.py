@@ -15,7 +15,7 @@ import enum
 import heapq
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set, Sized
 from dataclasses import dataclass
 from itertools import islice
 from math import gcd
@@ -84,11 +84,8 @@ def sequence_floors(batch_size: int, minimums: Mapping[int, float]) -> dict[int,
     return {env_id: max(1, floor * batch_size // total) for env_id, floor in floors.items()}
 
 
-class Line(Protocol):
+class Line(Sized, Iterable[GroupHeader], Protocol):
     """Queued groups of one size, oldest first. Only the oldest are visited."""
-
-    def __len__(self) -> int: ...
-    def __iter__(self) -> Iterator[GroupHeader]: ...
 
 
 _Floors = Mapping[int | None, int]
@@ -140,9 +137,8 @@ def plan_lines(
     """Choose the next batch from `lines`, queued groups by their size, which is positive.
 
     `floors` are the sequences, positive, that an environment must supply, in order of importance; `own` are its groups,
-    oldest first. If an environment has not queued its floor, there is no batch. If all have, but the
-    oldest groups cannot honour every floor at once, the last floors are waived until a batch exists: waiting would not
-    help.
+    oldest first. If an environment has not queued its floor, there is no batch. If all have, but the oldest groups can
+    not honour every floor at once, the last floors are waived until a batch exists: waiting would not help.
 
     The earliest batch can pass over a group indefinitely: with batches of 8, a group of 5 while 2 and 6, then 1 and 7,
     keep arriving. So the batch includes the first of the `overdue` groups (each the oldest of its size or environment)

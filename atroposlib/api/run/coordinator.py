@@ -42,6 +42,7 @@ from atroposlib.api.stores.base import (
     NewGroup,
     StoreBroken,
     StoredBatch,
+    StoreFull,
 )
 from atroposlib.api.stores.space import Space
 from atroposlib.errors import GroupError
@@ -503,12 +504,16 @@ class Coordinator(Accounts):
         for index, group in enumerate(groups):
             self._check_size(group.header.num_sequences, _at(index, groups), num_groups=len(groups))
         self._check_room(groups)
-        num_bytes, token = sum(len(group.payload) for group in groups), self.state.token
-        if token is not None and (room := self._room_of(token)) is not None:
-            room.take(num_bytes)
+        num_bytes, refusal = sum(len(group.payload) for group in groups), None
+        try:
+            if (room := self._room_of(self.state.token)) is not None:
+                room.take(num_bytes)
+        except StoreFull as e:
+            num_bytes, refusal = 0, e  # for what is not a duplicate, which needs no room
         self.arriving_bytes += num_bytes
         # A cancelled caller must not leave groups in the store that memory does not know.
-        return await asyncio.shield(asyncio.create_task(self._take_in(groups, num_bytes=num_bytes)))
+        taking = self._take_in(groups, num_bytes=num_bytes, refusal=refusal)
+        return await asyncio.shield(asyncio.create_task(taking))
 
     def _check_experiment(self, experiment: str, *, num_groups: int) -> None:
         current = self.state.experiment
@@ -535,13 +540,15 @@ class Coordinator(Accounts):
         self.reject(reason, num_groups=num_groups)
         raise GroupError(f"{where}tokens: {problem}")
 
-    async def _take_in(self, groups: Sequence[NewGroup], *, num_bytes: int) -> list[Receipt]:
+    async def _take_in(
+        self, groups: Sequence[NewGroup], *, num_bytes: int, refusal: StoreFull | None
+    ) -> list[Receipt]:
         """Store groups, then take them into memory; must not be cancelled in between."""
         run = self.state
         try:
             self._check_open()
             new = [run.numbered(group) for group in groups]
-            outcomes = await self.store.append(new)
+            outcomes = await self.store.append(new, refusal=refusal)
         finally:
             self.arriving_bytes -= num_bytes
         self._check_open()

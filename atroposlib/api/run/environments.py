@@ -93,12 +93,15 @@ class Environment:
         }
 
 
-class _Sums(NamedTuple):
+class Sums(NamedTuple):
+    """Sums over the active environments."""
+
     num_active: int
     demand: float
-    """Of the active ones."""
     unallocated: float
-    minimums: dict[int, float]
+    """Share of a batch that no minimum claims."""
+    minimums: Mapping[int, float]
+    """By id, in order of registration."""
     own: FloatArray
     """What `Environments.own_share` returns."""
 
@@ -110,7 +113,7 @@ class Environments:
         self._all: list[Environment] = []
         self._claims = np.zeros((3, 0))
         """`[3, environment]`, by id: whether it is active, its demand, its share."""
-        self._sums: _Sums | None = None
+        self._sums: Sums | None = None
         """Of the claims; None: they have changed since."""
         self._silent_after = -math.inf
         """No environment becomes silent up to then; injected clock."""
@@ -256,7 +259,8 @@ class Environments:
         self._claims[:, env_id] = environment.is_active, environment.demand, share
         self._sums = None
 
-    def _summed(self) -> _Sums:
+    @property
+    def sums(self) -> Sums:
         if self._sums is None:
             is_active, demands, shares = self._claims
             num_active, demand, claimed = int(is_active.sum()), demands @ is_active, shares.sum()
@@ -265,24 +269,16 @@ class Environments:
             free = 1.0 - min(1.0, float(claimed))
             minimums = {int(env_id): float(shares[env_id]) for env_id in np.flatnonzero(shares)}
             own = free * by_weight + shares
-            self._sums = _Sums(num_active, float(demand), free, minimums, own)
+            self._sums = Sums(num_active, float(demand), free, minimums, own)
         return self._sums
 
     @property
     def num_active(self) -> int:
-        return self._summed().num_active
-
-    def shares(self) -> Mapping[int, float]:
-        """Minimums of active environments, by id, in order of registration."""
-        return self._summed().minimums
-
-    def unallocated_fraction(self) -> float:
-        """Share of a batch that no active environment's minimum claims."""
-        return self._summed().unallocated
+        return self.sums.num_active
 
     def weight(self, environment: Environment) -> float:
         """The environment's share of the work, compared with the active ones, at least `MIN_ENV_WEIGHT`."""
-        total = self._summed().demand
+        total = self.sums.demand
         return max(MIN_ENV_WEIGHT, environment.demand / total if total else 0.0)
 
     def own_share(self, environment: Environment) -> float:
@@ -290,11 +286,11 @@ class Environments:
 
         An environment without weight counts as a hundredth of an average one.
         """
-        return float(self._summed().own[environment.env_id])
+        return float(self.sums.own[environment.env_id])
 
     def own_shares(self) -> FloatArray:
         """`own_share` of the active environments; 0 of the others."""
-        return np.where(self._claims[0] > 0, self._summed().own, 0.0)
+        return np.where(self._claims[0] > 0, self.sums.own, 0.0)
 
 
 class Shares:

@@ -145,20 +145,24 @@ class Hub:
         for a trainer that would begin in an experiment that was set aside.
         """
         async with self._registering:
-            kept_here = [each for each in await self._stores.kept() if each.name == name]
-            if kept_here and registration.resume_step is None:
+            all_kept = await self._stores.kept()
+            here = next((each for each in all_kept if each.name == name), None)
+            if here is not None and registration.resume_step is None:
                 raise ConfigError(
-                    f"{name!r} is an earlier experiment of the run {kept_here[0].of_run!r}, set aside: register with"
+                    f"{name!r} is an earlier experiment of the run {here.of_run!r}, set aside: register with"
                     f" that run, or delete it first (run-api --forget {name})"
                 )
             if token is not None and name not in self.runs and not await self._stores.holds(name):
                 self._check_quota(token)
             run = await self.run(name)
-            kept = await self._kept(name, registration, run)
             set_aside = None
-            current = run.state.experiment
+            asked, current = registration.experiment, run.state.experiment
             begins = entry_to(run.state, registration, now=self._clock()) is Entry.BEGIN
-            is_another = begins or registration.experiment not in (None, current)
+            is_another = begins or asked not in (None, current)
+            kept = None  # what the trainer resumes, if it was set aside
+            if registration.resume_step is not None and is_another:
+                of_run = [each for each in all_kept if each.of_run == name]
+                kept = next((each for each in of_run if each.experiment == asked), None)
             if kept is not None or (current is not None and is_another):
                 set_aside = await self._change(name, lambda: self._replace(name, run, kept))
                 run = await self.run(name)
@@ -192,16 +196,6 @@ class Hub:
         room.note([used_bound(f"token {token!r}", used_bytes=used, max_bytes=max_bytes, flag=flag)])
         return room
 
-    async def _kept(
-        self, name: str, registration: RegisterTrainer, run: Coordinator
-    ) -> Kept | None:
-        """Return the experiment that the trainer resumes, if it was set aside."""
-        asked = registration.experiment
-        if registration.resume_step is None or asked in (None, run.state.experiment):
-            return None
-        of_run = [each for each in await self._stores.kept() if each.of_run == name]
-        return next((each for each in of_run if each.experiment == asked), None)
-
     async def _until_unchanging(self, name: str) -> None:
         while (change := self._changing.get(name)) is not None:
             await asyncio.wait([change])
@@ -234,7 +228,7 @@ class Hub:
                 f" {name!r}"
             )
         run = Coordinator(
-            self._stores.store(name),
+            await asyncio.to_thread(self._stores.store, name),
             policy=self.policy,
             clock=self._clock,
             name=name,
@@ -384,11 +378,6 @@ class Hub:
                     self.runs[kept.of_run].num_set_aside_deleted += 1
             for name, run in self.runs.items():
                 run.set_aside_bytes = left.get(name, [])
-
-    async def tidy(self) -> None:
-        """Close idle runs and delete surplus experiments; call it every minute."""
-        await self.close_idle()
-        await self.delete_surplus()
 
     async def tick(self) -> None:
         """Expire leases, groups and environments in every run; then raise the first error, if any."""

@@ -136,11 +136,7 @@ class GroupQueue:
     # Batches
 
     def plan(
-        self,
-        *,
-        batch_size: int,
-        floors: Mapping[int, int],
-        overdue_before: int | None = None,
+        self, *, batch_size: int, floors: Mapping[int, int], overdue_before: int | None = None
     ) -> Plan | NoBatch:
         """Choose the next batch, see `plan_lines`; nothing is removed.
 

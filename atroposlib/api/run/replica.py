@@ -1,6 +1,6 @@
 """One hub process among several on one database: which runs it serves, and who serves the others.
 
-A replica renews its membership once a second and reads who owns what. It adopts runs without an owner, gives one away
+A replica renews its membership every `RENEW_S` and reads who owns what. It adopts runs without an owner, gives one away
 to a replica that has at least two fewer, and closes those it has lost. The stores keep an earlier owner from writing;
 this module decides who should own what, and stops serving when it cannot know.
 """
@@ -12,7 +12,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING
 from uuid import UUID
 
@@ -26,8 +26,9 @@ if TYPE_CHECKING:  # asyncpg is an extra
 
 logger = logging.getLogger(__name__)
 
-RENEW_S = 1.0
-TRUST_S = 4.0
+RENEW_S = 0.5
+"""A takeover takes up to this time to see the lapse, and up to it again until all know the new owner."""
+TRUST_S = 3.5
 """A replica that could not renew for this time serves nothing: soon others take its runs (`owners.LAPSE_S`)."""
 SETTLE_S = 3.0
 """After an outage of the database a replica takes no run from others that may not have renewed yet."""
@@ -46,15 +47,11 @@ class Replica:
     """As last read; set by `open`."""
 
     def __init__(
-        self,
-        hub: Hub,
-        owners: Owners,
-        *,
-        address: str,
-        clock: Callable[[], float] = time.monotonic,
+        self, hub: Hub, owners: Owners, *, address: str, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.hub = hub
         self.owners = owners
+        self.id = owners.id
         self.address = address
         self.changed = Signal()
         """Notified when `ownership` was read."""
@@ -80,10 +77,6 @@ class Replica:
         self._tasks: list[asyncio.Task[None]] = []
         self._looking: asyncio.Task[None] | None = None
 
-    @property
-    def id(self) -> UUID:
-        return self.owners.id
-
     # Life
 
     async def open(self) -> None:
@@ -97,11 +90,11 @@ class Replica:
         await self.owners.join(self.address)
         await self.renew()
         # Opening many runs may take longer than a membership lasts.
-        self._tasks = [asyncio.create_task(self._keep_renewing())]
+        self._tasks = [asyncio.create_task(_repeat(self.renew, lambda: asyncio.sleep(RENEW_S)))]
         if DEFAULT_RUN not in self.ownership.runs:
             await self._adopt(DEFAULT_RUN)
         await self.sweep()
-        self._tasks.append(asyncio.create_task(self._keep_sweeping()))
+        self._tasks.append(asyncio.create_task(_repeat(self.sweep, self._until_due)))
 
     async def close(self) -> None:
         """Close every run and give all of them up."""
@@ -111,28 +104,9 @@ class Replica:
         self.changed.close()
         await self.hub.close()
 
-    async def _keep_renewing(self) -> None:
-        while True:
-            try:
-                await self.renew()
-            except StoreBroken as e:
-                logger.warning("cannot renew the membership of this replica: %s", e)
-            except Exception:
-                # Awaited only at shutdown: if this task ended, the replica would lapse for ever.
-                logger.exception("cannot renew the membership of this replica")
-            await asyncio.sleep(RENEW_S)
-
-    async def _keep_sweeping(self) -> None:
-        while True:
-            await self._due.wait()
-            self._due.clear()
-            try:
-                await self.sweep()
-            except StoreBroken as e:
-                logger.warning("the sweep over the runs failed: %s", e)
-            except Exception:
-                # As above.
-                logger.exception("the sweep over the runs failed")
+    async def _until_due(self) -> None:
+        await self._due.wait()
+        self._due.clear()
 
     async def renew(self) -> None:
         asked_at = self._clock()
@@ -205,7 +179,7 @@ class Replica:
         """Return the member that serves a run, waiting for one; None for this replica, also if there is no such run.
 
         `begins`: the request may create the run, which then belongs to the member with the fewest runs. `refused_by`
-        is not tried again for a second. Raises `NoOwner` at the time `until` of the clock.
+        is not tried again for `RENEW_S`. Raises `NoOwner` at the time `until` of the clock.
         """
         refused = None if refused_by is None else refused_by.id
         retry_at = self._clock() + RENEW_S
@@ -262,15 +236,6 @@ class Replica:
             for member in sorted(self.ownership.members.values(), key=lambda each: each.address)
         ]
 
-    def summary(self) -> str:
-        """Return how many runs this replica serves, and every other living one, in one line."""
-        num_runs = sum(not run.is_kept for run in self.ownership.runs.values())
-        others = "".join(
-            f"; {member.address} serves {self.ownership.num_runs(member.id)}"
-            for member in self.ownership.others(self.id)
-        )
-        return f"serving {self.ownership.num_runs(self.id)} of {num_runs} runs{others}"
-
     # What it should own
 
     def note_broken(self, name: str, _: BaseException) -> None:
@@ -305,8 +270,8 @@ class Replica:
         term = self.owners.terms.get(name)
         if term is None:
             return True
-        same = [run for run in self.ownership.runs.values() if run.term.run_id == term.run_id]
-        return any(run.term.number > term.number for run in same)
+        runs = self.ownership.runs.values()
+        return any(run.id == term.run_id and run.term > term.number for run in runs)
 
     def _is_free(self, run: OwnedRun) -> bool:
         return run.owner is None or self.ownership.owner_of(run.name) is None
@@ -366,3 +331,18 @@ class Replica:
         finally:
             self._leaving.discard(name)
         await self.look()
+
+
+async def _repeat(
+    work: Callable[[], Awaitable[None]], pause: Callable[[], Awaitable[None]]
+) -> None:
+    """Call `work` after every pause, also after errors, until cancelled."""
+    while True:
+        await pause()
+        try:
+            await work()
+        except StoreBroken as e:
+            logger.warning("%s failed: %s", work.__qualname__, e)
+        except Exception:
+            # Awaited only at shutdown: if this task ended, the replica would lapse for ever.
+            logger.exception("%s failed", work.__qualname__)

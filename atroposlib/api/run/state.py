@@ -25,7 +25,7 @@ from atroposlib.api.run.environments import Environment, Environments, Shares
 from atroposlib.api.run.leases import HeldBatch, LeaseRequest, Leases, TrainerTimes
 from atroposlib.api.run.queue import DeadLetters, GroupQueue
 from atroposlib.api.run.types import Receipt, RunPolicy
-from atroposlib.api.schemas import MAX_ENV_NAME_CHARS, Registration
+from atroposlib.api.schemas import Registration
 from atroposlib.api.stores.base import (
     Appended,
     Change,
@@ -236,25 +236,20 @@ class RunState:
 
     def enqueue(self, headers: Sequence[GroupHeader]) -> None:
         """Queue groups; those that no longer fit into a batch are set aside as dead."""
-        fitting = [header for header in headers if self.fits(header.num_sequences)]
-        for header in fitting:
+        for header in headers:
             self.queue.add(header)
-        self._move(fitting, Place.QUEUED)
-        if len(fitting) < len(headers):
-            self._bury_too_large(h for h in headers if not self.fits(h.num_sequences))
+        self._move(headers, Place.QUEUED)
+        self.bury_oversized()
 
     def bury_oversized(self) -> None:
         """Set aside queued groups that are larger than the trainer's batch."""
         if not self.fits(self.queue.largest_of_all()):
             too_large = [h for h in self.queue if not self.fits(h.num_sequences)]
             self.queue.remove(too_large)
-            self._bury_too_large(too_large)
+            reason = f"larger than the trainer's batch of {self.batch_size} sequences"
+            self.bury(too_large, reason)
 
-    def _bury_too_large(self, headers: Iterable[GroupHeader]) -> None:
-        self.bury(headers, f"larger than the trainer's batch of {self.batch_size} sequences")
-
-    def bury(self, headers: Iterable[GroupHeader], reason: str) -> None:
-        headers = list(headers)
+    def bury(self, headers: Sequence[GroupHeader], reason: str) -> None:
         for header in headers:
             self.dead.add(header, reason)
         self._move(headers, Place.DEAD, reason=reason)
@@ -276,7 +271,7 @@ class RunState:
             self._planned_for = basis
             self._plan = self.queue.plan(
                 batch_size=self.batch_size,
-                floors=sequence_floors(self.batch_size, self.environments.shares()),
+                floors=sequence_floors(self.batch_size, self.environments.sums.minimums),
                 overdue_before=version - PATIENCE_VERSIONS,
             )
         return self._plan
@@ -500,25 +495,14 @@ def restore(run: RunState, saved: SavedRun, *, now: float) -> None:
 def _restore_document(
     run: RunState, document: Mapping[str, Any], facts: Mapping[str, Any], *, now: float
 ) -> None:
-    trainer = facts.get(TRAINER_FACT)
     environments = [fact for name, fact in facts.items() if name.startswith(ENVIRONMENT_FACT)]
-    is_without_facts = "environments" in document
-    if is_without_facts:  # written by an older version, which accepted names of any length
-        trainer, environments = document["trainer"], document["environments"]
-        for each in environments:
-            registration = each["registration"]
-            registration["desired_name"] = registration["desired_name"][:MAX_ENV_NAME_CHARS]
     run.experiment = document.get("experiment")
     run.token = document.get("token")
     run.environments.restore(environments, now=now)
-    if trainer is not None:
-        run.trainer = Registration.model_validate(trainer)
+    if TRAINER_FACT in facts:
+        run.trainer = Registration.model_validate(facts[TRAINER_FACT])
         # None: written by an older version, without experiment ids.
         run.experiment = run.experiment or secrets.token_hex(16)
-    if is_without_facts:
-        run.note_trainer()
-        for environment in run.environments:
-            run.note_environment(environment)
     run.has_started = document["has_started"]
     run.policy_version = document["policy_version"]
     run.unknown_steps = document.get("unknown_steps", 0)  # older versions write neither

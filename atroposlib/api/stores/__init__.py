@@ -1,3 +1,3 @@
 """Stores of runs: `base` is the contract; `memory`, `disk` and `postgres` implement it."""
 
-__all__ = ["base", "disk", "memory", "migration", "postgres", "run_file", "runs", "space"]
+__all__ = ["base", "disk", "memory", "postgres", "run_file", "runs", "space"]

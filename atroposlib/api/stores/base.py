@@ -234,10 +234,13 @@ class GroupStore(Protocol):
     async def open(self) -> SavedRun:
         """Recover what is stored. Called once, before anything else. Raises `StoreBroken`, `UnreadableRun`."""
 
-    async def append(self, groups: Sequence[NewGroup]) -> list[Appended]:
+    async def append(
+        self, groups: Sequence[NewGroup], *, refusal: StoreFull | None = None
+    ) -> list[Appended]:
         """Store the groups with unknown ids; return one outcome per group. Detects duplicates within the call.
 
-        Numbers are unique. Raises `StoreFull`, with nothing stored, or `StoreBroken`.
+        Numbers are unique. Raises `StoreBroken`, or `StoreFull` with nothing stored: also `refusal`, if one is given,
+        unless every id is known.
         """
 
     async def commit(self, change: Change) -> None:

@@ -13,6 +13,7 @@ import fcntl
 import functools
 import logging
 import os
+import shutil
 import sqlite3
 import time
 from collections.abc import Callable, Sequence
@@ -30,8 +31,8 @@ from atroposlib.api.stores.base import (
     StoreBroken,
     StoreFull,
     StoreUsage,
+    UnreadableRun,
 )
-from atroposlib.api.stores.migration import convert
 from atroposlib.api.stores.run_file import (
     NAME,
     TIGHT_BYTES,
@@ -40,7 +41,7 @@ from atroposlib.api.stores.run_file import (
     error_name,
     is_damage,
 )
-from atroposlib.api.stores.space import BALLAST, DiskSpace, free_bytes, warn_of_network_file_system
+from atroposlib.api.stores.space import NETWORK_FILE_SYSTEMS, DiskSpace, file_system_of
 from atroposlib.api.stores.writing import Job, JobStore
 from atroposlib.errors import ConfigError
 
@@ -114,9 +115,10 @@ class DiskStore(JobStore):
         return [found[number] for number in numbers]
 
     def usage(self) -> StoreUsage:
+        room_bytes = self._space.room_bytes or 0
         return replace(
             self._usage,
-            free_bytes=max(0, self._room_bytes + self._free_bytes - self._growth_bytes),
+            free_bytes=max(0, room_bytes + self._free_bytes - self._growth_bytes),
             refusal=self._space.refusal(self._growth_bytes),
         )
 
@@ -133,13 +135,17 @@ class DiskStore(JobStore):
         try:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._take_lock()
-            warn_of_network_file_system(self._directory)
-            if self._space.directory != self._directory:
-                # Older versions kept a ballast file in each run.
-                (self._directory / BALLAST).unlink(missing_ok=True)
+            if (kind := file_system_of(self._directory)) in NETWORK_FILE_SYSTEMS:
+                logger.warning(
+                    "%s is on %s: locks and syncs there may not hold what they promise; use a local disk",
+                    *(self._directory, kind),
+                )
             self._space.prepare()
-            convert(self._directory)
             path = self._directory / NAME
+            if not path.exists() and any(self._directory.glob("*.seg")):
+                raise UnreadableRun(
+                    f"{self._directory} was written by version 0.2; run-api converts it at its start"
+                )
             self._file = RunFile(path, is_synced=self.durability is Durability.POWER)
             self._held.callback(self._file.close)
             saved = self._file.load()
@@ -207,15 +213,13 @@ class DiskStore(JobStore):
                     if job.change is not None:
                         self._file.apply(job.change)
                         job.answer = None
-                    elif refusal is not None:
-                        job.answer = refusal
                     else:
-                        job.answer = self._append(job.groups)
+                        job.answer = self._append(job.groups, refusal or job.refusal)
                 except (KeyError, StoreFull) as e:
                     job.answer = e
 
-    def _append(self, groups: Sequence[NewGroup]) -> list[Appended]:
-        """Insert the new groups; raises `StoreFull` if there is no room."""
+    def _append(self, groups: Sequence[NewGroup], refusal: StoreFull | None) -> list[Appended]:
+        """Insert the new groups; raises `StoreFull` if there is no room, or `refusal`."""
         outcomes = []
         new: dict[str, NewGroup] = {}
         for group in groups:
@@ -228,6 +232,8 @@ class DiskStore(JobStore):
             else:
                 is_same = known == header.digest
                 outcomes.append(Appended.DUPLICATE if is_same else Appended.CONFLICT)
+        if new and refusal is not None:
+            raise refusal
         if new:
             num_bytes = sum(len(group.payload) for group in new.values())
             self._space.take(self._file.needed_bytes(num_bytes))
@@ -244,25 +250,20 @@ class DiskStore(JobStore):
 
     def _note_usage(self) -> None:
         self._usage = StoreUsage(
-            payload_bytes=self._file.payload_bytes,
-            stored_bytes=self._file.stored_bytes,
+            payload_bytes=self._file.payload_bytes, stored_bytes=self._file.stored_bytes
         )
         self._free_bytes = self._file.free_bytes
         self._growth_bytes = self._file.growth_bytes
 
     @property
-    def _room_bytes(self) -> int:
-        return self._space.room_bytes or 0  # None: not measured yet
-
-    @property
     def _is_tight(self) -> bool:
-        return self._room_bytes < TIGHT_BYTES
+        return (self._space.room_bytes or 0) < TIGHT_BYTES  # None: not measured yet
 
     def _checkpoint_if_due(self) -> None:
         """Move what the WAL holds into the file, unless that would take the space that later changes need."""
         if not self._file.is_checkpoint_due(is_tight=self._is_tight):
             return
-        if self._file.growth_bytes <= free_bytes(self._directory):
+        if self._file.growth_bytes <= shutil.disk_usage(self._directory).free:
             self._if_there_is_room(self._file.checkpoint)
 
     def _if_there_is_room(self, work: Callable[[], bool]) -> bool:

@@ -55,10 +55,7 @@ def on_disk(settings: StoreSettings) -> RunStores:
 
     def make_store(directory: Path) -> GroupStore:
         return DiskStore(
-            directory,
-            durability=settings.durability,
-            space=space,
-            on_failure=settings.on_failure,
+            directory, durability=settings.durability, space=space, on_failure=settings.on_failure
         )
 
     return DirectoryRuns(settings.data_dir, make_store)

@@ -15,6 +15,7 @@ from atroposlib.api.stores.base import (
     SavedRun,
     StoredBatch,
     StoredGroup,
+    StoreFull,
     StoreUsage,
 )
 from atroposlib.api.stores.space import Space
@@ -53,8 +54,12 @@ class MemoryStore:
             next_number=self._next_number,
         )
 
-    async def append(self, groups: Sequence[NewGroup]) -> list[Appended]:
-        new = (group for group in groups if group.header.group_id not in self._digests)
+    async def append(
+        self, groups: Sequence[NewGroup], *, refusal: StoreFull | None = None
+    ) -> list[Appended]:
+        new = [group for group in groups if group.header.group_id not in self._digests]
+        if new and refusal is not None:
+            raise refusal
         num_bytes = sum(len(group.payload) for group in new)
         before = self._num_bytes
         self._space.take(num_bytes)

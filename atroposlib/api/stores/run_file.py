@@ -1,7 +1,7 @@
 """The SQLite file of a run, payloads included: its schema and its statements.
 
 `DiskStore` calls it from its writer thread; it decides nothing. What survives a crash is a prefix of the committed
-transactions. Other processes may read the file meanwhile (`back_up`, the `sqlite3` shell).
+transactions. Other processes may read the file meanwhile (`run-api --backup`, the `sqlite3` shell).
 """
 
 from __future__ import annotations
@@ -31,13 +31,12 @@ from atroposlib.api.stores.base import (
     StoredGroup,
     UnreadableRun,
 )
-from atroposlib.utils.files import sync_to_disk
 
 logger = logging.getLogger(__name__)
 
 NAME: Final = "run.db"
 FORMAT: Final = 3
-"""Formats 1 and 2 kept payloads in files of their own (`migration`)."""
+"""Formats 1 and 2 kept payloads in files of their own (`cli.upgrade_runs`)."""
 PAGE_BYTES: Final = 16384
 _CHECKPOINT_BYTES: Final = 8 << 20
 """Written to the WAL between two checkpoints."""
@@ -52,7 +51,7 @@ _COPY_BYTES: Final = 8 << 20
 _BUSY_S: Final = 5.0
 _TABLES: Final = ("groups", "payloads", "done", "ended", "batches", "facts")
 _PLACES: Final = " ".join(f"when {place.value} then '{place.name.lower()}'" for place in Place)
-_SCHEMA: Final = f"""
+SCHEMA: Final = f"""
 pragma page_size = {PAGE_BYTES};
 pragma auto_vacuum = incremental;
 begin exclusive;
@@ -141,7 +140,7 @@ class RunFile:
                 " a newer version of atroposlib wrote it"
             )
         if version == 0:
-            self._db.executescript(_SCHEMA)
+            self._db.executescript(SCHEMA)
         for table in _TABLES:
             # Payloads have checksums of their own, and reading them all would take minutes.
             if table != "payloads":
@@ -411,31 +410,6 @@ def connect(path: Path, *, creates: bool = False) -> sqlite3.Connection:
     )
     db.row_factory = sqlite3.Row
     return db
-
-
-def create(path: Path) -> sqlite3.Connection:
-    """Create the file of a run without groups."""
-    db = connect(path, creates=True)
-    db.executescript(_SCHEMA)
-    return db
-
-
-def back_up(source: Path, target: Path) -> int:
-    """Copy a run's file, which a hub may be writing, to `target` as it is at one moment; return its size.
-
-    Raises `StoreBroken`.
-    """
-    try:
-        with (
-            contextlib.closing(connect(source)) as live,
-            contextlib.closing(connect(target, creates=True)) as copy,
-        ):
-            live.backup(copy)
-            copy.execute("pragma journal_mode = delete").fetchall()  # no WAL beside it
-    except sqlite3.Error as e:
-        raise StoreBroken(f"{source} cannot be copied to {target}: {e}") from e
-    sync_to_disk(target)
-    return target.stat().st_size
 
 
 def error_name(error: BaseException) -> str:

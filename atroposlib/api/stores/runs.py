@@ -65,9 +65,11 @@ class RunStores(Protocol):
 
     async def open(self) -> None:
         """Called once, before anything else."""
+        return
 
     async def close(self) -> None:
         """Called once, after every store is closed."""
+        return
 
     async def names(self) -> list[str]:
         """Names of the stored runs, including those set aside."""
@@ -82,7 +84,7 @@ class RunStores(Protocol):
         """The stored runs with their sizes, by name."""
 
     def store(self, name: str) -> GroupStore:
-        """Return the store of a run, not yet opened. Called once per run, and again after any method below."""
+        """Return the store of a run, not yet opened; called in a thread, once, and again after a method below."""
 
     async def set_aside(
         self, name: str, *, experiment: str, step: int, resumed: Kept | None
@@ -96,7 +98,7 @@ class RunStores(Protocol):
         """Delete the data of a closed store."""
 
 
-class MemoryRuns:
+class MemoryRuns(RunStores):
     """Runs that end with the process. To bound memory, only the latest earlier experiment of each run is kept."""
 
     def __init__(self, space: Space | None = None) -> None:
@@ -104,12 +106,6 @@ class MemoryRuns:
         self._space = space
         self._stores: dict[str, MemoryStore] = {}
         self._kept: dict[str, Kept] = {}
-
-    async def open(self) -> None:
-        pass
-
-    async def close(self) -> None:
-        pass
 
     async def names(self) -> list[str]:
         return sorted(self._stores)
@@ -151,27 +147,22 @@ class MemoryRuns:
         self._kept.pop(name, None)
 
 
-class DirectoryRuns:
+class DirectoryRuns(RunStores):
     """One sub-directory of `root` per run."""
 
     def __init__(self, root: Path, make_store: Callable[[Path], GroupStore]) -> None:
         self._root = root
         self._make_store = make_store
 
-    async def open(self) -> None:
-        pass
-
-    async def close(self) -> None:
-        pass
-
     async def names(self) -> list[str]:
-        return [name for name, _ in stored_markers(self._root)]
+        return [name for name, _ in await asyncio.to_thread(stored_markers, self._root)]
 
     async def holds(self, name: str) -> bool:
-        return _read_marker(self._root / name) is not None
+        return await asyncio.to_thread(_read_marker, self._root / name) is not None
 
     async def kept(self) -> list[Kept]:
-        found = [marker.kept for _, marker in stored_markers(self._root) if marker.kept is not None]
+        markers = await asyncio.to_thread(stored_markers, self._root)
+        found = [marker.kept for _, marker in markers if marker.kept is not None]
         return sorted(found, key=lambda kept: kept.set_aside_at, reverse=True)
 
     async def stored(self) -> list[StoredRun]:
@@ -192,15 +183,14 @@ class DirectoryRuns:
     async def set_aside(
         self, name: str, *, experiment: str, step: int, resumed: Kept | None
     ) -> str:
-        kept = kept_as(name, {path.name for path in self._root.iterdir()}, experiment, step)
-
-        def rename() -> None:
+        def rename() -> str:
+            kept = kept_as(name, {path.name for path in self._root.iterdir()}, experiment, step)
             _write_marker(self._root / name, _Marker(kept=kept))
             (self._root / name).rename(self._root / kept.name)
             sync_to_disk(self._root)
+            return kept.name
 
-        await asyncio.to_thread(rename)
-        return kept.name
+        return await asyncio.to_thread(rename)
 
     async def bring_back(self, kept: Kept) -> None:
         def rename() -> None:

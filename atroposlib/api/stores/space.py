@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 BALLAST: Final = "ballast"
 """Name of the file."""
 _BALLAST_BYTES: Final = 64 << 20
-_NETWORK_FILE_SYSTEMS: Final = frozenset(
+NETWORK_FILE_SYSTEMS: Final = frozenset(
     {"nfs", "nfs4", "lustre", "gpfs", "cifs", "smb3", "9p", "ceph", "beegfs", "fuse.sshfs"}
 )
 _FREE_SPACE_AGE_S: Final = 0.1
@@ -126,7 +126,7 @@ class Space:
             logger.warning("%s", refusal)
 
 
-def free_bound(directory: Path, *, min_free_bytes: int | None, ballast_bytes: int) -> Bound:
+def free_bound(directory: Path, *, min_free_bytes: int | None, ballast_bytes: int = 0) -> Bound:
     """Measure the disk of `directory`: `min_free_bytes` (None: 2 %, at least 1 GiB) and `ballast_bytes` stay free.
 
     Raises `OSError` if it is not there.
@@ -179,10 +179,10 @@ class DiskSpace(Space):
         """Look for the ballast; if the disk is full, release it for recovery."""
         path = self._ballast_path
         with self._lock:
-            total = shutil.disk_usage(self.directory).total
-            self._ballast_bytes = min(self._ballast_bytes, total // 8)
+            disk = shutil.disk_usage(self.directory)
+            self._ballast_bytes = min(self._ballast_bytes, disk.total // 8)
             self._has_ballast = path.exists() and path.stat().st_size == self._ballast_bytes
-            if free_bytes(self.directory) < self._ballast_bytes:
+            if disk.free < self._ballast_bytes:
                 self._release_ballast()
 
     def take(self, num_bytes: int) -> None:
@@ -246,11 +246,6 @@ class DiskSpace(Space):
         self._has_ballast = False
 
 
-def free_bytes(directory: Path) -> int:
-    """Bytes free on the disk of `directory`."""
-    return shutil.disk_usage(directory).free
-
-
 def _allocate(path: Path, num_bytes: int) -> None:
     """Create a file with `num_bytes` allocated on disk."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -268,28 +263,13 @@ def mib(num_bytes: int) -> int:
     return -(-num_bytes >> 20)
 
 
-def warn_of_network_file_system(directory: Path) -> None:
-    """Warn if the directory is on a network file system, whose locks and syncs may be unreliable."""
-    kind = file_system_of(directory)
-    if kind in _NETWORK_FILE_SYSTEMS:
-        logger.warning(
-            "%s is on %s: locks and syncs there may not hold what they promise; use a local disk",
-            directory,
-            kind,
-        )
-
-
 def file_system_of(directory: Path) -> str:
     """Type of the file system that holds `directory`; empty if unknown."""
     try:
         lines = Path("/proc/mounts").read_text().splitlines()
     except OSError:
         return ""
-    path = directory.resolve()
-    best, kind = -1, ""
-    for line in lines:
-        fields = line.split()
-        mount_point = Path(fields[1].replace("\\040", " "))
-        if path.is_relative_to(mount_point) and len(mount_point.parts) >= best:
-            best, kind = len(mount_point.parts), fields[2]
-    return kind
+    path, kinds = directory.resolve(), {}
+    for _, mount_point, kind, *_ in map(str.split, lines):
+        kinds[Path(mount_point.replace("\\040", " "))] = kind  # the last one hides the others
+    return next((kinds[each] for each in (path, *path.parents) if each in kinds), "")

@@ -20,6 +20,7 @@ from atroposlib.api.stores.base import (
     NewGroup,
     SavedRun,
     StoreBroken,
+    StoreFull,
     TermLost,
 )
 
@@ -37,6 +38,8 @@ class Job:
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
     groups: Sequence[NewGroup] = ()
+    refusal: StoreFull | None = None
+    """Of groups with unknown ids."""
     change: Change | None = None
     alone: Callable[[], Any] | None = None
     """Called by itself, after all earlier jobs and before all later ones."""
@@ -80,8 +83,10 @@ class JobStore(abc.ABC):
         self._writer = asyncio.create_task(self._write(), name=f"store {self._name}")
         return saved
 
-    async def append(self, groups: Sequence[NewGroup]) -> list[Appended]:
-        outcomes: list[Appended] = await self._submit(Job(groups=groups))
+    async def append(
+        self, groups: Sequence[NewGroup], *, refusal: StoreFull | None = None
+    ) -> list[Appended]:
+        outcomes: list[Appended] = await self._submit(Job(groups=groups, refusal=refusal))
         return outcomes
 
     async def commit(self, change: Change) -> None:

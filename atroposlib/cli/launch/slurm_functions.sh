@@ -39,6 +39,15 @@ addresses_in_use() {
     for name in $USES; do address "$name" || return 1; done
 }
 
+# end_program PID: TERM, and KILL to one that has not ended after END_S seconds (20; Slurm itself waits for 30).
+end_program() {
+    local since=$SECONDS
+    kill -TERM "$1" 2>/dev/null || true
+    while kill -0 "$1" 2>/dev/null && [ $((SECONDS - since)) -lt "${END_S:-20}" ]; do sleep 0.2; done
+    kill -KILL "$1" 2>/dev/null || true
+    wait "$1" 2>/dev/null || true
+}
+
 # run_part NAME READY TIMEOUT RESTART MAX_RESTARTS: run PROGRAM; start it again when it fails, when it does not answer
 # for TIMEOUT seconds, and when a server in USES has moved to another host (Slurm has queued its job again).
 run_part() {
@@ -55,7 +64,7 @@ run_part() {
         moved=no started=$SECONDS answered=$SECONDS checked=$SECONDS
         PROGRAM &
         child=$!
-        trap 'kill -TERM $child 2>/dev/null; wait $child; exit 143' TERM INT
+        trap 'end_program $child; exit 143' TERM INT
         while kill -0 $child 2>/dev/null; do
             sleep 1 &
             wait $! || true
@@ -68,7 +77,7 @@ run_part() {
             elif now=$(addresses_in_use) && [ "$in_use" != "$now" ]; then
                 echo "a server has moved to another host: $name starts again" >&2
                 moved=yes
-                kill -TERM $child 2>/dev/null || true
+                end_program $child
                 break
             fi
         done
@@ -147,10 +156,15 @@ end_job() {
     exit "$1"
 }
 
-# begin_submission: refuse while jobs of the run live.
+# begin_submission: refuse while jobs of the run live, or are being submitted.
 begin_submission() {
     local mine live
     mkdir -p "$RUN_DIR"
+    if ! mkdir "$RUN_DIR/submitting"; then
+        echo "another submit.sh submits this run; if none does: rmdir $RUN_DIR/submitting" >&2
+        exit 1
+    fi
+    trap 'rmdir "$RUN_DIR/submitting"' EXIT
     touch "$RUN_DIR/jobs"
     mine=$(squeue --noheader --format=%F --user="$(id -un)")
     if live=$(grep -Fx -f "$RUN_DIR/jobs" <<< "$mine" | sort -u | paste -sd " "); then
@@ -159,7 +173,7 @@ begin_submission() {
     fi
     rm -rf "$RUN_DIR/addresses" "$RUN_DIR/done"
     : > "$RUN_DIR/jobs"
-    trap 'xargs -r scancel < "$RUN_DIR/jobs"' EXIT
+    trap 'xargs -r scancel < "$RUN_DIR/jobs"; rmdir "$RUN_DIR/submitting"' EXIT
     ENDS=()
 }
 
@@ -183,6 +197,6 @@ end_submission() {
         --wrap='grep -vx "$SLURM_JOB_ID" "$RUN_DIR/jobs" | xargs -r scancel' >> "$RUN_DIR/jobs" ||
         echo "no clean-up job: if a job of this run is killed with SIGKILL, end the others with scancel" >&2
     scontrol release "$jobs"
-    trap - EXIT
+    trap 'rmdir "$RUN_DIR/submitting"' EXIT
     echo "jobs: $(paste -sd " " "$RUN_DIR/jobs"); logs: $RUN_DIR/"
 }

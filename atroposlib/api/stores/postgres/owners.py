@@ -22,7 +22,7 @@ from atroposlib.api.stores.postgres.sessions import SESSION_ENDED, DatabaseUnrea
 
 T = TypeVar("T")
 
-LAPSE_S: Final = 5.0
+LAPSE_S: Final = 4.5
 """A member that renewed nothing for this time has lost its runs."""
 _CALL_TIMEOUT_S = 2.0
 _JOIN_TIMEOUT_S = 20.0
@@ -55,8 +55,10 @@ class Member:
 class OwnedRun:
     """A stored run and its owner."""
 
+    id: int
     name: str
-    term: Term
+    term: int
+    """Its number."""
     owner: uuid.UUID | None
     is_kept: bool
     """Whether it is an experiment that was set aside: opened only when it is asked for."""
@@ -180,13 +182,10 @@ class _Link:
                             self._drop()
                     self._connection = await self._connect()
                     return await work(self._connection)
-            except _FAILURES as e:
+            except BaseException as e:
                 self._drop()
-                raise DatabaseUnreachable(f"the database is unreachable: {e!r}") from e
-            except OwnedElsewhere:
-                raise
-            except BaseException:
-                self._drop()
+                if isinstance(e, _FAILURES):
+                    raise DatabaseUnreachable(f"the database is unreachable: {e!r}") from e
                 raise
 
     def _drop(self) -> None:
@@ -204,16 +203,7 @@ async def _read(connection: asyncpg.Connection) -> Ownership:
     runs = await connection.fetch(_RUNS)
     return Ownership(
         members={row["id"]: Member(**row) for row in members},
-        runs={row["name"]: _run(row) for row in runs},
-    )
-
-
-def _run(row: asyncpg.Record) -> OwnedRun:
-    return OwnedRun(
-        name=row["name"],
-        term=Term(run_id=row["id"], number=row["term"]),
-        owner=row["owner"],
-        is_kept=row["kept_of"] is not None,
+        runs={row["name"]: OwnedRun(**row) for row in runs},
     )
 
 
@@ -233,7 +223,7 @@ INSERT INTO members (id, address, secret, renewed_at) VALUES ($1, $2, $3, clock_
 ON CONFLICT (id) DO UPDATE SET renewed_at = clock_timestamp()
 """
 _MEMBERS = f"SELECT id, address, secret, {_ALIVE} AS is_alive FROM members"
-_RUNS = "SELECT id, name, term, owner, kept_of FROM runs ORDER BY name"
+_RUNS = "SELECT id, name, term, owner, kept_of IS NOT NULL AS is_kept FROM runs ORDER BY name"
 _IS_FREE = f"""
 (runs.owner IS NULL OR runs.owner = $2
  OR NOT EXISTS (SELECT FROM members WHERE members.id = runs.owner AND {_ALIVE}))

@@ -152,19 +152,13 @@ async def insert_groups(
     stored = {row[0] for row in rows}
     digests = {key: group.header.digest for key, group in first.items()}
     if len(stored) < len(first):
-        known = await connection.fetch(
-            "select key, digest from ids where run_id = $1 and key = any($2::bytea[])",
-            run_id,
-            [key for key, group in first.items() if group.header.number not in stored],
-        )
-        digests |= dict(known)
-    outcomes = []
-    for key, group in zip(keys, groups, strict=True):
-        if first[key] is group and group.header.number in stored:
-            outcomes.append(Appended.STORED)
-        else:
-            is_same = digests[key] == group.header.digest
-            outcomes.append(Appended.DUPLICATE if is_same else Appended.CONFLICT)
+        digests |= await known_digests(connection, run_id, list(first))
+    outcomes = [
+        Appended.STORED
+        if first[key] is group and group.header.number in stored
+        else _repeated(group, digests[key])
+        for key, group in zip(keys, groups, strict=True)
+    ]
     new = [group for group in first.values() if group.header.number in stored]
     if new:
         await connection.executemany(
@@ -177,6 +171,27 @@ async def insert_groups(
         if group.header.number in stored
     }
     return outcomes, locations
+
+
+async def known_digests(connection: Any, run_id: int, keys: Sequence[bytes]) -> dict[bytes, bytes]:
+    """Return the digests stored for those keys that are known."""
+    query = "select key, digest from ids where run_id = $1 and key = any($2::bytea[])"
+    return dict(await connection.fetch(query, run_id, keys))
+
+
+async def find_groups(
+    connection: Any, run_id: int, groups: Sequence[NewGroup]
+) -> list[Appended] | None:
+    """Return the outcomes of groups that are all known; None if one is not."""
+    keys = [key_of(group.header.group_id) for group in groups]
+    known = await known_digests(connection, run_id, keys)
+    if not known.keys() >= set(keys):
+        return None
+    return [_repeated(group, known[key]) for key, group in zip(keys, groups, strict=True)]
+
+
+def _repeated(group: NewGroup, digest: bytes) -> Appended:
+    return Appended.DUPLICATE if group.header.digest == digest else Appended.CONFLICT
 
 
 async def apply(connection: Any, run_id: int, changes: Merged) -> None:

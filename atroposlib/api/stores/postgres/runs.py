@@ -5,19 +5,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import logging
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from typing import Any, Final, TypeVar
 
 import asyncpg
 
 from atroposlib.api.stores.base import GroupStore, OwnedElsewhere, StoreBroken
 from atroposlib.api.stores.postgres import rows
-from atroposlib.api.stores.postgres.owners import LAPSE_S, Owners, Term, application_name
+from atroposlib.api.stores.postgres.owners import Owners, Term, application_name
 from atroposlib.api.stores.postgres.schema import migrate
 from atroposlib.api.stores.postgres.sessions import connect, on_connection, open_pool, waiting
 from atroposlib.api.stores.postgres.space import DatabaseSpace
@@ -43,7 +40,7 @@ class PostgresRuns:
     def __init__(
         self, url: str, *, space: DatabaseSpace | None = None, segment_bytes: int = 64 << 20
     ) -> None:
-        """`space` None: not bounded, and without a ballast."""
+        """`space` None: not bounded."""
         self._url = url
         self.on_failure: Callable[[str, BaseException], None] | None = None
         self._space = space
@@ -51,15 +48,6 @@ class PostgresRuns:
         self._is_connected = False
         self.owners = Owners(functools.partial(connect, url))
         """This hub's view of who owns which run; it may join once `open` has returned."""
-
-    @asynccontextmanager
-    async def connected(self) -> AsyncIterator[PostgresRuns]:
-        """The runs for a command, which serves none and is no member."""
-        await self.open()
-        try:
-            yield self
-        finally:
-            await self.close()
 
     async def open(self) -> None:
         """Connect and migrate. Raises `ConfigError`, `UnreadableRun`."""
@@ -201,15 +189,6 @@ class PostgresRuns:
                 return await work(connection, term.run_id)
 
         return await on_connection(self._control, attempt, who=f"run {name}")
-
-    async def other_hub(self) -> str | None:
-        """Return the address of another living hub; waits for the lapse of one that died."""
-        deadline_s = time.monotonic() + LAPSE_S + 1
-        while others := (await self.owners.look()).others(self.owners.id):
-            if time.monotonic() >= deadline_s:
-                return others[0].address
-            await asyncio.sleep(0.25)
-        return None
 
     async def stored(self) -> list[StoredRun]:
         """The runs with their sizes, by name, as `run-api --list` shows them."""

@@ -115,9 +115,7 @@ async def migrate(pool: asyncpg.Pool) -> None:
             for migration in MIGRATIONS[version:]:
                 await connection.execute(migration)
             if version < len(MIGRATIONS):
-                await connection.execute(
-                    f"insert into atropos_schema values ({len(MIGRATIONS)})",
-                )
+                await connection.execute(f"insert into atropos_schema values ({len(MIGRATIONS)})")
         except asyncpg.DuplicateTableError as e:
             raise ConfigError(
                 f"the database holds tables of another application ({e}); give the hub a database"

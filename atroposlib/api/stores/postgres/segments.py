@@ -34,13 +34,17 @@ class _Segment:
 
 
 class Effects:
-    """What a transaction does to the places of groups, once it is committed. Contains the groups that it leaves."""
+    """What a transaction does to the memory of the store, once it is committed. Contains the groups that it leaves."""
 
     def __init__(self, segments: Segments) -> None:
         self._before = segments.places
         self.located: dict[int, Location] = {}
         """Groups that were added or moved."""
         self.ended: set[int] = set()
+        self.segment: int | None = None
+        """The segment that new payloads go to from now on; None: as before."""
+        self.document: bytes | None = None
+        """What replaces the run's document; None: nothing."""
 
     def __contains__(self, number: object) -> bool:
         return number not in self.ended and (number in self.located or number in self._before)

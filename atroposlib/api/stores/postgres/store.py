@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import asyncpg
@@ -47,14 +48,6 @@ MAX_DROPS: Final = 50
 """Tables dropped in one transaction: each takes four of the server's locks."""
 
 
-class _Effects(Effects):
-    """What a transaction does to the memory of the store, once it is committed."""
-
-    segment: int | None = None
-    """The segment that new payloads go to from now on; None: as before."""
-    document: bytes | None = None
-
-
 class PostgresStore(JobStore):
     """One run of a database; `pool`, `owners` and `space` (None: not bounded) are shared by all runs of a replica.
 
@@ -81,10 +74,7 @@ class PostgresStore(JobStore):
         """Bytes of each segment."""
         self._segments = Segments(self._sizes)
         super().__init__(
-            f"run {name}",
-            max_commit_bytes=_MAX_COMMIT_BYTES,
-            on_failure=on_failure,
-            clock=clock,
+            f"run {name}", max_commit_bytes=_MAX_COMMIT_BYTES, on_failure=on_failure, clock=clock
         )
         self._run_name = name
         self._pool = pool
@@ -171,26 +161,29 @@ class PostgresStore(JobStore):
         """
         for job in jobs:
             try:
+                if job.refusal is not None:
+                    raise job.refusal
                 self._space.take(sum(len(group.payload) for group in job.groups))
             except StoreFull as e:
                 job.answer = e if job.change is None else None
-        jobs = [job for job in jobs if job.answer is None]
-        if not jobs:
-            return
+        admitted = [job for job in jobs if job.answer is None]
         try:
-            await self._transact(lambda connection: self._apply(connection, jobs))
+            if admitted:
+                await self._transact(lambda connection: self._apply(connection, admitted))
         except asyncpg.InsufficientResourcesError as e:
             logger.warning("groups cannot be stored in the database now: %s", e)
-            if isinstance(e, asyncpg.DiskFullError):
-                await self._space.release_ballast(fault=str(e))
-            changes = [job for job in jobs if job.change is not None]
+            changes = [job for job in admitted if job.change is not None]
             await self._transact(lambda connection: self._apply(connection, changes))
-            for job in jobs:
+            for job in admitted:
                 if job.change is None:
                     job.answer = StoreFull(f"the database cannot store groups now: {e}")
+        for job in jobs:
+            if isinstance(job.answer, StoreFull):
+                find = partial(rows.find_groups, run_id=self._term.run_id, groups=job.groups)
+                job.answer = await self._on_connection(find) or job.answer
 
-    async def _apply(self, connection: Any, jobs: Sequence[Job]) -> _Effects:
-        effects = _Effects(self._segments)
+    async def _apply(self, connection: Any, jobs: Sequence[Job]) -> Effects:
+        effects = Effects(self._segments)
         segment = self._open_segment
         for batch in _batched(jobs):
             groups = [group for job in batch if job.change is None for group in job.groups]
@@ -223,12 +216,12 @@ class PostgresStore(JobStore):
 
     # Transactions.
 
-    async def _transact(self, write: Callable[[Any], Awaitable[_Effects]]) -> None:
+    async def _transact(self, write: Callable[[Any], Awaitable[Effects]]) -> None:
         """Run one transaction within this term, exactly once, and take over its effects. Raises `TermLost`."""
-        doubtful: _Effects | None = None
+        doubtful: Effects | None = None
         """Of an attempt that may have been committed."""
 
-        async def attempt(connection: Any) -> _Effects:
+        async def attempt(connection: Any) -> Effects:
             nonlocal doubtful
             if doubtful is not None and await self._is_committed(connection):
                 return doubtful
@@ -279,7 +272,7 @@ class PostgresStore(JobStore):
         """Call `work` with a connection; see `sessions.on_connection`."""
         return await on_connection(self._pool, work, who=self._name)
 
-    def _take_over(self, effects: _Effects) -> None:
+    def _take_over(self, effects: Effects) -> None:
         if effects.segment is not None:
             self._open_segment = self._last_segment = effects.segment
             self._sizes[effects.segment] = 0
@@ -303,9 +296,9 @@ class PostgresStore(JobStore):
     async def _drop_empty_segments(self) -> None:
         empty = self._segments.empty(current=self._open_segment)[:MAX_DROPS]
 
-        async def drop(connection: Any) -> _Effects:
+        async def drop(connection: Any) -> Effects:
             await rows.drop_segments(connection, self._term.run_id, empty)
-            return _Effects(self._segments)
+            return Effects(self._segments)
 
         if empty:
             try:
@@ -320,8 +313,8 @@ class PostgresStore(JobStore):
     async def _move_last_groups(self, source: int) -> None:
         places = {n: each for n, each in self._segments.places.items() if each.segment == source}
 
-        async def move(connection: Any) -> _Effects:
-            effects = _Effects(self._segments)
+        async def move(connection: Any) -> Effects:
+            effects = Effects(self._segments)
             target = self._open_segment
             if target is None:
                 target = effects.segment = self._last_segment + 1
@@ -340,9 +333,9 @@ class PostgresStore(JobStore):
             logger.warning("%s: segment %d stays: %s", self._name, source, e)
 
     async def _clear(self) -> None:
-        async def erase(connection: Any) -> _Effects:
+        async def erase(connection: Any) -> Effects:
             await rows.erase(connection, self._term.run_id)
-            effects = _Effects(self._segments)
+            effects = Effects(self._segments)
             effects.ended = set(self._segments.places)
             return effects
 

@@ -1,12 +1,14 @@
-"""Convert a run that an older version stored, as payloads in segments beside `state.db`, into one SQLite file.
+"""Convert the runs that version 0.2 stored, as payloads in segments beside `state.db`, into one SQLite file each.
 
-The older files stay until the new one is whole and on the disk; after a crash the conversion begins again. `state.db`
-is then replaced by an empty database of the present format, which makes older versions refuse the directory.
+`run-api` does so when it starts: a store reads only the present format. The older files stay until the new one is whole
+and on the disk; after a crash the conversion begins again. `state.db` is then replaced by an empty database of the
+present format, which makes version 0.2 refuse the directory.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import itertools
 import logging
@@ -15,7 +17,6 @@ import shutil
 import sqlite3
 import struct
 import time
-import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -25,6 +26,8 @@ from isal.isal_zlib import crc32
 
 from atroposlib.api.stores import run_file
 from atroposlib.api.stores.base import Place, StoreBroken, UnreadableRun
+from atroposlib.api.stores.runs import stored_markers
+from atroposlib.api.stores.space import BALLAST
 from atroposlib.utils.files import sync_to_disk
 
 logger = logging.getLogger(__name__)
@@ -35,9 +38,9 @@ _FILE_HEAD: Final = struct.Struct("<8s8sI")
 """Magic, marker, CRC32 of both."""
 _RECORD_HEAD: Final = struct.Struct("<8sIQII")
 """Marker, bytes of meta, bytes of payload, CRC32 of payload, CRC32 of the four fields before it and of meta."""
-_GROUP_COLUMNS: Final = (
-    "number, group_id, env_id, num_sequences, num_tokens, policy_version, arrival_step, length,"
-    " crc, digest, place, batch, deliveries, reason"
+_SELECT_GROUPS: Final = (
+    "select number, group_id, env_id, num_sequences, num_tokens, policy_version, arrival_step, length,"
+    " crc, digest, place, batch, deliveries, reason, segment, offset from groups order by segment, offset"
 )
 
 
@@ -61,8 +64,27 @@ class _Record(NamedTuple):
     crc: int
 
 
+def upgrade(data_dir: Path) -> None:
+    """Convert the runs below `data_dir` that are of an older format; one that cannot be read is logged and left.
+
+    Raises `StoreBroken` for one that cannot be written.
+    """
+    for name, _ in stored_markers(data_dir):
+        with (data_dir / name / "lock").open("a") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # as an open store does
+                convert(data_dir / name)
+                (data_dir / name / BALLAST).unlink(
+                    missing_ok=True
+                )  # older versions kept one in each run
+            except BlockingIOError:
+                continue  # a hub serves it, and its format is the present one
+            except UnreadableRun as e:
+                logger.error("run %r is left as it is: %s", name, e)
+
+
 def convert(directory: Path) -> None:
-    """Convert the run in `directory` if it is of an older format.
+    """Convert the run in `directory` if it is of the older format.
 
     Raises `UnreadableRun`, `StoreBroken`; the older files are then unchanged.
     """
@@ -107,20 +129,21 @@ def _write(partial: Path, state: Path) -> int:
     """Write the new file whole and force it to the disk; return how many groups it holds."""
     for suffix in ("", "-journal", "-wal", "-shm"):
         partial.with_name(partial.name + suffix).unlink(missing_ok=True)
-    with contextlib.closing(run_file.create(partial)) as new, _opened(state) as old:
+    with (
+        contextlib.closing(run_file.connect(partial, creates=True)) as new,
+        _opened(state) as old,
+    ):
+        new.executescript(run_file.SCHEMA)
         (version,) = old.execute("pragma user_version").fetchone()
         if version == 0 and not any(state.parent.glob(_SEGMENTS)):
             return 0  # a crash came before its first transaction
-        if version not in (1, 2):
-            raise UnreadableRun(
-                f"{state} has format {version}, and this version reads formats up to {run_file.FORMAT}"
-            )
-        new.execute(
-            "pragma synchronous = off"
-        )  # the file counts only once it was synced as a whole
+        if version != 2:
+            raise UnreadableRun(f"{state} has format {version}, and this version converts format 2")
+        # The file counts only once it was synced as a whole.
+        new.execute("pragma synchronous = off")
         new.execute("begin exclusive")
-        _copy_rows(old, new, version)
-        num_groups = _copy_groups(old, new, state.parent, version)
+        _copy_rows(old, new)
+        num_groups = _copy_groups(old, new, state.parent)
         num_groups += _copy_unlisted(old, new, state.parent)
         new.execute("commit")
     sync_to_disk(partial)
@@ -132,29 +155,17 @@ def _opened(state: Path) -> Iterator[sqlite3.Connection]:
     with contextlib.closing(run_file.connect(state)) as old:
         # As the older version held it: so the WAL needs no shared memory.
         old.execute("pragma locking_mode = exclusive").fetchall()
-        old.create_function("key_1", 1, _key_of_format_1)
         yield old
 
 
-def _key_of_format_1(old: bytes | str) -> bytes | str:
-    """Format 1 stored ids of 36 characters in 16 bytes, and those of 32 as text."""
-    return str(uuid.UUID(bytes=old)) if isinstance(old, bytes) else run_file.key_of(old)
-
-
-def _key(version: int) -> str:
-    return "key_1(group_id)" if version == 1 else "group_id"
-
-
-def _copy_rows(old: sqlite3.Connection, new: sqlite3.Connection, version: int) -> None:
+def _copy_rows(old: sqlite3.Connection, new: sqlite3.Connection) -> None:
     """Copy everything but the groups."""
     for table, columns in (
-        ("done", f"{_key(version)}, digest"),
+        ("done", "group_id, digest"),
         ("ended", "fate, num_groups"),
         ("batches", "number, state, step, epoch, lease_id, ttl_s, request_id, is_plain"),
         ("facts", "name, value"),
     ):
-        if (version, table) == (1, "facts"):
-            continue
         where = " where digest != x''" if table == "done" else ""
         marks = ",".join("?" * (columns.count(",") + 1))
         new.executemany(
@@ -165,14 +176,11 @@ def _copy_rows(old: sqlite3.Connection, new: sqlite3.Connection, version: int) -
     new.execute("update run set document = ?, next_number = ?", (document, next_number))
 
 
-def _copy_groups(
-    old: sqlite3.Connection, new: sqlite3.Connection, directory: Path, version: int
-) -> int:
+def _copy_groups(old: sqlite3.Connection, new: sqlite3.Connection, directory: Path) -> int:
     """Copy the groups of the database, whose payloads are copied as they are: reading them finds damage."""
-    columns = _GROUP_COLUMNS.replace("group_id", _key(version))
-    rows = old.execute(f"select {columns}, segment, offset from groups order by segment, offset")
+    rows = map(tuple, old.execute(_SELECT_GROUPS))
     num_groups = 0
-    for segment, stored in itertools.groupby(map(tuple, rows), key=operator.itemgetter(-2)):
+    for segment, stored in itertools.groupby(rows, key=operator.itemgetter(-2)):
         path = directory / f"{segment:010d}.seg"
         with path.open("rb") if path.exists() else io.BytesIO() as file:
             for *row, _, offset in stored:

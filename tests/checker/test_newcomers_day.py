@@ -1,6 +1,6 @@
 """A newcomer's day: five environments of five kinds, every verb on them, other styles, and planted bugs.
 
-The table of the bugs stands in `atroposlib/envs/README.md`.
+The table of the bugs stands in `atroposlib/envs/guides/check.md`.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def table() -> str:
 
 
 def test_the_table_of_planted_bugs_stands_in_the_readme() -> None:
-    assert table() in (ROOT / "atroposlib/envs/README.md").read_text()
+    assert table() in (ROOT / "atroposlib/envs/guides/check.md").read_text()
     num_caught = sum(bug.verdict != "not" and not bug.verdict.endswith("?") for bug in BUGS)
     assert num_caught >= len(BUGS) * 15 / 16
 

@@ -10,6 +10,7 @@ import functools
 import gc
 import os
 import shutil
+import signal
 import ssl
 import sys
 import tempfile
@@ -82,6 +83,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _no_process_left() -> Iterator[None]:
     with leaving_no_process():
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _children_end_at_ctrl_c() -> None:
+    """Give what tests start SIGINT's default action: the background jobs of a shell inherit that it is ignored."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -5,16 +5,10 @@ from __future__ import annotations
 import pytest
 
 from atroposlib.hub_address import TRUST_S, HubAddress
+from tests.builders.clocks import Clock
 
 HUB = "http://10.0.0.1:8000"
 OWNER = "http://10.0.0.7:8000/runs/default"
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def following(address: HubAddress, url: str = OWNER) -> HubAddress:
@@ -74,13 +68,13 @@ def test_another_process_at_the_address_is_not_followed(found: str | None) -> No
 
 
 def test_after_a_failed_check_the_client_stays_where_it_is_for_ever_longer() -> None:
-    clock = Clock()
+    clock = Clock(100.0)
     address = HubAddress(HUB, clock=clock)
     checks = []
-    while clock.now < 4000:
+    while clock.now_s < 4000:
         if address.answered(HUB, status=200, named=f"id {OWNER}") is not None:
-            checks.append(clock.now)
-        clock.now += 0.5
+            checks.append(clock.now_s)
+        clock.now_s += 0.5
     pauses = [later - earlier for earlier, later in zip(checks, checks[1:], strict=False)]
     assert 3 <= pauses[0] <= 7
     assert all(150 <= pause <= 302 for pause in pauses[7:])
@@ -88,7 +82,7 @@ def test_after_a_failed_check_the_client_stays_where_it_is_for_ever_longer() -> 
 
 
 def test_an_owner_that_fails_is_left_and_tried_again_later() -> None:
-    clock = Clock()
+    clock = Clock(100.0)
     address = following(HubAddress(HUB, clock=clock))
     address.failed(HUB)  # of an earlier call
     assert address.url == OWNER
@@ -96,18 +90,18 @@ def test_an_owner_that_fails_is_left_and_tried_again_later() -> None:
     address.failed(OWNER)
     assert address.url == HUB
     assert address.answered(HUB, status=200, named=f"id {OWNER}") is None
-    clock.now += 6
+    clock.now_s += 6
     following(address)
 
 
 def test_an_owner_that_was_silent_is_checked_again() -> None:
-    clock = Clock()
+    clock = Clock(100.0)
     address = following(HubAddress(HUB, clock=clock))
     for _ in range(3):
-        clock.now += TRUST_S
+        clock.now_s += TRUST_S
         assert address.url == OWNER
         address.answered(OWNER, status=200, named=None)
-    clock.now += TRUST_S + 1
+    clock.now_s += TRUST_S + 1
     assert address.url == HUB
     following(address)
 

@@ -19,12 +19,7 @@ def demo(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A demo in its warm-up, with the hub running."""
     command = [sys.executable, "-m", "atroposlib.cli.demo", "--out", str(tmp_path / "demo")]
     with subprocess.Popen(
-        command,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        # A shell starts its background jobs, and so this test in one, with SIGINT ignored.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        command, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as run:
         try:
             wait_until(lambda: len(_children(run.pid)) == 2)

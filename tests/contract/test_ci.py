@@ -11,7 +11,7 @@ import pytest
 from tests.processes import ROOT
 
 ENVIRONMENTS = ["bridges_env", "cuda_env", "other_trainers_env", "vllm_env"]
-RETRIED = ["tests", "drill", "bridges", "vllm"]
+RETRIED = ["tests", "bridges", "vllm"]
 """Stages of pytest whose failed tests are run again, alone."""
 STAGE = """#!/bin/sh
 stage=$(basename "$0" .sh)
@@ -23,7 +23,7 @@ PYTHON = f"""#!/bin/sh
 case "$*" in
     .ci/last_failed.py*) exec {sys.executable} "$@" ;;
     *--last-failed*) echo again; exit 0 ;;
-    *"-m drill"*) stage=drill ;; *"-m bridges"*) stage=bridges ;; *"-m vllm"*) stage=vllm ;;
+    *"-m bridges"*) stage=bridges ;; *"-m vllm"*) stage=vllm ;;
     *"-m cuda_wheel"*) stage=cuda_wheel ;; *"-m other_trainers"*) stage=other_trainers ;;
     "-m pytest"*) stage=tests ;;
 esac

@@ -322,10 +322,10 @@ async def test_process_writes_groups_that_pass_the_strict_gate_and_replay(
     case: Case, made: Callable[..., Any], tmp_path: Path
 ) -> None:
     path = str(tmp_path / "groups.jsonl")
-    env = made(sometimes_right(case), total_steps=8, data_path_to_save_groups=path)
+    env = made(sometimes_right(case), total_steps=4, data_path_to_save_groups=path)
     result = await process(env)
     groups = rows_in(result.path)
-    assert len(groups) == 8
+    assert len(groups) == 4
     assert env.group_sink.num_tokens_not_sampled == 0
     for group in groups:
         checked = check_group(group, strictness=Strictness.MEANING)
@@ -334,7 +334,7 @@ async def test_process_writes_groups_that_pass_the_strict_gate_and_replay(
         assert is_supervised or len(set(group["scores"])) > 1
     async with Replayer(made(sometimes_right(case))) as replayer:
         replays = [replay async for replay in replayer.replays(groups)]
-    assert [replay.fault for replay in replays] == [None] * 8
+    assert [replay.fault for replay in replays] == [None] * 4
     # The agents of a group ask the same at the same time: any of them may get any recorded answer.
     in_order = sorted if case.perfect is calculate else list
     found = [in_order(replay.scores) for replay in replays]

@@ -373,7 +373,7 @@ async def fill_up(url: str, num_groups: int) -> list[str]:
     return names
 
 
-@drilled("num_pairs", (4, 600), slow=(70, 2400))
+@drilled("num_pairs", (2, 600), slow=(70, 2400))
 async def test_no_group_is_lost_or_trained_twice_under_a_schedule_of_faults(
     num_pairs: int, tmp_path: Path
 ) -> None:

@@ -42,8 +42,8 @@ from tests.faults.asgi_calls import Answer, Caller, hub_on_disk
 from tests.faults.drivers import assert_balanced
 
 SCALE = int(os.environ.get("ATROPOS_FUZZ_SCALE", "1"))
-NUM_EXAMPLES = 45
-"""Per operation and mode; in two dresses and nine roles, some 24,000 requests."""
+NUM_EXAMPLES = 15
+"""Per operation and mode; in two dresses and nine roles, some 8,000 requests."""
 NUM_DRESSES = 2
 """Runs and headers that each generated request is sent with."""
 LIMITS = HubLimits(max_wait_s=0.002, hold_s=0.002)
@@ -321,7 +321,7 @@ async def test_no_generated_request_is_a_server_error_or_gets_past_the_rights() 
 async def test_the_same_holds_at_a_replica_that_does_not_own_the_run(
     request: pytest.FixtureRequest,
 ) -> None:
-    await send_generated(partial(forwarding, request=request), NUM_EXAMPLES // 9)
+    await send_generated(partial(forwarding, request=request), NUM_EXAMPLES // 3)
 
 
 async def send_generated(
@@ -532,7 +532,7 @@ async def converse(call: Callable[..., Any], talk: Talk, num_requests: int) -> l
 async def test_random_conversations_are_answered_and_survive_a_restart(
     num_clients: int, tmp_path: Path
 ) -> None:
-    num_requests = 4000 * SCALE // num_clients
+    num_requests = 2000 * SCALE // num_clients
     talk = Talk(random.Random(num_clients))
     ledgers = []
     for turn in range(2):  # the second hub starts from what the first one stored
@@ -549,8 +549,8 @@ async def test_random_conversations_are_answered_and_survive_a_restart(
             for run in ("default", "other"):
                 assert_balanced((await call("GET", f"/runs/{run}/ledger")).json())
             ledgers.append((await call("GET", "/ledger")).json())
-    assert talk.num_said["batch"] > 100
-    assert talk.num_said["ack"] > 20
+    assert talk.num_said["batch"] > 50
+    assert talk.num_said["ack"] > 10
     assert talk.num_said["reset_data"] < talk.num_said["ack"]
 
 

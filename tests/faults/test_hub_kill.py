@@ -37,7 +37,7 @@ from tests.faults.drivers import (
 pytestmark = pytest.mark.e2e
 
 
-@drilled("num_cycles", (24, 300), slow=(1000, 3600))
+@drilled("num_cycles", (10, 300), slow=(1000, 3600))
 async def test_killed_hub_loses_no_group_and_commits_none_twice(
     num_cycles: int, tmp_path: Path
 ) -> None:
@@ -81,7 +81,7 @@ async def its_turn(experiment: Traffic) -> AsyncIterator[None]:
         await experiment.training
 
 
-@drilled("num_turns", (9, 240), slow=(200, 1800))
+@drilled("num_turns", (6, 240), slow=(200, 1800))
 async def test_experiments_that_take_turns_are_each_trained_on_their_own_groups_alone(
     num_turns: int, tmp_path: Path
 ) -> None:

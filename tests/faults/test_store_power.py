@@ -277,7 +277,7 @@ async def _judge_one(target: Path, judge: Judge) -> int:
 @pytest.mark.parametrize(
     "seeds",
     [
-        *[range(first, first + 9) for first in (0, 100, 200, 300)],
+        *[range(first, first + 6) for first in (0, 100)],
         pytest.param(range(1000, 1400), marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
     ],
     ids=str,
@@ -285,7 +285,7 @@ async def _judge_one(target: Path, judge: Judge) -> int:
 async def test_nothing_answered_is_lost_in_modelled_power_cuts(
     tmp_path: Path, seeds: range
 ) -> None:
-    """900 cuts each, and 40,000."""
+    """600 cuts each, and 40,000; 100 show a sync that is left out."""
     with ram_directory(tmp_path) as directory:
         num_redelivered, violations = await judge_power_cuts(
             directory, seeds=seeds, cuts_per_workload=100

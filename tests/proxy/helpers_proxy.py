@@ -16,6 +16,7 @@ from atroposlib.inference.tools.thoughts import THINK
 from atroposlib.proxy.command import create_app
 from atroposlib.proxy.sessions import SessionLimits
 from atroposlib.scored_data import IGNORE_INDEX
+from tests.builders.clocks import Clock
 
 ENGINE_URL = "http://127.0.0.1:9/v1"
 WEATHER: dict[str, Any] = {
@@ -42,16 +43,6 @@ def weather_agent(request: HarnessRequest) -> str:
 
 WEATHER_TALK = f"Let me look.\n{call_text('Oslo')}<eos>It is 2 degrees.<eos>"
 """What is trained of `weather_agent` in two turns."""
-
-
-class Clock:
-    """Seconds that pass when told to."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Thinker(ByteTokenizer):
@@ -85,7 +76,7 @@ class Proxy:
         self.engine = ServerHarness(config, respond=respond, weight_version="7")
         self.manager = ServerManager([config])
         self.manager.servers = [self.engine]
-        self.clock = Clock()
+        self.clock = Clock(1000.0)
         self.tokenizer = ByteTokenizer()
         self.app = create_app(
             self.manager,

@@ -616,16 +616,16 @@ async def test_token_ids_in_stop_reach_the_engine_from_every_dialect(
 async def test_idle_and_old_sessions_expire_with_410() -> None:
     async with Proxy(limits=SessionLimits(idle_s=60, life_s=100)) as proxy:
         idle, busy = await proxy.open(), await proxy.open()
-        proxy.clock.now += 59
+        proxy.clock.now_s += 59
         await proxy.post(chat_url(busy), HELLO)
-        proxy.clock.now += 2
+        proxy.clock.now_s += 2
         gone = await proxy.client.post(chat_url(idle), json=HELLO)
         assert gone.status_code == 410
         assert gone.json()["error"]["code"] == "session_expired"
         assert "60 s" in gone.json()["error"]["message"]
         await proxy.post(chat_url(busy), HELLO)
         assert (await proxy.client.get("/health")).json()["sessions"] == 1
-        proxy.clock.now += 39
+        proxy.clock.now_s += 39
         gone = await proxy.client.get(f"/{busy}/nodes")
         assert gone.status_code == 410
         assert "100 s" in gone.json()["error"]["message"]
@@ -647,11 +647,11 @@ async def test_session_that_is_answered_is_not_idle() -> None:
         proxy.engine._tokens_and_logprobs_completion_wrapper = slow  # type: ignore[method-assign]
         call = asyncio.create_task(proxy.post(chat_url(uuid), HELLO))
         await asked.wait()
-        proxy.clock.now += 600
+        proxy.clock.now_s += 600
         await proxy.sessions.expire()
         go_on.set()
         await call
-        proxy.clock.now += 59
+        proxy.clock.now_s += 59
         assert len(await proxy.nodes(uuid)) == 1
 
 

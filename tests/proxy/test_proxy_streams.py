@@ -43,15 +43,16 @@ ASKED: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": 
 
 
 class Slow:
-    """Delays every answer of a proxy's engine."""
+    """Delays every answer of a proxy's engine until `may_answer`."""
 
-    def __init__(self, proxy: Proxy, *, by_s: float) -> None:
+    def __init__(self, proxy: Proxy) -> None:
         self.num_asked = 0
+        self.may_answer = asyncio.Event()
         answer = proxy.engine._tokens_and_logprobs_completion_wrapper
 
         async def wait(**kwargs: Any) -> Any:
             self.num_asked += 1
-            await asyncio.sleep(by_s)
+            await self.may_answer.wait()
             return await answer(**kwargs)
 
         proxy.engine._tokens_and_logprobs_completion_wrapper = wait  # type: ignore[method-assign]
@@ -75,14 +76,20 @@ async def test_a_client_with_a_short_timeout_gets_a_slow_answer_from_one_request
     path: str, first: str, keeps_alive_fast: None
 ) -> None:
     async with Proxy(lambda request: "done") as proxy, serve_locally(proxy.app) as url:
-        slow = Slow(proxy, by_s=0.6)
+        slow = Slow(proxy)
         uuid = await proxy.open()
         body = {**ASKED, "input": "Go.", "max_tokens": 50, "stream": True}
-        async with httpx.AsyncClient(timeout=0.3) as client:
-            answer = await client.post(f"{url}/{uuid}/{path}", json=body)
-        assert first in answer.text.split("\n\n")[0]
-        assert ": keep-alive" in answer.text
-        assert "done" in answer.text
+        received = ""
+        async with (
+            httpx.AsyncClient() as client,
+            client.stream("POST", f"{url}/{uuid}/{path}", json=body) as answer,
+        ):
+            async for text in answer.aiter_text():
+                received += text
+                if received.count(": keep-alive") >= 3:
+                    slow.may_answer.set()
+        assert first in received.split("\n\n")[0]
+        assert "done" in received.rpartition(": keep-alive")[2]
         assert slow.num_asked == 1
         (node,) = await proxy.nodes(uuid)
         assert trained_text(node) == "done<eos>"

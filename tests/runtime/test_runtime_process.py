@@ -26,15 +26,12 @@ from atroposlib.runtime.group_log import GroupLog
 from atroposlib.runtime.process import ProcessOptions, process, process_and_render
 from atroposlib.runtime.timings import Timings
 from tests.builders.environments import Offline
+from tests.builders.rows import rows_in
 from tests.frontend.helpers_pages import read_page
 from tests.runtime.helpers_runtime import ScriptedEnv, make_group
 from tests.utils.test_tracing import start_recorder
 
 APPEND = ProcessOptions(append=True)
-
-
-def rows_in(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def scores(path: Path) -> list[float]:

@@ -14,6 +14,7 @@ from benchmarks.trainer import SCALES
 from example_trainer.config import TrainerConfig
 from example_trainer.data import Batch
 from example_trainer.model import Policy, PolicyModule
+from example_trainer.objective import OBJECTIVES
 from example_trainer.parallel import World
 from example_trainer.trained_groups import StepTrace
 from tests.trainer.helpers_trainer import make_group
@@ -25,6 +26,17 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "padded": {"packing": "off", "batch_size": 5},
     "packed": {"packing": "on", "max_microbatch_tokens": 48},
 }
+WAYS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "checkpointing": {"gradient_checkpointing": True},
+    "LoRA": {"lora": True},
+    "LoRA, checkpointing": {"lora": True, "gradient_checkpointing": True},
+}
+STEPS = [
+    *((name, layout, "whole") for name in OBJECTIVES for layout in LAYOUTS),
+    *(("grpo", layout, way) for way in WAYS if way != "whole" for layout in LAYOUTS),
+]
+"""(objective, layout, way): a way changes the forward pass, which knows no objective, so one shows it."""
 CASES_OF_A_GPU = [SCALES["qwen2.5"].trainer[-1], *SCALES["qwen2.5"].memory]
 """What `make gpu` measures of steps."""
 

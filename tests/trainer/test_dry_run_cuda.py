@@ -27,7 +27,6 @@ from example_trainer import head
 from example_trainer.data import make_batch
 from example_trainer.gap import LogprobGap
 from example_trainer.model import Policy, load_policy
-from example_trainer.objective import OBJECTIVES
 from example_trainer.optim import make_optimizer
 from example_trainer.parallel import World
 from example_trainer.step import data_options, describe_result, take_step
@@ -37,6 +36,8 @@ from tests.trainer.helpers_dry_run import (
     CORRECTIONS,
     EVERY_TERM,
     LAYOUTS,
+    STEPS,
+    WAYS,
     OneDevice,
     config_for_dry_run,
     make_groups,
@@ -49,11 +50,6 @@ pytestmark = [
     pytest.mark.skipif(torch.version.cuda is None, reason="torch is not a CUDA build"),
     pytest.mark.filterwarnings("ignore"),
 ]
-WAYS: dict[str, dict[str, Any]] = {
-    "whole": {},
-    "checkpointing": {"gradient_checkpointing": True},
-    "LoRA": {"lora": True},
-}
 
 
 class Loaded(NamedTuple):
@@ -111,9 +107,7 @@ def take_one_step(model: Loaded, **changes: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize(("name", "layout", "way"), STEPS)
 def test_forward_losses_gap_and_metrics_of_every_objective_stay_on_the_gpu(
     models: dict[tuple[str, torch.dtype], Loaded],
     name: str,

@@ -20,7 +20,6 @@ from example_trainer.data import make_batch
 from example_trainer.gap import LogprobGap
 from example_trainer.memory import needs, sizes_of
 from example_trainer.model import Policy, load_policy, reference_of
-from example_trainer.objective import OBJECTIVES
 from example_trainer.optim import make_optimizer
 from example_trainer.parallel import World
 from example_trainer.step import data_options, describe_result, take_step
@@ -30,6 +29,8 @@ from tests.trainer.helpers_dry_run import (
     CORRECTIONS,
     EVERY_TERM,
     LAYOUTS,
+    STEPS,
+    WAYS,
     OneDevice,
     config_for_dry_run,
     make_groups,
@@ -38,13 +39,6 @@ from tests.trainer.helpers_dry_run import (
 )
 
 META = World(rank=0, size=1, device=torch.device("meta"))
-WAYS: dict[str, dict[str, Any]] = {
-    "whole": {},
-    "checkpointing": {"gradient_checkpointing": True},
-    "LoRA": {"lora": True},
-    "LoRA, checkpointing": {"lora": True, "gradient_checkpointing": True},
-}
-PLAIN = ("padded", "whole")
 
 
 @pytest.fixture(scope="module")
@@ -102,17 +96,14 @@ def plain_adamw(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-# A drill except for one layout and way: the others change the forward pass, which knows no objective. The test of
-# corrections has the other layout.
+# A drill except for one layout and way. The test of corrections has the other layout.
 @pytest.mark.parametrize(
-    ("layout", "way"),
+    ("name", "layout", "way"),
     [
-        pytest.param(layout, way, marks=() if (layout, way) == PLAIN else pytest.mark.drill)
-        for layout in LAYOUTS
-        for way in WAYS
+        pytest.param(*step, marks=() if step[1:] == ("padded", "whole") else pytest.mark.drill)
+        for step in STEPS
     ],
 )
-@pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_step_of_every_objective_stays_on_its_device(
     load: Callable[[str], Loaded], name: str, layout: str, way: str
 ) -> None:

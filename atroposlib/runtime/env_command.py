@@ -1,7 +1,8 @@
 """`python my_env.py serve|process|evaluate|check`: merge the configuration, build the environment, run it.
 
 Precedence: the environment's own `config_init` < YAML < flags. Flags are `--env.<field>`, `--openai.<field>`,
-`--slurm`, `--testing`; a name that only one section has may omit its namespace (`--model_name`).
+`--slurm`, `--testing`; a name that only one section has may omit its namespace (`--model_name`). What runs a command is
+imported by the function that starts it, so that `--help` and a mistake in a flag are answered in half a second.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from typing import Any, ClassVar, NamedTuple, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, create_model
 
-from atroposlib.checker.check_command import check_environment
 from atroposlib.config import (
     HelpLayout,
     SectionValues,
@@ -28,7 +28,7 @@ from atroposlib.config import (
     read_yaml,
 )
 from atroposlib.envs.constants import ENV_NAMESPACE, NAMESPACE_SEP, OPENAI_NAMESPACE
-from atroposlib.envs.env_config import WORKER_FIELDS, BaseEnvConfig
+from atroposlib.envs.env_config import WORKER_FIELDS, BaseEnvConfig, ProcessOptions
 from atroposlib.envs.eval_run import read_config
 from atroposlib.envs.hooks import EnvHooks
 from atroposlib.envs.sandbox import ISOLATION_VARIABLE
@@ -39,10 +39,7 @@ from atroposlib.inference.config import (
 )
 from atroposlib.inference.resolve_configs import ServerConfigs, resolve_servers
 from atroposlib.inference.scripted_answers import ByteTokenizer
-from atroposlib.runtime.evaluate import eval_run_of, evaluate
-from atroposlib.runtime.guards import engines_checked
 from atroposlib.runtime.masking import without_masked, without_secrets
-from atroposlib.runtime.process import ProcessOptions
 from atroposlib.utils.event_loop import collect_less_often, loop_with_short_rounds
 
 logger = logging.getLogger(__name__)
@@ -143,6 +140,8 @@ def _run(env_cls: type[EnvHooks], argv: Sequence[str]) -> int:
     if mode not in MODES:
         raise ConfigError(f"unknown command {mode!r}; choose one of {', '.join(MODES)}")
     if mode == "check":
+        from atroposlib.checker.check_command import check_environment
+
         return check_environment(env_cls, rest, prog=f"{prog} check", build=build_environment)
     is_terminal = sys.stderr.isatty()
     logging.basicConfig(
@@ -224,6 +223,9 @@ def command_class(env_cls: type[EnvHooks], mode: str) -> type[EnvCommand]:
 
 async def run_mode(env: EnvHooks, mode: str) -> None:
     """Run `serve`, `process` or `evaluate` through the environment's own methods, with the engines checked."""
+    from atroposlib.runtime.evaluate import evaluate
+    from atroposlib.runtime.guards import engines_checked
+
     async with engines_checked(env, mode):
         if mode == "serve":
             await env.env_manager()
@@ -399,6 +401,8 @@ def environment_from(env_cls: type[EnvHooks], mode: str, given: SectionValues) -
             group_size_to_process=config.group_size,
         )
     if mode == "evaluate":
+        from atroposlib.runtime.evaluate import eval_run_of
+
         env.eval_run = eval_run_of(
             env, config=described, resume=manager.resume, rescore=manager.rescore
         )

@@ -14,10 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
-
 from atroposlib.envs.collecting import collect_timed, next_item
-from atroposlib.envs.env_config import max_workers
+from atroposlib.envs.env_config import ProcessOptions, max_workers
 from atroposlib.envs.hooks import EnvHooks
 from atroposlib.errors import ConfigError, EngineUnavailable, EnvError, MissingDependency, cause_of
 from atroposlib.frontend.jsonl2html import generate_html
@@ -36,18 +34,6 @@ from atroposlib.runtime.timings import Timings
 from atroposlib.utils.tracing import item_span
 
 logger = logging.getLogger(__name__)
-
-
-class ProcessOptions(BaseModel):
-    """Flags that only `process` has."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
-    append: bool = False
-    """Add to an existing file: skip the items it holds, until it has total_steps groups or `epochs` are complete."""
-    epochs: int | None = Field(default=None, ge=1)
-    """Sample every training row this many times, instead of making total_steps groups; for environments with rows
-    (`DatasetEnv`). Rows held out for evaluation are not sampled: --env.num_eval_rows 0 holds out none."""
 
 
 async def process(

@@ -14,6 +14,7 @@ import pytest
 
 from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig
+from atroposlib.envs.env_config import ProcessOptions
 from atroposlib.errors import (
     ConfigError,
     EngineRejected,
@@ -23,7 +24,7 @@ from atroposlib.errors import (
 )
 from atroposlib.inference.harness import ByteTokenizer
 from atroposlib.runtime.group_log import GroupLog
-from atroposlib.runtime.process import ProcessOptions, process, process_and_render
+from atroposlib.runtime.process import process, process_and_render
 from atroposlib.runtime.timings import Timings
 from tests.builders.environments import Offline
 from tests.frontend.helpers_pages import read_page

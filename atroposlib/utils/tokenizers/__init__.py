@@ -6,8 +6,6 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from atroposlib.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -42,6 +40,7 @@ def load_tokenizer(source: str, *, flag: str = "--env.tokenizer_name") -> Any:
 
 def _hub_fault(source: str) -> str | None:
     """Return why the hub of models cannot be reached; None if it can, or `source` is no name at the hub."""
+    import httpx
     from huggingface_hub import constants
 
     if Path(source).exists() or source.startswith(("/", ".", "~")) or source.count("/") > 1:

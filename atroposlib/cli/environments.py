@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import atroposlib.environments
 import atroposlib.envs
 from atroposlib.errors import ConfigError, MissingDependency, cli_boundary
-from atroposlib.utils.wording import nearest
+from atroposlib.utils.wording import columns_of, nearest, wrapped
 
 if TYPE_CHECKING:
     from atroposlib.envs.base import BaseEnv
@@ -68,10 +68,10 @@ def test_the_check_finds_no_fault():
 
 
 NEXT = """\
-wrote {path} and {test}; both run as they are:
-  python {path} check                                    find faults, without a model
-  python {path} process --testing --env.total_steps 5    groups and a page from scripted answers, offline
-  python {path} process --model_name M --tokenizer_name M --openai.base_url URL"""
+wrote {path} and {test}; both run as they are
+  offline  python {path} process --testing --env.total_steps 5
+  model M  python {path} process --model_name M --tokenizer_name M --openai.base_url URL
+next: python {path} check    finds faults, without a model"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +205,7 @@ def _compare(given: argparse.Namespace, flags: Sequence[str]) -> None:
 
 def _new(given: argparse.Namespace, flags: Sequence[str]) -> None:
     path, test = write_new(given.name, shape=given.shape, folder=Path())
-    print(NEXT.format(path=path, test=test))
+    print(wrapped(NEXT.format(path=path, test=test), columns_of(sys.stdout)))
 
 
 def _rescore(given: argparse.Namespace, flags: Sequence[str]) -> int:

@@ -29,7 +29,7 @@ from atroposlib.config import (
 )
 from atroposlib.envs.constants import ENV_NAMESPACE, NAMESPACE_SEP, OPENAI_NAMESPACE
 from atroposlib.envs.env_config import WORKER_FIELDS, BaseEnvConfig, ProcessOptions
-from atroposlib.envs.eval_run import read_config
+from atroposlib.envs.eval_run import PAGE_FILE, read_config
 from atroposlib.envs.hooks import EnvHooks
 from atroposlib.envs.sandbox import ISOLATION_VARIABLE
 from atroposlib.errors import ConfigError, EnvError, cli_boundary
@@ -41,6 +41,7 @@ from atroposlib.inference.resolve_configs import ServerConfigs, resolve_servers
 from atroposlib.inference.scripted_answers import ByteTokenizer
 from atroposlib.runtime.masking import without_masked, without_secrets
 from atroposlib.utils.event_loop import collect_less_often, loop_with_short_rounds
+from atroposlib.utils.wording import TerminalFormatter, columns_of, wrapped
 
 logger = logging.getLogger(__name__)
 
@@ -143,14 +144,9 @@ def _run(env_cls: type[EnvHooks], argv: Sequence[str]) -> int:
         from atroposlib.checker.check_command import check_environment
 
         return check_environment(env_cls, rest, prog=f"{prog} check", build=build_environment)
-    is_terminal = sys.stderr.isatty()
-    logging.basicConfig(
-        level=logging.INFO,
-        format="%(asctime)s %(levelname).1s %(message)s"
-        if is_terminal
-        else "%(asctime)s %(levelname)s %(name)s: %(message)s",
-        datefmt="%H:%M:%S" if is_terminal else None,
-    )
+    handler = logging.StreamHandler()
+    handler.setFormatter(TerminalFormatter(sys.stderr))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     logging.getLogger("huggingface_hub").propagate = False  # has a handler of its own
     for name in ("httpx", "httpx2"):  # of the openai package: a line per request of an agent
         logging.getLogger(name).setLevel(logging.WARNING)
@@ -231,14 +227,20 @@ async def run_mode(env: EnvHooks, mode: str) -> None:
             await env.env_manager()
         elif mode == "process":
             await env.process_manager()
-            _print_files(Path(env.config.data_path_to_save_groups or ""))
+            groups = Path(env.config.data_path_to_save_groups or "")
+            _print_end("groups", groups, page=groups.with_suffix(".html"))
         else:
-            print(f"results: {await evaluate(env)}")
+            results = await evaluate(env)
+            _print_end("results", results, page=results / PAGE_FILE)
 
 
-def _print_files(groups: Path) -> None:
-    if groups.exists():
-        print(f"groups: {groups}, page: {groups.with_suffix('.html')}")
+def _print_end(name: str, written: Path, *, page: Path) -> None:
+    if written.exists():
+        _print_wrapped(f"{name}: {written}" + f"\nnext: open {page}" * page.exists())
+
+
+def _print_wrapped(text: str) -> None:
+    print(wrapped(text, columns_of(sys.stdout)), flush=True)
 
 
 def _first_line(env_cls: type[EnvHooks]) -> str:
@@ -362,7 +364,7 @@ def environment_from(env_cls: type[EnvHooks], mode: str, given: SectionValues) -
     described = _describe(config, servers, manager)
     if manager.verbose:
         print(described, end="")
-    print(_summary(env_cls, mode, config, servers[OPENAI_NAMESPACE], manager), flush=True)
+    _print_wrapped(_summary(env_cls, mode, config, servers[OPENAI_NAMESPACE], manager))
     typed = given.flags.get(ENV_NAMESPACE, {})
     if manager.testing and "tokenizer_name" not in {
         **(given.yaml.get(ENV_NAMESPACE) or {}),

@@ -26,7 +26,7 @@ def load_tokenizer(source: str, *, flag: str = "--env.tokenizer_name") -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=unreachable is not None)
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        reason = str(error).strip().partition("\n")[0].rstrip(".") or repr(error)
         if unreachable is not None:
             reason = f"it is not in the local cache, and {unreachable}"
         raise ConfigError(

@@ -16,6 +16,7 @@ import importlib
 import importlib.util
 import json
 import keyword
+import logging
 import re
 import shutil
 import sys
@@ -28,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import atroposlib.environments
 import atroposlib.envs
 from atroposlib.errors import ConfigError, MissingDependency, cli_boundary
-from atroposlib.utils.wording import columns_of, nearest, wrapped
+from atroposlib.utils.wording import TerminalFormatter, columns_of, nearest, wrapped
 
 if TYPE_CHECKING:
     from atroposlib.envs.base import BaseEnv
@@ -226,7 +227,7 @@ def _rescore(given: argparse.Namespace, flags: Sequence[str]) -> int:
         raise ConfigError(f"{given.path}: the file has no groups")
     env = _constructed(given.env, flags, prog=f"atropos-env rescore --env {given.env}", row=first)
     rescored = asyncio.run(rescore.rescore(env, given.path, write=given.write))
-    print(rescored.to_text())
+    print(wrapped(rescored.to_text(), columns_of(sys.stdout)))
     if given.out is not None:
         rescore.write_rescored_page(given.out, given.path, rescored, tokenizer=env.tokenizer)
         print(f"page: {given.out}")
@@ -284,6 +285,7 @@ def build(name: str, flags: Mapping[str, Any], *, prog: str) -> EnvHooks:
 def _constructed(name: str, flags: Sequence[str], *, prog: str, row: Any = None) -> EnvHooks:
     from atroposlib.runtime.replay import environment_for
 
+    TerminalFormatter.install(logging.WARNING)
     return environment_for(load(name), flags=flags, prog=prog, row=row)
 
 

@@ -144,9 +144,7 @@ def _run(env_cls: type[EnvHooks], argv: Sequence[str]) -> int:
         from atroposlib.checker.check_command import check_environment
 
         return check_environment(env_cls, rest, prog=f"{prog} check", build=build_environment)
-    handler = logging.StreamHandler()
-    handler.setFormatter(TerminalFormatter(sys.stderr))
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    TerminalFormatter.install(logging.INFO)
     logging.getLogger("huggingface_hub").propagate = False  # has a handler of its own
     for name in ("httpx", "httpx2"):  # of the openai package: a line per request of an agent
         logging.getLogger(name).setLevel(logging.WARNING)

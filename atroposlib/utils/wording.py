@@ -136,6 +136,13 @@ class TerminalFormatter(logging.Formatter):
         else:
             super().__init__("%(asctime)s %(levelname).1s %(message)s", "%H:%M:%S")
 
+    @classmethod
+    def install(cls, level: int) -> None:
+        """Log to stderr in this format, unless logging is configured."""
+        handler = logging.StreamHandler()
+        handler.setFormatter(cls(handler.stream))
+        logging.basicConfig(level=level, handlers=[handler])
+
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
         return text if record.exc_info else wrapped(text, columns_of(self._stream))

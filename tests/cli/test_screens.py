@@ -45,9 +45,6 @@ CASES = {
     "check": Case(0, "task.py check"),
     "process": Case(0, f"task.py process --env.total_steps=2 {ENGINE}"),
     "evaluate": Case(0, f"task.py evaluate {ENGINE}"),
-    "rescore": Case(0, "-m atroposlib.cli.environments rescore stored.jsonl --env task.py"),
-    "sft": Case(1, "-m atroposlib.cli.sft out.jsonl --from_file stored.jsonl --format chat"),
-    "dpo": Case(1, "-m atroposlib.cli.dpo pairs.jsonl --from_file stored.jsonl --format chat"),
     "status_no_hub": Case(1, "-m atroposlib.cli.atropos status --hub_url http://127.0.0.1:PORT"),
     "up_no_file": Case(2, "-m atroposlib.cli.atropos up nothing.yaml"),
     "run_api_wrong_flag": Case(2, "-m atroposlib.cli.run_api --prot 8000"),
@@ -96,16 +93,12 @@ def engine() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory, engine: str) -> Path:
-    """Return a folder with an environment, rollouts of it and wrong files."""
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with an environment and wrong files."""
     folder = tmp_path_factory.mktemp("work")
     for name, text in FILES.items():
         (folder / name).write_text(text)
     run_python("-m", "atroposlib.cli.environments", "new", "task", cwd=folder)
-    write = (
-        f"task.py process --env.total_steps=2 --env.data_path_to_save_groups=stored.jsonl {ENGINE}"
-    )
-    run_python(*write.replace("ENGINE", engine).split(), cwd=folder)
     return folder
 
 

@@ -229,7 +229,8 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """Read a YAML mapping; an empty file is {}. Raises ConfigError if it is missing, invalid or not a mapping."""
     try:
-        document = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        with Path(path).open(encoding="utf-8") as file:  # its name is in the messages of yaml
+            document = yaml.safe_load(file)
     except OSError as error:
         raise ConfigError(f"cannot read the config file {str(path)!r}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

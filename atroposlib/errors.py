@@ -27,7 +27,7 @@ from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
-from atroposlib.utils.wording import without_users
+from atroposlib.utils.wording import columns_of, without_users, wrapped
 
 
 class AtroposError(Exception):
@@ -146,7 +146,7 @@ def cli_boundary(main: Callable[[], int | None]) -> int:
     try:
         return main() or 0
     except AtroposError as e:
-        sys.stderr.write(f"error: {e}\n")
+        sys.stderr.write(wrapped(f"error: {e}", columns_of(sys.stderr)) + "\n")
         return 2 if isinstance(e, ConfigError) else 1
     except KeyboardInterrupt:
         return 130

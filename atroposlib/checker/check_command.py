@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from atroposlib.checker import RULES, Report, check_env
 from atroposlib.envs.hooks import EnvHooks
 from atroposlib.utils.tokenizers import load_tokenizer
+from atroposlib.utils.wording import columns_of, wrapped
 
 DEFAULT_ITEMS = 3
 ALL = -1
@@ -54,7 +55,7 @@ def check_environment(
     if options.json:
         print(json.dumps(report.to_dict(), indent=2))
     else:
-        print(f"{report.to_text()}\n{_next_step(report)}")
+        print(wrapped(f"{report.to_text()}\n{_next_step(report)}", columns_of(sys.stdout)))
     return 0 if report.is_ok and not (options.strict and report.not_checked) else 1
 
 

@@ -1,4 +1,7 @@
-"""`atropos up|render|status`: start a run on this machine, write its job files for others, look at a hub."""
+"""`atropos up|render|status`: start a run on this machine, write its job files for others, look at a hub.
+
+Each command imports what it runs, so that `--help` needs none of it.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console, Group
-from rich.live import Live
-
-from atroposlib.cli.launch.render import TARGETS, render
-from atroposlib.cli.launch.status import HubReader, render_view
-from atroposlib.cli.launch.up import up
+from atroposlib.cli.launch import TARGETS
 from atroposlib.errors import HubUnavailable, cli_boundary
 
 WATCH_INTERVAL_S = 2.0
@@ -50,8 +48,12 @@ def _main(argv: Sequence[str]) -> None:
     )
     given = parser.parse_args(list(argv))
     if given.command == "up":
+        from atroposlib.cli.launch.up import up
+
         up(given.file)
     elif given.command == "render":
+        from atroposlib.cli.launch.render import render
+
         out = given.out or Path("jobs") / given.target
         print(render(given.file, target=given.target, out=out))
     else:
@@ -62,6 +64,11 @@ def _main(argv: Sequence[str]) -> None:
 
 async def show_status(url: str, *, watch: bool, num_environments: int) -> None:
     """Print a hub's status once, or again and again."""
+    from rich.console import Console, Group
+    from rich.live import Live
+
+    from atroposlib.cli.launch.status import HubReader, render_view
+
     console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
     async with HubReader(url) as hub:
 

@@ -2,7 +2,8 @@
 
 Environments are the files of `atroposlib.environments`, and what installed packages register as entry points of the
 group `atropos.environments` (`my_task = "my_package.my_task:MyTask"`). `list` reads their source and imports none, so
-that it works without their extras; `new` copies an example of `atroposlib/envs/guides`.
+that it works without their extras; `new` copies an example of `atroposlib/envs/guides`. A command imports what it runs,
+so that the others start at once.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import importlib
 import importlib.util
 import json
 import keyword
+import logging
 import re
 import shutil
 import sys
@@ -22,16 +24,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import atroposlib.environments
 import atroposlib.envs
-from atroposlib.cli import compare_evals, pin, rescore
-from atroposlib.envs.base import BaseEnv
-from atroposlib.envs.hooks import EnvHooks
 from atroposlib.errors import ConfigError, MissingDependency, cli_boundary
-from atroposlib.runtime.replay import environment_for
-from atroposlib.utils.wording import nearest
+from atroposlib.utils.wording import TerminalFormatter, columns_of, nearest, wrapped
+
+if TYPE_CHECKING:
+    from atroposlib.envs.base import BaseEnv
+    from atroposlib.envs.hooks import EnvHooks
 
 ENTRY_POINTS = "atropos.environments"
 SHAPES = {
@@ -67,10 +69,10 @@ def test_the_check_finds_no_fault():
 
 
 NEXT = """\
-wrote {path} and {test}; both run as they are:
-  python {path} check                                    find faults, without a model
-  python {path} process --testing --env.total_steps 5    groups and a page from scripted answers, offline
-  python {path} process --model_name M --tokenizer_name M --openai.base_url URL"""
+wrote {path} and {test}; both run as they are
+  offline  python {path} process --testing --env.total_steps 5
+  model M  python {path} process --model_name M --tokenizer_name M --openai.base_url URL
+next: python {path} check    finds faults, without a model"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,22 +193,25 @@ def _start(given: argparse.Namespace, flags: Sequence[str]) -> None:
 def _openenv(given: argparse.Namespace, flags: Sequence[str]) -> None:
     from atroposlib.runtime.openenv_server import serve_openenv
 
-    prog = f"atropos-env openenv {given.name}"
-    env = environment_for(load(given.name), flags=flags, prog=prog)
+    env = _constructed(given.name, flags, prog=f"atropos-env openenv {given.name}")
     limit = given.max_sessions
     asyncio.run(serve_openenv(env, host=given.host, port=given.port, max_sessions=limit))
 
 
 def _compare(given: argparse.Namespace, flags: Sequence[str]) -> None:
-    compare_evals.print_comparison(given.before, given.after, page=given.html)
+    from atroposlib.cli.compare_evals import print_comparison
+
+    print_comparison(given.before, given.after, page=given.html)
 
 
 def _new(given: argparse.Namespace, flags: Sequence[str]) -> None:
     path, test = write_new(given.name, shape=given.shape, folder=Path())
-    print(NEXT.format(path=path, test=test))
+    print(wrapped(NEXT.format(path=path, test=test), columns_of(sys.stdout)))
 
 
 def _rescore(given: argparse.Namespace, flags: Sequence[str]) -> int:
+    from atroposlib.cli import rescore
+
     if given.path.is_dir():
         if given.out is not None or given.write is not None:
             raise ConfigError(
@@ -220,10 +225,9 @@ def _rescore(given: argparse.Namespace, flags: Sequence[str]) -> int:
     first = next(rescore.rows_of(given.path), None)
     if first is None:
         raise ConfigError(f"{given.path}: the file has no groups")
-    prog = f"atropos-env rescore --env {given.env}"
-    env = environment_for(load(given.env), flags=flags, prog=prog, row=first)
+    env = _constructed(given.env, flags, prog=f"atropos-env rescore --env {given.env}", row=first)
     rescored = asyncio.run(rescore.rescore(env, given.path, write=given.write))
-    print(rescored.to_text())
+    print(wrapped(rescored.to_text(), columns_of(sys.stdout)))
     if given.out is not None:
         rescore.write_rescored_page(given.out, given.path, rescored, tokenizer=env.tokenizer)
         print(f"page: {given.out}")
@@ -231,6 +235,8 @@ def _rescore(given: argparse.Namespace, flags: Sequence[str]) -> int:
 
 
 def _pin(given: argparse.Namespace, flags: Sequence[str]) -> None:
+    from atroposlib.cli import pin
+
     env_cls = load(given.env)
     pinned = pin.pin(
         env_cls,
@@ -273,7 +279,14 @@ def build(name: str, flags: Mapping[str, Any], *, prog: str) -> EnvHooks:
         f"--{flag}={value if isinstance(value, str) else json.dumps(value)}"
         for flag, value in flags.items()
     ]
-    return environment_for(load(name), flags=argv, prog=prog)
+    return _constructed(name, argv, prog=prog)
+
+
+def _constructed(name: str, flags: Sequence[str], *, prog: str, row: Any = None) -> EnvHooks:
+    from atroposlib.runtime.replay import environment_for
+
+    TerminalFormatter.install(logging.WARNING)
+    return environment_for(load(name), flags=flags, prog=prog, row=row)
 
 
 def load(name: str) -> type[BaseEnv]:

@@ -101,6 +101,18 @@ class BaseEnvConfig(BaseModel):
         return data
 
 
+class ProcessOptions(BaseModel):
+    """Flags that only `process` has."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    append: bool = False
+    """Add to an existing file: skip the items it holds, until it has total_steps groups or `epochs` are complete."""
+    epochs: int | None = Field(default=None, ge=1)
+    """Sample every training row this many times, instead of making total_steps groups; for environments with rows
+    (`DatasetEnv`). Rows held out for evaluation are not sampled: --env.num_eval_rows 0 holds out none."""
+
+
 WORKER_FIELDS: Final = frozenset({"max_num_workers", "max_num_workers_per_node"})
 
 

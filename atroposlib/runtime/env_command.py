@@ -1,7 +1,8 @@
 """`python my_env.py serve|process|evaluate|check`: merge the configuration, build the environment, run it.
 
 Precedence: the environment's own `config_init` < YAML < flags. Flags are `--env.<field>`, `--openai.<field>`,
-`--slurm`, `--testing`; a name that only one section has may omit its namespace (`--model_name`).
+`--slurm`, `--testing`; a name that only one section has may omit its namespace (`--model_name`). What runs a command is
+imported by the function that starts it, so that `--help` and a mistake in a flag are answered in half a second.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from typing import Any, ClassVar, NamedTuple, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, create_model
 
-from atroposlib.checker.check_command import check_environment
 from atroposlib.config import (
     HelpLayout,
     SectionValues,
@@ -28,8 +28,8 @@ from atroposlib.config import (
     read_yaml,
 )
 from atroposlib.envs.constants import ENV_NAMESPACE, NAMESPACE_SEP, OPENAI_NAMESPACE
-from atroposlib.envs.env_config import WORKER_FIELDS, BaseEnvConfig
-from atroposlib.envs.eval_run import read_config
+from atroposlib.envs.env_config import WORKER_FIELDS, BaseEnvConfig, ProcessOptions
+from atroposlib.envs.eval_run import PAGE_FILE, read_config
 from atroposlib.envs.hooks import EnvHooks
 from atroposlib.envs.sandbox import ISOLATION_VARIABLE
 from atroposlib.errors import ConfigError, EnvError, cli_boundary
@@ -39,11 +39,9 @@ from atroposlib.inference.config import (
 )
 from atroposlib.inference.resolve_configs import ServerConfigs, resolve_servers
 from atroposlib.inference.scripted_answers import ByteTokenizer
-from atroposlib.runtime.evaluate import eval_run_of, evaluate
-from atroposlib.runtime.guards import engines_checked
 from atroposlib.runtime.masking import without_masked, without_secrets
-from atroposlib.runtime.process import ProcessOptions
 from atroposlib.utils.event_loop import collect_less_often, loop_with_short_rounds
+from atroposlib.utils.wording import TerminalFormatter, columns_of, wrapped
 
 logger = logging.getLogger(__name__)
 
@@ -143,15 +141,10 @@ def _run(env_cls: type[EnvHooks], argv: Sequence[str]) -> int:
     if mode not in MODES:
         raise ConfigError(f"unknown command {mode!r}; choose one of {', '.join(MODES)}")
     if mode == "check":
+        from atroposlib.checker.check_command import check_environment
+
         return check_environment(env_cls, rest, prog=f"{prog} check", build=build_environment)
-    is_terminal = sys.stderr.isatty()
-    logging.basicConfig(
-        level=logging.INFO,
-        format="%(asctime)s %(levelname).1s %(message)s"
-        if is_terminal
-        else "%(asctime)s %(levelname)s %(name)s: %(message)s",
-        datefmt="%H:%M:%S" if is_terminal else None,
-    )
+    TerminalFormatter.install(logging.INFO)
     logging.getLogger("huggingface_hub").propagate = False  # has a handler of its own
     for name in ("httpx", "httpx2"):  # of the openai package: a line per request of an agent
         logging.getLogger(name).setLevel(logging.WARNING)
@@ -224,19 +217,28 @@ def command_class(env_cls: type[EnvHooks], mode: str) -> type[EnvCommand]:
 
 async def run_mode(env: EnvHooks, mode: str) -> None:
     """Run `serve`, `process` or `evaluate` through the environment's own methods, with the engines checked."""
+    from atroposlib.runtime.evaluate import evaluate
+    from atroposlib.runtime.guards import engines_checked
+
     async with engines_checked(env, mode):
         if mode == "serve":
             await env.env_manager()
         elif mode == "process":
             await env.process_manager()
-            _print_files(Path(env.config.data_path_to_save_groups or ""))
+            groups = Path(env.config.data_path_to_save_groups or "")
+            _print_end("groups", groups, page=groups.with_suffix(".html"))
         else:
-            print(f"results: {await evaluate(env)}")
+            results = await evaluate(env)
+            _print_end("results", results, page=results / PAGE_FILE)
 
 
-def _print_files(groups: Path) -> None:
-    if groups.exists():
-        print(f"groups: {groups}, page: {groups.with_suffix('.html')}")
+def _print_end(name: str, written: Path, *, page: Path) -> None:
+    if written.exists():
+        _print_wrapped(f"{name}: {written}" + f"\nnext: open {page}" * page.exists())
+
+
+def _print_wrapped(text: str) -> None:
+    print(wrapped(text, columns_of(sys.stdout)), flush=True)
 
 
 def _first_line(env_cls: type[EnvHooks]) -> str:
@@ -360,7 +362,7 @@ def environment_from(env_cls: type[EnvHooks], mode: str, given: SectionValues) -
     described = _describe(config, servers, manager)
     if manager.verbose:
         print(described, end="")
-    print(_summary(env_cls, mode, config, servers[OPENAI_NAMESPACE], manager), flush=True)
+    _print_wrapped(_summary(env_cls, mode, config, servers[OPENAI_NAMESPACE], manager))
     typed = given.flags.get(ENV_NAMESPACE, {})
     if manager.testing and "tokenizer_name" not in {
         **(given.yaml.get(ENV_NAMESPACE) or {}),
@@ -399,6 +401,8 @@ def environment_from(env_cls: type[EnvHooks], mode: str, given: SectionValues) -
             group_size_to_process=config.group_size,
         )
     if mode == "evaluate":
+        from atroposlib.runtime.evaluate import eval_run_of
+
         env.eval_run = eval_run_of(
             env, config=described, resume=manager.resume, rescore=manager.rescore
         )

@@ -12,15 +12,15 @@ import sys
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
-
 from atroposlib.envs.collecting import collect_timed, next_item
-from atroposlib.envs.env_config import max_workers
+from atroposlib.envs.env_config import ProcessOptions, max_workers
 from atroposlib.envs.hooks import EnvHooks
 from atroposlib.errors import ConfigError, EngineUnavailable, EnvError, MissingDependency, cause_of
 from atroposlib.frontend.jsonl2html import generate_html
+from atroposlib.inference.servers.http_peer import EngineHttpRejected
 from atroposlib.inference.servers.sampling_notes import ItemRecord
 from atroposlib.inference.servers.usage import Usage
 from atroposlib.runtime.closing import closed_at_end
@@ -36,18 +36,6 @@ from atroposlib.runtime.timings import Timings
 from atroposlib.utils.tracing import item_span
 
 logger = logging.getLogger(__name__)
-
-
-class ProcessOptions(BaseModel):
-    """Flags that only `process` has."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
-    append: bool = False
-    """Add to an existing file: skip the items it holds, until it has total_steps groups or `epochs` are complete."""
-    epochs: int | None = Field(default=None, ge=1)
-    """Sample every training row this many times, instead of making total_steps groups; for environments with rows
-    (`DatasetEnv`). Rows held out for evaluation are not sampled: --env.num_eval_rows 0 holds out none."""
 
 
 async def process(
@@ -89,8 +77,6 @@ async def process(
                 await run.fill()
         finally:
             log.close()
-            if log.num_groups:
-                logger.info("%d groups in %s", log.num_groups, log.path)
             for line in usage_lines(run.usage):
                 logger.info("%s", line)
     return log
@@ -287,9 +273,11 @@ class _FileRun:
     def _count_and_retry(self, work: Work, error: BaseException) -> bool:
         """Count a failure; queue the item again and return True if it has attempts left.
 
-        An engine that stayed unavailable for `health_wait_s` and a missing package end the run.
+        An engine that stayed unavailable for `health_wait_s` or answers 404 and a missing package end the run.
         """
-        if isinstance(error, EngineUnavailable | MissingDependency):
+        if isinstance(error, EngineUnavailable | MissingDependency) or (
+            isinstance(error, EngineHttpRejected) and error.status == HTTPStatus.NOT_FOUND
+        ):
             raise error
         outcomes = self._outcomes
         outcomes.log_failure("item", error)

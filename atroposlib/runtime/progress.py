@@ -242,7 +242,8 @@ class Progress:
         ran_s = now - self._began
         rows = self._rows(now, status, per_s=status.num_made / ran_s if ran_s > 0 else 0.0)
         kept = [row for row in rows if row[0] not in ("time left", "waiting for", "in flight")]
-        lines = [("duration", _duration(ran_s)), *kept]
+        # The metrics of an evaluation end with its own duration.
+        lines = [*([("duration", _duration(ran_s))] if status.unit == "groups" else []), *kept]
         width = max(len(name) for name, _ in lines)
         return "\n".join(f"  {name:<{width}}  {text}" for name, text in lines)
 

@@ -8,11 +8,14 @@ from numbers import Real
 from typing import Any
 
 from atroposlib.utils.estimates import Estimate
+from atroposlib.utils.wording import columns_of
 
 _COLUMNS = (
     *("Groups", "Version", "Filter", "n-shot", "Metric", "", "Value", "", "Stderr"),
     *("95 % interval", "n"),
 )
+TABLE_COLUMNS = 100
+"""Narrower terminals show metrics as a list."""
 _BETTER_WHEN_HIGHER = ("correct", "acc")
 
 
@@ -20,7 +23,9 @@ def display_metrics_table(
     task_name: str, metrics: Mapping[str, Any], start_time: float, end_time: float
 ) -> None:
     """Write the table and the elapsed time to stdout; times are in seconds."""
-    sys.stdout.write(metrics_table(task_name, metrics))
+    columns = columns_of(sys.stdout)
+    is_narrow = columns is not None and columns < TABLE_COLUMNS
+    sys.stdout.write((metrics_list if is_narrow else metrics_table)(task_name, metrics))
     sys.stdout.write(f"Evaluation took {end_time - start_time:.2f} seconds\n")
 
 
@@ -31,14 +36,41 @@ def metrics_table(task_name: str, metrics: Mapping[str, Any]) -> str:
     """
     rows = [_COLUMNS]
     for index, (key, value) in enumerate(metrics.items()):
-        name = key.removeprefix("eval/").replace("_", " ")
         arrow = "\u2191" if any(word in key for word in _BETTER_WHEN_HIGHER) else ""
-        is_number = isinstance(value, Real)
-        shown = f"{float(value):.4f}" if is_number else str(value)
         task = task_name if index == 0 else ""
-        sign = "\u00b1" if is_number else ""
-        rows.append((task, "1", "none", "", name, arrow, shown, sign, *uncertainty(value)))
+        sign = "\u00b1" if isinstance(value, Real) else ""
+        row = (task, "1", "none", "", _name(key), arrow, _shown(value), sign)
+        rows.append((*row, *uncertainty(value)))
     return table_of(rows)
+
+
+def metrics_list(task_name: str, metrics: Mapping[str, Any]) -> str:
+    """Return one line per metric, for narrow terminals; what is not known is left out.
+
+    >>> print(metrics_list("sums", {"eval/percent_correct": 0.5, "eval/model": "tiny"}), end="")
+    sums
+      percent correct  0.5000
+      model            tiny
+    """
+    width = max((len(_name(key)) for key in metrics), default=0)
+    lines = [task_name]
+    for key, value in metrics.items():
+        stderr, interval, n = (
+            {"n/a": "", "": ""}.get(text, before + text)
+            for before, text in zip(
+                (" \u00b1 ", "  95 % ", "  n "), uncertainty(value), strict=True
+            )
+        )
+        lines.append(f"  {_name(key):<{width}}  {_shown(value)}{stderr}{interval}{n}")
+    return "\n".join(lines) + "\n"
+
+
+def _name(key: str) -> str:
+    return key.removeprefix("eval/").replace("_", " ")
+
+
+def _shown(value: Any) -> str:
+    return f"{float(value):.4f}" if isinstance(value, Real) else str(value)
 
 
 def table_of(rows: Sequence[Sequence[str]]) -> str:

@@ -1,14 +1,22 @@
-"""Words of messages: counts with their noun, hints for unknown names, URLs without passwords."""
+"""Words of messages: counts with their noun, hints for unknown names, URLs without passwords, lines of a terminal."""
 
 from __future__ import annotations
 
 import difflib
+import logging
+import os
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Mapping
+from typing import TextIO
 
 MAX_NAMES = 30
 """Valid names listed in a message."""
 
+MIN_COLUMNS = 40
+"""Narrower terminals break the lines themselves."""
+
+_LEFT_COLUMN = re.compile(r"\s*\S.{0,36}\s{2,}")
 _USER_IN_URL = re.compile(r"(?<=://)[^/?#\s]+@")
 
 
@@ -80,3 +88,61 @@ def nearest(
     if otherwise is not None:
         return otherwise
     return f"valid: {', '.join(names[:MAX_NAMES])}{', ...' if len(names) > MAX_NAMES else ''}"
+
+
+def columns_of(stream: TextIO) -> int | None:
+    """Return the width of a terminal; None if `stream` is none, or says no width."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or None if stream.isatty() else None
+    except (OSError, ValueError):  # closed, or without a descriptor
+        return None
+
+
+def wrapped(text: str, columns: int | None) -> str:
+    """Return a text whose lines are broken between words; None leaves it. What continues a line is indented.
+
+    In a line with two columns, a gap of two spaces or more between them, it continues below the second.
+
+    >>> print(wrapped("error: the file is not there; give another", 40))
+    error: the file is not there; give
+      another
+    >>> print(wrapped("  step   the trainer is at its third step of twelve", 40))
+      step   the trainer is at its third
+             step of twelve
+    """
+    if columns is None or columns < MIN_COLUMNS:
+        return text
+    lines = []
+    for line in text.splitlines():
+        left = _LEFT_COLUMN.match(line)
+        hang = left.end() if left else len(line) - len(line.lstrip()) + 2
+        lines += textwrap.wrap(
+            line,
+            columns,
+            subsequent_indent=" " * hang,
+            break_long_words=False,
+            break_on_hyphens=False,
+        ) or [""]
+    return "\n".join(lines)
+
+
+class TerminalFormatter(logging.Formatter):
+    """Breaks lines between words where `stream` is a terminal, which shows the time and not the module."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        if columns_of(stream) is None:
+            super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+        else:
+            super().__init__("%(asctime)s %(levelname).1s %(message)s", "%H:%M:%S")
+
+    @classmethod
+    def install(cls, level: int) -> None:
+        """Log to stderr in this format, unless logging is configured."""
+        handler = logging.StreamHandler()
+        handler.setFormatter(cls(handler.stream))
+        logging.basicConfig(level=level, handlers=[handler])
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        return text if record.exc_info else wrapped(text, columns_of(self._stream))

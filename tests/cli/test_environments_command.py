@@ -64,12 +64,10 @@ def test_an_environment_may_be_a_file(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     assert main(["new", "my_first_task"]) == 0
-    commands = re.findall(
-        r"^  python my_first_task.py (.*?)(?:  |$)", capsys.readouterr().out, re.M
-    )
+    commands = re.findall(r"python my_first_task.py (.*?)(?:  |$)", capsys.readouterr().out, re.M)
     asked = [shlex.split(command) for command in commands]
-    assert [mode for mode, *_ in asked] == ["check", "process", "process"]
-    for mode, *flags in asked[1:]:
+    assert [mode for mode, *_ in asked] == ["process", "process", "check"]
+    for mode, *flags in asked[:2]:
         read_flags(load("my_first_task.py"), mode, flags, prog="new")
     assert load("my_first_task.py").name == "my_first_task"
     with pytest.raises(ConfigError, match="no such file"):

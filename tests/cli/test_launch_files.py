@@ -14,7 +14,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, StateDictType
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from atroposlib.cli.atropos import main
-from atroposlib.cli.launch.render import TARGETS, Target, render
+from atroposlib.cli.launch import TARGETS, Target
+from atroposlib.cli.launch.render import render
 from atroposlib.cli.launch.run_file import read_run
 from atroposlib.cli.launch.supervisor import Program
 from atroposlib.cli.launch.up import programs_of

@@ -36,8 +36,8 @@ count_vowels: ... passed, 0 failed
 """
 PROCESSED = """
 writing groups to data/count_vowels.jsonl ...
-4 groups in data/count_vowels.jsonl ...
-groups: data/count_vowels.jsonl, page: data/count_vowels.html
+groups: data/count_vowels.jsonl
+next: open data/count_vowels.html
 """
 EVALUATED = "count_vowels_eval ... accuracy ... 0.125"
 WITHOUT_ENGINE = """
@@ -46,7 +46,8 @@ Inference server http://127.0.0.1:... is not ready: ... cannot connect: Connecti
 WITH_ENGINE_AGAIN = """
 Inference server http://127.0.0.1:... is not ready: ...
 Inference server http://127.0.0.1:... is ready ...
-groups: data/count_vowels_1.jsonl, page: data/count_vowels_1.html
+groups: data/count_vowels_1.jsonl
+next: open data/count_vowels_1.html
 """
 WITHOUT_TRAINER = "waiting for the trainer"
 SERVED = "groups accepted"

@@ -10,12 +10,13 @@ import pytest
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv
 from atroposlib.envs.dataset_env import DatasetEnv, Split
+from atroposlib.envs.env_config import ProcessOptions
 from atroposlib.envs.judge_env import JudgeEnv
 from atroposlib.envs.multi_turn_env import Episode, MultiTurnEnv, Step
 from atroposlib.inference.harness import HarnessRequest, ServerHarness
 from atroposlib.inference.servers.openai import OpenAIServer
 from atroposlib.runtime.group_rows import item_json
-from atroposlib.runtime.process import ProcessOptions, process
+from atroposlib.runtime.process import process
 from tests.builders.environments import Offline
 
 POLICY = APIServerConfig(model_name="policy", base_url="http://policy/v1", prompt_price=2.0)

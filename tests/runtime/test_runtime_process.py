@@ -14,6 +14,7 @@ import pytest
 
 from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig
+from atroposlib.envs.env_config import ProcessOptions
 from atroposlib.errors import (
     ConfigError,
     EngineRejected,
@@ -22,8 +23,9 @@ from atroposlib.errors import (
     MissingDependency,
 )
 from atroposlib.inference.harness import ByteTokenizer
+from atroposlib.inference.servers.http_peer import EngineHttpRejected
 from atroposlib.runtime.group_log import GroupLog
-from atroposlib.runtime.process import ProcessOptions, process, process_and_render
+from atroposlib.runtime.process import process, process_and_render
 from atroposlib.runtime.timings import Timings
 from tests.builders.environments import Offline
 from tests.builders.rows import rows_in
@@ -100,6 +102,15 @@ async def test_failures_of_one_kind_are_logged_with_one_traceback(
         await process(env)
     told = [record for record in caplog.records if "item failed: ValueError" in record.message]
     assert [record.exc_info is not None for record in told] == [True] + [False] * 4
+
+
+async def test_an_engine_without_the_model_ends_the_run_with_one_message(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    refusal = EngineHttpRejected("the model 'm' does not exist", status=404)
+    with pytest.raises(EngineHttpRejected, match="'m' does not exist"):
+        await process(env_at(tmp_path, answer=lambda _: refusal))
+    assert "does not exist" not in caplog.text
 
 
 async def test_a_refusal_by_the_engine_is_logged_once_in_one_line(

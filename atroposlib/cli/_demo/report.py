@@ -63,9 +63,9 @@ def compare_modes(root: Path, summary: dict[str, Any]) -> str:
     found = [json.loads(path.read_text(encoding="utf-8")) for path in by_age]
     mode = summary["asynchronous"]
     others = [each for each in found if each.get("asynchronous") not in (None, mode)]
-    rows = [("Mode", *MODE_FIGURES.values())]
+    columns: list[Sequence[str]] = [("", *MODE_FIGURES.values())]
     for each in (*others[-1:], summary):
         values = [each[key] for key in MODE_FIGURES]
         name = "asynchronous" if each["asynchronous"] else "synchronous"
-        rows.append((name, *("-" if value is None else f"{value:.3g}" for value in values)))
-    return table_of(rows).rstrip()
+        columns.append((name, *("-" if value is None else f"{value:.3g}" for value in values)))
+    return table_of(list(zip(*columns, strict=True))).rstrip()

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any
 
 import yaml
 
+from atroposlib.cli.launch import Target
 from atroposlib.cli.launch.kubernetes import render_kubernetes, secret_names
 from atroposlib.cli.launch.parts import Part, parts_of
 from atroposlib.cli.launch.run_file import EnvironmentPart, HubPart, TrainerPart, read_run
@@ -16,12 +17,10 @@ from atroposlib.cli.launch.skypilot import render_skypilot
 from atroposlib.cli.launch.slurm import render_slurm
 from atroposlib.cli.launch.status import TOKEN_VARIABLE
 
-Target: TypeAlias = Literal["slurm", "kubernetes", "skypilot"]
 _NOT_ENCRYPTED = (
     "The hub's token and the groups cross the network unencrypted. Use a private network, or give the hub "
     "ssl_certfile and ssl_keyfile below flags."
 )
-TARGETS: tuple[Target, ...] = get_args(Target)
 
 
 def render(path: Path, *, target: Target, out: Path, directory: Path = Path("runs")) -> str:

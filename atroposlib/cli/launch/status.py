@@ -87,7 +87,9 @@ class HubReader:
             answer = await self._http.get(f"{self.url}{path}", params=params)
         except httpx.HTTPError as error:
             reason = str(error) or type(error).__name__
-            raise HubUnavailable(f"no answer from the hub at {self.url}: {reason}") from error
+            raise HubUnavailable(
+                f"no answer from the hub at {self.url}: {reason}; run-api starts one"
+            ) from error
         if answer.status_code != httpx.codes.OK:
             detail = answer.text[:200]
             if answer.status_code >= 500:

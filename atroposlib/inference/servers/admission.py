@@ -27,8 +27,6 @@ from dataclasses import dataclass
 from typing import Generic, NamedTuple, Self, TypeVar, cast
 from weakref import WeakKeyDictionary
 
-import aiohttp
-
 from atroposlib.errors import EngineProtocolError, EngineRejected, EngineUnavailable
 from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.servers.choices import wait_for_first
@@ -66,6 +64,8 @@ class EngineDown(EngineUnavailable):
 
 def is_transient(error: BaseException) -> bool:
     """Whether the same request may succeed later."""
+    import aiohttp  # 0.2 CPU seconds, which commands that call no engine do not need
+
     if isinstance(error, EngineDown):
         return False
     return isinstance(

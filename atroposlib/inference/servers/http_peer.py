@@ -12,9 +12,8 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import aiohttp
 import msgspec
 from pydantic import BaseModel
 
@@ -22,6 +21,9 @@ from atroposlib.errors import EngineProtocolError, EngineRejected, EngineUnavail
 from atroposlib.http_guard import is_loopback_url
 from atroposlib.patience import is_transient_status, read_retry_after
 from atroposlib.utils.off_loop import off_loop
+
+if TYPE_CHECKING:
+    import aiohttp
 
 T = TypeVar("T")
 
@@ -110,6 +112,8 @@ class HttpPeer:
 
     def _lane(self) -> _Lane:
         """Return the first session that has room."""
+        import aiohttp
+
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._lanes, self._loop = [], loop
@@ -202,6 +206,8 @@ class HttpPeer:
         on_event: Callable[[bytes], None] | None = None,
         **options: Any,
     ) -> tuple[int, bytes, str | None]:
+        import aiohttp
+
         url = self.root + path
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
         lane = self._lane()

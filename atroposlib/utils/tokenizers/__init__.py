@@ -6,8 +6,6 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from atroposlib.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -28,7 +26,7 @@ def load_tokenizer(source: str, *, flag: str = "--env.tokenizer_name") -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=unreachable is not None)
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        reason = str(error).strip().partition("\n")[0].rstrip(".") or repr(error)
         if unreachable is not None:
             reason = f"it is not in the local cache, and {unreachable}"
         raise ConfigError(
@@ -42,6 +40,7 @@ def load_tokenizer(source: str, *, flag: str = "--env.tokenizer_name") -> Any:
 
 def _hub_fault(source: str) -> str | None:
     """Return why the hub of models cannot be reached; None if it can, or `source` is no name at the hub."""
+    import httpx
     from huggingface_hub import constants
 
     if Path(source).exists() or source.startswith(("/", ".", "~")) or source.count("/") > 1:

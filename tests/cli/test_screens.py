@@ -1,0 +1,149 @@
+"""What commands show in a terminal of 80 columns, kept as text in `screens/`: whole words, the next command at the end.
+
+    UPDATE_SCREENS=1 python -m pytest -m drill tests/cli/test_screens.py
+
+writes the files anew. Numbers that differ from run to run are replaced by `N`, times of log lines by `TIME`.
+"""
+
+import fcntl
+import json
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pyte
+import pytest
+
+from tests.builders.programs import run_python
+from tests.processes import ROOT, free_port
+
+COLUMNS, ROWS = 80, 120
+SCREENS = Path(__file__).parent / "screens"
+TIMEOUT_S = 100
+ENGINE = "--server_type=openai --model_name=scripted --openai.base_url=http://127.0.0.1:ENGINE/v1"
+
+pytestmark = [pytest.mark.e2e, pytest.mark.drill, pytest.mark.timeout(3 * TIMEOUT_S)]
+
+
+class Case(NamedTuple):
+    status: int
+    command: str
+    """After `python`; PORT is a port where nothing listens, ENGINE that of a scripted engine."""
+
+
+CASES = {
+    "env_new": Case(0, "-m atroposlib.cli.environments new another"),
+    "env_list_one": Case(0, "-m atroposlib.cli.environments list gsm8k_server"),
+    "check": Case(0, "task.py check"),
+    "process": Case(0, f"task.py process --env.total_steps=2 {ENGINE}"),
+    "evaluate": Case(0, f"task.py evaluate {ENGINE}"),
+    "status_no_hub": Case(1, "-m atroposlib.cli.atropos status --hub_url http://127.0.0.1:PORT"),
+    "up_no_file": Case(2, "-m atroposlib.cli.atropos up nothing.yaml"),
+    "run_api_wrong_flag": Case(2, "-m atroposlib.cli.run_api --prot 8000"),
+    "run_api_unprotected": Case(2, "-m atroposlib.cli.run_api --host 0.0.0.0 --port PORT"),
+    "view_run_no_file": Case(2, "-m atroposlib.cli.view_run nothing.jsonl"),
+    "wrong_model": Case(
+        1, f"task.py process --env.total_steps=2 {ENGINE} --env.max_num_workers=1 --model_name=huge"
+    ),
+    "serve_text_engine": Case(2, f"task.py serve {ENGINE}"),
+    "no_tokenizer": Case(2, "task.py process --tokenizer_name=nothing/there"),
+    "no_data_set": Case(2, f"{ROOT}/environments/gsm8k_server.py process {ENGINE}"),
+    "wrong_flag": Case(2, "task.py process --group_sise 3"),
+    "bad_yaml": Case(2, "task.py process --config bad.yaml"),
+    "misspelt_key": Case(2, "task.py process --config misspelt.yaml"),
+    "no_config": Case(2, "task.py process --config nothing.yaml"),
+    "no_env": Case(2, "-m atroposlib.cli.environments run gsm8k"),
+    "wrong_command": Case(2, "task.py proces"),
+}
+FILES = {
+    "bad.yaml": "env:\n  group_size: 4\n total_steps: 3\n",
+    "misspelt.yaml": "env:\n  gruop_size: 4\n",
+}
+UNSTEADY = (
+    (r"\d\d:\d\d:\d\d(?= [IWE] )", "TIME"),
+    (r"TIME W Inference server .*\n(  .*\n)*", ""),  # on a busy machine
+    (r"We couldn't connect(.|\n)*?files(?=;)", "REASON"),  # of transformers
+    (r"\d{8}-\d{6}", "DATE-TIME"),
+    (r"127\.0\.0\.1:\d+", "127.0.0.1:PORT"),
+    (r"(duration +|rate +|took |\(|, )\d+(\.\d+)?(?= s\b|/min| seconds)", r"\1N"),
+    (r"\d[\d.,]*k? in, \d[\d.,]*k? out|\d[\d,]* prompt\s+and\s+\d[\d,]*(?=\s)", "N tokens"),
+    (r"\d+\.\d+(?= MB)", "N"),
+)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[str]:
+    """Start a scripted engine; return its port."""
+    command = [sys.executable, "-m", "atroposlib.inference.scripted_engine", "--script"]
+    script = json.dumps({"answers": ["two"]})
+    with subprocess.Popen([*command, script], stdout=subprocess.PIPE, text=True, cwd=ROOT) as ran:
+        assert ran.stdout is not None
+        port = ran.stdout.readline().strip().rpartition(":")[2]
+        assert port.isdigit()
+        yield port
+        ran.terminate()
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with an environment and wrong files."""
+    folder = tmp_path_factory.mktemp("work")
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
+    run_python("-m", "atroposlib.cli.environments", "new", "task", cwd=folder)
+    return folder
+
+
+def in_terminal(arguments: list[str], *, cwd: Path) -> tuple[int, str, int]:
+    """Run Python in a terminal until it ends; return its exit code, its last screen and the longest line written."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
+    variables = {"TERM": "xterm", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "COLUMNS": ""}
+    child = subprocess.Popen(
+        [sys.executable, *arguments],
+        **dict.fromkeys(("stdin", "stdout", "stderr"), slave),
+        cwd=cwd,
+        env=os.environ | variables,
+    )
+    os.close(slave)
+    limit = threading.Timer(TIMEOUT_S, child.kill)
+    limit.start()
+    written = b""
+    while True:
+        try:
+            written += os.read(master, 65536)
+        except OSError:  # the other end is closed
+            break
+    limit.cancel()
+    os.close(master)
+    screen = pyte.Screen(COLUMNS, ROWS)
+    pyte.ByteStream(screen).feed(written)
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r\n", "\n", written.decode()).replace("\r", "\n")
+    longest = max(len(line) for line in text.split("\n"))
+    shown = "\n".join(line.rstrip() for line in screen.display).rstrip()
+    return child.wait(TIMEOUT_S), shown, longest
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_screen_is_whole_at_80_columns(name: str, work: Path, engine: str) -> None:
+    if name == "no_data_set":
+        pytest.importorskip("datasets")
+    case = CASES[name]
+    command = case.command.replace("ENGINE", engine).replace("PORT", str(free_port()))
+    status, screen, longest = in_terminal(command.split(), cwd=work)
+    for pattern, text in UNSTEADY:
+        screen = re.sub(pattern, text, screen)
+    screen = screen.replace(str(ROOT), "REPOSITORY").replace(str(work), "WORK")
+    assert (status, longest <= COLUMNS) == (case.status, True), screen
+    golden = SCREENS / f"{name}.txt"
+    if os.environ.get("UPDATE_SCREENS"):
+        golden.write_text(screen + "\n")
+    assert screen + "\n" == golden.read_text()

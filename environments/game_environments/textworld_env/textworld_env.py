@@ -15,6 +15,7 @@ from __future__ import annotations
 import random
 import re
 import tempfile
+import threading
 import warnings
 from asyncio import to_thread
 from collections import defaultdict
@@ -259,13 +260,18 @@ def compile_game(challenge: str, settings: dict[str, Any], seed: int, path: str)
     return list(game.metadata["walkthrough"])
 
 
+_PARSING = threading.Lock()
+"""TextWorld has one parser of games, which keeps its place in the text: two threads would read from each other's."""
+
+
 def start_game(path: str) -> tuple[Any, Any]:
     """Return a started game and its first state."""
     textworld = load_textworld()
     wanted = ("description", "feedback", "objective", "inventory", "score", "max_score", "verbs")
     infos = textworld.EnvInfos(**dict.fromkeys((*wanted, "won", "lost"), True))
-    game = textworld.start(path, infos)
-    return game, game.reset()
+    with _PARSING:
+        game = textworld.start(path, infos)
+        return game, game.reset()
 
 
 def observation(text: str, shown: Any) -> str:

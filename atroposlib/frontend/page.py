@@ -165,21 +165,15 @@ class Index:
         self.columns: dict[str, list[Any]] = {
             name: []
             for name in (
-                *("id", "chunk", "environment", "item", "step"),
-                *(
-                    "score_mean",
-                    "score_min",
-                    "score_max",
-                    "num_rollouts",
-                    "num_sequences",
-                    "length_mean",
-                ),
-                *("gap_mean", "staleness", "advantage_max", "dropped", "preview"),
+                *("id", "chunk", "environment", "item_id", "item", "step", "policy_version"),
+                *("score_mean", "score_min", "score_max", "num_rollouts", "num_sequences"),
+                *("tokens_mean", "characters_mean", "gap_mean", "staleness", "advantage_max"),
+                *("fate", "loss_share", "preview"),
             )
         }
         self._ids: set[str] = set()
         self._environments: dict[str, int] = {}
-        self._reasons: dict[str, int] = {}
+        self._fates: dict[str, int] = {}
         self._score_sum, self._num_scores = 0.0, 0
 
     def add(self, row: IndexRow, *, chunk: int = 0) -> str:
@@ -195,7 +189,7 @@ class Index:
             "id": name,
             "chunk": chunk,
             "environment": _number_of(row.environment, self._environments),
-            "dropped": _number_of(row.dropped, self._reasons),
+            "fate": _number_of(row.fate, self._fates),
         }
         for column, values_of in self.columns.items():
             values_of.append(values[column])
@@ -217,7 +211,7 @@ class Index:
 
     def content(self) -> dict[str, Any]:
         """Return the columns and the names that two of them refer to."""
-        names = {"environments": list(self._environments), "reasons": list(self._reasons)}
+        names = {"environments": list(self._environments), "fates": list(self._fates)}
         return {**self.columns, **names}
 
 
@@ -231,7 +225,7 @@ class IndexRow(NamedTuple):
 
     id: str
     environment: str | None
-    dropped: str | None
+    fate: str | None
     values: dict[str, Any]
     scores: list[float]
     """Of its rollouts, those that are finite."""
@@ -254,23 +248,30 @@ def row_of(group: ViewGroup) -> IndexRow:
         )
         if trainer is not None and sampled is not None
     ]
+    has_tokens = bool(sequences) and all(each.get("tokens") for each in sequences)
     advantages = [abs(a) for each in sequences if (a := each.get("advantage")) is not None]
     return IndexRow(
         str(group["id"]),
         group.get("environment"),
-        group.get("dropped"),
+        group.get("fate"),
         {
+            "item_id": group.get("item_id"),
             "item": _item_text(group),
             "step": group.get("step"),
+            "policy_version": group.get("policy_version"),
             "score_mean": _mean(scores),
             "score_min": min(scores, default=None),
             "score_max": max(scores, default=None),
             "num_rollouts": len({each.get("rollout", i) for i, each in enumerate(sequences)}),
             "num_sequences": len(sequences),
-            "length_mean": _mean(list(map(_length, sequences))),
+            "tokens_mean": _mean([len(each["tokens"]) for each in sequences])
+            if has_tokens
+            else None,
+            "characters_mean": None if has_tokens else _mean([*map(_characters, sequences)]),
             "gap_mean": sum(gaps) / len(gaps) if gaps else None,
             "staleness": group.get("staleness"),
             "advantage_max": max(advantages, default=None),
+            "loss_share": group.get("loss_share"),
             "preview": _preview(sequences[0]) if sequences else "",
         },
         scores,
@@ -281,10 +282,7 @@ def _mean(values: Sequence[float]) -> float | None:
     return round(sum(values) / len(values), 6) if values else None
 
 
-def _length(sequence: Mapping[str, Any]) -> int:
-    """Return the number of tokens; without them of characters."""
-    if sequence.get("tokens"):
-        return len(sequence["tokens"])
+def _characters(sequence: Mapping[str, Any]) -> int:
     messages = sequence.get("messages") or ()
     return len(sequence.get("text") or "") + sum(len(text_in(m.get("content"))) for m in messages)
 

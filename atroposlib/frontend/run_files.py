@@ -1,13 +1,14 @@
 """The files of a run as one page: groups, the trainer's metrics, and what it knows of the groups it trained.
 
 Files are recognised by the keys of their first line, because their names are settings. The trainer's lines
-(`trained_groups.jsonl`) join the groups by their group id. Only complete lines are read, so a run may be in progress.
+(`group_fates.jsonl`, `trained_groups.jsonl`) join the groups by their group id. Only complete lines are read, so a run
+may be in progress. What a trainer that began anew set aside in `earlier_run_<n>/` is another run's.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -27,10 +28,15 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+NOT_RECEIVED = "not received"
+"""Fate of a group that the trainer has not recorded: it is queued, or the hub or the environment dropped it."""
+NOT_TRACED = "not traced"
+"""Fate where the trainer recorded only the groups whose tokens it traced."""
+
 _DEPTH = 3
 """Folders below the run's own in which files are looked for: a trainer's save_path, a part's folder."""
 
-Kind: TypeAlias = Literal["groups", "samples", "metrics", "trained"]
+Kind: TypeAlias = Literal["groups", "samples", "metrics", "trained", "fates"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,11 +49,12 @@ class RunFiles:
     samples: list[Path] = field(default_factory=list)
     metrics: list[Path] = field(default_factory=list)
     trained: list[Path] = field(default_factory=list)
+    fates: list[Path] = field(default_factory=list)
 
     @property
     def signature(self) -> tuple[tuple[str, int, int], ...]:
         """Return a value that changes when a file does."""
-        paths = [*self.groups, *self.samples, *self.metrics, *self.trained]
+        paths = [*self.groups, *self.samples, *self.metrics, *self.trained, *self.fates]
         found = [(path, path.stat()) for path in paths]
         return tuple((str(path), stat.st_size, stat.st_mtime_ns) for path, stat in found)
 
@@ -66,7 +73,7 @@ def find_run_files(source: Path) -> RunFiles:
         kind = _kind_of(path)
         if kind is not None:
             found.setdefault(kind, []).append(path)
-    if not found.keys() - {"trained"}:
+    if not found.keys() - {"trained", "fates"}:
         raise ConfigError(
             f"{source}: its *.jsonl files hold no groups, samples of an evaluation or metrics of a trainer; "
             "environments write groups to --env.data_path_to_save_groups"
@@ -112,7 +119,7 @@ def write_run_page(
 
 def view_groups(files: RunFiles, decode: Decode | None) -> Iterator[dict[str, Any]]:
     """Yield the view groups of a run, one at a time."""
-    trained = _Trained(files.trained)
+    trained = _Trained(files)
     for path in files.groups:
         for number, row in enumerate(read_lines(path), start=1):
             view = view_of_row(row, name=f"line-{number}", decode=decode)
@@ -125,7 +132,12 @@ def view_groups(files: RunFiles, decode: Decode | None) -> Iterator[dict[str, An
 
 def _json_files(folder: Path) -> list[Path]:
     patterns = ["*/" * depth + "*.jsonl" for depth in range(_DEPTH + 1)]
-    return [path for pattern in patterns for path in sorted(folder.glob(pattern))]
+    found = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
+    return [
+        path
+        for path in found
+        if not any(part.startswith("earlier_run_") for part in path.relative_to(folder).parts)
+    ]
 
 
 def _kind_of(path: Path) -> Kind | None:
@@ -142,6 +154,8 @@ def _kind_of(path: Path) -> Kind | None:
         return "samples"
     if {"group_id", "step", "sequences"} <= keys:
         return "trained"
+    if {"fate", "step", "loss_share"} <= keys:
+        return "fates"
     return "metrics" if {"step", "reward_mean"} <= keys else None
 
 
@@ -153,13 +167,28 @@ def _tokenizer_of(folder: Path) -> Any:
     return None
 
 
-class _Trained:
-    """The lines of `trained_groups.jsonl`, read when a group needs its own: memory holds their places only."""
+def fates_in(paths: Iterable[Path]) -> dict[str, Fate]:
+    """Return the last fate of each group by its id; one without an id gets a number."""
+    found: dict[str, Fate] = {}
+    for path in paths:
+        with path.open("rb") as file:
+            for line in file:
+                if line.endswith(b"\n"):
+                    fate = _decoded(path, line, _fate)
+                    found[fate.group or f"unnamed-{len(found)}"] = fate
+    return found
 
-    def __init__(self, paths: list[Path]) -> None:
+
+class _Trained:
+    """What the trainer recorded. Of `trained_groups.jsonl` memory holds the places of the lines only."""
+
+    def __init__(self, files: RunFiles) -> None:
+        self._fates = fates_in(files.fates)
+        self._other = NOT_RECEIVED if files.fates else NOT_TRACED if files.trained else None
+        """The fate of a group without a line."""
         self._at: dict[str, tuple[Path, int]] = {}
         """File and first byte of the last line of each group id."""
-        for path in paths:
+        for path in files.trained:
             start = 0
             with path.open("rb") as file:
                 for line in file:
@@ -168,7 +197,12 @@ class _Trained:
                     start += len(line)
 
     def add_to(self, view: dict[str, Any]) -> None:
-        """Add what the trainer knows of a view group, if it has it."""
+        """Add the fate of a view group, and what the trainer knows of its tokens, if it has it."""
+        view["fate"] = self._other
+        if fate := self._fates.get(view["id"]):
+            view |= {"step": fate.step, "fate": fate.fate, "loss_share": fate.loss_share}
+            if isinstance(view["policy_version"], int):
+                view["staleness"] = fate.step - 1 - view["policy_version"]
         place = self._at.get(view["id"])
         if place is None:
             return
@@ -193,6 +227,15 @@ class _TrainedSequence(msgspec.Struct):
     clipped: list[int] = []
 
 
+class Fate(msgspec.Struct):
+    """A line of `group_fates.jsonl`."""
+
+    step: int
+    fate: str
+    loss_share: float
+    group: str | None = None
+
+
 class _GroupId(msgspec.Struct):
     group_id: str
 
@@ -203,6 +246,7 @@ class _TrainedGroup(_GroupId):
     policy_version: int | None = None
 
 
+_fate = msgspec.json.Decoder(Fate)
 _group_id = msgspec.json.Decoder(_GroupId)
 _trained_group = msgspec.json.Decoder(_TrainedGroup)
 
@@ -211,7 +255,7 @@ def _decoded(path: Path, line: bytes, decoder: msgspec.json.Decoder[T]) -> T:
     try:
         return decoder.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: {line[:60]!r} is no trained group: {error}") from error
+        raise ConfigError(f"{path}: {line[:60]!r} is no line of a trainer: {error}") from error
 
 
 def add_training(view: dict[str, Any], line: _TrainedGroup) -> None:
@@ -221,8 +265,8 @@ def add_training(view: dict[str, Any], line: _TrainedGroup) -> None:
         view["policy_version"] = line.policy_version
         view["staleness"] = line.step - 1 - line.policy_version
     reasons = [entry.skipped for entry in line.sequences]
-    if all(reasons):
-        view["dropped"] = reasons[0] if reasons else None
+    if view["fate"] in (None, NOT_TRACED):  # a trainer that records no fates
+        view["fate"] = reasons[0] if reasons and all(reasons) else "trained"
     for entry in line.sequences:
         if 0 <= entry.index < len(view["sequences"]):
             _add_entry(view["sequences"][entry.index], entry)

@@ -33,24 +33,28 @@ def test_a_page_holds_its_head_an_index_and_every_group_in_order(tmp_path: Path)
     }
     assert page.groups == groups
     assert [len(chunk["groups"]) for chunk in page.chunks] == [GROUPS_PER_CHUNK] * 2 + [20]
-    assert {len(page.columns[name]) for name in ("id", "chunk", "preview", "dropped")} == {120}
+    assert {len(page.columns[name]) for name in ("id", "chunk", "preview", "fate")} == {120}
     row = {name: values[119] for name, values in page.columns.items() if len(values) == 120}
     assert row == {
         "id": "g119",
         "chunk": 2,
         "environment": 0,
+        "item_id": 119,
         "item": "119",
         "step": 14,
+        "policy_version": None,
         "score_mean": 0.5,
         "score_min": 0.0,
         "score_max": 1.0,
         "num_rollouts": 2,
         "num_sequences": 2,
-        "length_mean": 8.0,
+        "tokens_mean": None,
+        "characters_mean": 8.0,
         "gap_mean": None,
         "staleness": None,
         "advantage_max": 0.5,
-        "dropped": -1,
+        "fate": -1,
+        "loss_share": None,
         "preview": "What is 119 + 1?",
     }
     assert [each.name for each in path.parent.iterdir()] == ["page.html"]

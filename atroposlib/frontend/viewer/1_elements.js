@@ -24,6 +24,8 @@ function figure(value) {
   return String(Number(value.toPrecision(3)));
 }
 
+const percent = (share) => (isNumber(share) ? `${(100 * share).toFixed(1)} %` : "\u2013");
+
 const signed = (value) => (isNumber(value) && value > 0 ? "+" : "") + figure(value);
 
 /** `1 group`, `2 groups`. */

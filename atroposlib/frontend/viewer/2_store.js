@@ -2,12 +2,8 @@
 
 const head = JSON.parse(byId("head").textContent);
 const CHUNKS_KEPT = 4;
-const NO_COLUMNS = {
-  id: [], chunk: [], environment: [], item: [], step: [], score_mean: [], score_min: [], score_max: [], num_rollouts: [], num_sequences: [],
-  length_mean: [], gap_mean: [], staleness: [], advantage_max: [], dropped: [], preview: [], environments: [], reasons: [],
-};
 
-let index = NO_COLUMNS;
+let index = { id: [], environments: [], fates: [] };
 let rowOfId = new Map();
 const unpacked = new Map(); // chunk number -> promise of {groups, vocabulary}, the least recently used first
 let live = null; // {groups, vocabulary} of a page that polls

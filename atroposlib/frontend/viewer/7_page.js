@@ -34,13 +34,14 @@ function show() {
   showDetail({ keepPlace: isGroupSame }).catch(showError);
 }
 
-const LIST_FIELDS = ["q", "env", "item", "fate", "sort", "score_from", "score_to", "step_from", "step_to"];
+const LIST_FIELDS = ["q", "where", "env", "item", "fate", "sort", "score_from", "score_to", "step_from", "step_to"];
 
 async function showDetail({ keepPlace = false } = {}) {
-  document.body.dataset.show = state.group ? "group" : state.view === "run" ? "run" : "list";
+  document.body.dataset.show = state.group ? "group" : ["run", "items"].includes(state.view) ? "run" : "list";
   if (!state.group) {
     shownGroup = null;
-    showRun();
+    if (state.view === "items") await showItems();
+    else showRun();
     return;
   }
   if (shownGroup?.id !== state.group) {
@@ -92,32 +93,48 @@ function showError(error) {
 // The overview: figures, charts, environments, reasons.
 
 function showRun() {
-  if (state.group) return;
-  const kept = index.dropped.filter((reason) => reason < 0).length;
-  const num = (column, wanted) => column.reduce((count, value) => count + (value === wanted ? 1 : 0), 0);
-  const environments = index.environments.map((name, number) => {
-    const rows = index.environment.flatMap((one, row) => (one === number ? [row] : []));
-    return [name, { env: name }, rows.length, mean(rows.map((row) => index.score_mean[row])), mean(rows.map((row) => index.length_mean[row]))];
-  });
-  const reasons = index.reasons.map((reason, number) => [reason, { fate: `dropped: ${reason}` }, num(index.dropped, number)]);
+  if (state.group || state.view === "items") return;
+  const rows = index.id.map((_, row) => row);
+  const ofName = (names, column, filter) => {
+    const members = names.map(() => []);
+    for (const row of rows) members[column[row]]?.push(row);
+    return names.map((name, number) => [name, filter(name), members[number]]);
+  };
+  const count = (of) => figure(of.length);
+  const share = (of) => percent(of.length / rows.length);
+  const average = (column) => (of) => figure(mean(of.map((row) => column[row])));
+  const lengths = [["Mean tokens", index.tokens_mean], ["Mean characters", index.characters_mean]].filter(([, column]) => column?.some(isNumber));
+  const environments = ofName(index.environments, index.environment, (env) => ({ env }));
+  const fates = ofName(index.fates, index.fate, (fate) => ({ fate }));
+  const score = meanScore(rows);
   byId("detail").replaceChildren(
     el("h2", {}, "Overview"),
     facts([
-      ["groups", figure(index.id.length)],
-      ["sequences", figure(index.num_sequences.reduce((sum, count) => sum + count, 0))],
-      ["mean score", figure(mean(index.score_mean))],
-      ["kept", reasons.length ? figure(kept) : null],
+      ["groups", figure(rows.length)],
+      ["sequences", figure(rows.reduce((sum, row) => sum + index.num_sequences[row], 0))],
+      ["mean score", score],
+      ["trained", index.fates.includes("trained") ? figure(rows.filter((row) => fateOf(row) === "trained").length) : null],
     ]),
+    itemsLink(),
     el("div", { class: "charts" }, (head.charts ?? []).map(chart)),
-    ...(environments.length > 1 ? table(["Environment", "Groups", "Mean score", "Mean length"], environments) : []),
-    ...(reasons.length ? table(["Dropped", "Groups"], reasons) : []));
+    ...(environments.length > 1 ? table([["Environment"], ["Groups", count], ["Mean score", meanScore], ...lengths.map(([title, column]) => [title, average(column)])], environments) : []),
+    ...(fates.length ? table([["Fate"], ["Groups", count], ["Share", share], ["Mean score", meanScore]], fates) : []));
 }
 
-/** Rows of [name, filter it leads to, figures...]. */
-function table(titles, rows) {
-  const row = ([name, filter, ...figures]) =>
-    el("tr", {}, el("th", { scope: "row" }, el("a", { href: hashWith({ ...filter, view: undefined }) }, name)), figures.map((value) => el("td", {}, figure(value))));
-  return [el("table", {}, el("thead", {}, el("tr", {}, titles.map((title) => el("th", { scope: "col" }, title)))), el("tbody", {}, rows.map(row)))];
+/** Over rollouts, as in the line under the title. */
+function meanScore(rows) {
+  const scored = rows.filter((row) => isNumber(index.score_mean[row]));
+  const weight = (of) => of.reduce((sum, row) => sum + index.num_rollouts[row], 0);
+  const sum = scored.reduce((total, row) => total + index.score_mean[row] * index.num_rollouts[row], 0);
+  return scored.length ? (sum / weight(scored)).toFixed(3) : "\u2013";
+}
+
+/** Columns of [title, function of the rows] after the name; lines of [name, filter it leads to, rows]. */
+function table(columns, lines) {
+  const line = ([name, filter, rows]) =>
+    el("tr", {}, el("th", { scope: "row" }, el("a", { href: hashWith({ ...filter, view: undefined }) }, name)),
+      columns.slice(1).map(([, value]) => el("td", {}, value(rows))));
+  return [el("table", {}, el("thead", {}, el("tr", {}, columns.map(([title]) => el("th", { scope: "col" }, title)))), el("tbody", {}, lines.map(line)))];
 }
 
 /** A chart in a shadow root of its own: matplotlib's ids and styles must not meet those of the page. */
@@ -147,7 +164,7 @@ function fillOptions() {
     select.value = chosen;
   };
   fill(form.env, [["", "all"], ...index.environments.map((name) => [name, name])]);
-  fill(form.fate, [["", "all"], ["kept", "kept"], ["dropped", "dropped"], ...index.reasons.map((reason) => [`dropped: ${reason}`, `dropped: ${reason}`])]);
+  fill(form.fate, ["", ...index.fates, ...(index.fates.length > 1 ? ["not trained"] : [])].map((fate) => [fate, fate || "all"]));
   fill(form.sort, Object.entries(SORTS).map(([name, [title]]) => [name, title]));
 }
 
@@ -155,7 +172,8 @@ function fillOptions() {
 function fillFilters() {
   const form = byId("filters").elements;
   for (const name of LIST_FIELDS) if (form[name] !== document.activeElement) form[name].value = state[name] ?? "";
-  const num = LIST_FIELDS.filter((name) => name !== "q" && state[name]).length;
+  checkExpression(form.where);
+  const num = LIST_FIELDS.filter((name) => !["q", "where"].includes(name) && state[name]).length;
   byId("more-filters").firstElementChild.textContent = num ? `Filters and order (${num} set)` : "Filters and order";
 }
 
@@ -174,6 +192,7 @@ function listenToFilters() {
     clearTimeout(waiting);
     waiting = setTimeout(() => go(Object.fromEntries(new FormData(form)), { isTyped: true }), 200);
   };
+  form.elements.where.addEventListener("input", ({ target }) => checkExpression(target));
   form.addEventListener("input", waitForMore);
   form.addEventListener("change", waitForMore);
   form.addEventListener("submit", (event) => event.preventDefault());
@@ -203,7 +222,8 @@ function nextColour() {
 }
 
 function goBack() {
-  if (state.view) go({ view: undefined, pair: undefined });
+  if (state.first) go({ first: undefined, second: undefined });
+  else if (state.view) go({ view: undefined, pair: undefined });
   else if (state.group) go({ group: undefined });
 }
 
@@ -229,7 +249,7 @@ function showHead(shown) {
 function showIndex() {
   fillOptions();
   updateList();
-  showRun();
+  if (!state.group) showDetail({ keepPlace: true }).catch(showError);
 }
 
 async function start() {
@@ -243,14 +263,16 @@ async function start() {
   byId("scroller").addEventListener("scroll", () => showRows({ anew: false }), { passive: true });
   byId("open-keys").addEventListener("click", () => byId("keys").showModal());
   byId("open-run").addEventListener("click", () => go({ group: undefined, view: "run" }));
+  byId("open-items").addEventListener("click", () => go({ group: undefined, view: "items" }));
   byId("more-filters").open = wide.matches;
   const packed = byId("index").textContent.trim();
   if (packed) useIndex(JSON.parse(await inflate(packed)));
   if (head.live) await poll();
   showIndex();
   fillFilters();
+  if (!state.group) return;
   await showDetail();
-  if (state.group) scrollToRow(rowOfId.get(state.group));
+  scrollToRow(rowOfId.get(state.group));
 }
 
 start().catch(showError);

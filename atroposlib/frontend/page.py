@@ -105,7 +105,7 @@ def live_page(*, title: str, about: str, poll: str, every_s: float) -> bytes:
     """Return a page without groups that asks the URL `poll` for them."""
     live = {"poll": poll, "every_s": every_s}
     head = {"title": title, "about": about, "num_groups": 0, "charts": [], "live": live}
-    return b"".join(_filled(piece, head=head) for piece in _template())
+    return b"".join(_filled(piece, head=head, index=Index()) for piece in _template())
 
 
 def _template() -> list[str]:
@@ -113,8 +113,8 @@ def _template() -> list[str]:
     return re.split(r"(\$[a-z]+)", (_FOLDER / "viewer.html").read_text(encoding="utf-8"))
 
 
-def _filled(piece: str, *, head: Mapping[str, Any], index: Index | None = None) -> bytes:
-    """Return a piece of viewer.html as it stands in a page; without `index`, there are no groups."""
+def _filled(piece: str, *, head: Mapping[str, Any], index: Index) -> bytes:
+    """Return a piece of viewer.html as it stands in a page."""
     match piece:
         case "$title":
             return html.escape(head["title"]).encode()
@@ -123,7 +123,7 @@ def _filled(piece: str, *, head: Mapping[str, Any], index: Index | None = None) 
         case "$head":
             return msgspec.json.encode(head).replace(b"<", b"\\u003c")
         case "$index":
-            return b"" if index is None else _compressed(msgspec.json.encode(index.content()))
+            return _compressed(msgspec.json.encode(index.content()))
         case "$js":
             return b"\n".join(file.read_bytes() for file in sorted(_FOLDER.glob("viewer/*.js")))
         case "$chunks":

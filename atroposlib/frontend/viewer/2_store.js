@@ -3,7 +3,7 @@
 const head = JSON.parse(byId("head").textContent);
 const CHUNKS_KEPT = 4;
 
-let index = { id: [], environments: [], fates: [] };
+let index = { id: [], environments: [], fates: [] }; // the columns that Index in page.py names, once they are read
 let rowOfId = new Map();
 const unpacked = new Map(); // chunk number -> promise of {groups, vocabulary}, the least recently used first
 let live = null; // {groups, vocabulary} of a page that polls

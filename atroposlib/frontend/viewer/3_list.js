@@ -51,9 +51,9 @@ const fateOf = (row) => index.fates[index.fate[row]];
 function inOrder(rows) {
   const key = SORTS[state.sort]?.[1];
   if (!key) return head.live ? rows.toReversed() : rows;
-  const keys = new Map(rows.map((row) => [row, key(row)]));
-  const rank = (row) => (isNumber(keys.get(row)) ? keys.get(row) : -Infinity);
-  return rows.toSorted((a, b) => (rank(a) === rank(b) ? a - b : rank(b) - rank(a)));
+  const ranks = new Float64Array(index.id.length).fill(-Infinity);
+  for (const row of rows) if (isNumber(key(row))) ranks[row] = key(row);
+  return rows.toSorted((a, b) => ranks[b] - ranks[a] || a - b); // -Infinity less itself is no number
 }
 
 /** Apply the filters; a search is started where the query or the filters changed. */

@@ -17,7 +17,6 @@ const ITEM_SORTS = {
 
 /** When a group was sampled; in order of the file without versions and steps. */
 const timeOf = (row) => index.policy_version[row] ?? index.step[row];
-const timeName = () => (index.policy_version.some(isNumber) ? "policy" : "step");
 
 /** The score from which a rollout counts as solved: the middle of the run's scale unless given. */
 function solvedFrom() {
@@ -26,7 +25,7 @@ function solvedFrom() {
   return state.solved && Number.isFinite(given) ? given : (low + high) / 2;
 }
 
-let itemsOf = { of: null, limit: null, items: [] };
+let itemsOf = { of: null, limit: null, items: [], timeName: "" };
 
 /** Every item with its groups: {name, environment, rows, numSolved, isSolvedLast, isAlways, mean}. */
 function allItems() {
@@ -48,7 +47,7 @@ function allItems() {
     item.isAlways = item.rows.every((row) => index.score_min[row] >= limit);
     item.mean = mean(item.rows.map((row) => index.score_mean[row]));
   }
-  itemsOf = { of: index, limit, items };
+  itemsOf = { of: index, limit, items, timeName: index.policy_version.some(isNumber) ? "policy" : "step" };
   return items;
 }
 
@@ -75,7 +74,7 @@ async function showItems() {
   byId("detail").replaceChildren(
     el("h2", {}, "Items"),
     el("p", { class: "about" }, `A group solves its item if one of its rollouts does, from a score of `, solved,
-      `. A strip has the mean score of the item's groups in order of ${timeName()}s: the first on the left. A click shows the first and the last side by side.`),
+      `. A strip has the mean score of the item's groups in order of ${itemsOf.timeName}s: the first on the left. A click shows the first and the last side by side.`),
     tabs(kinds, kind, (name) => go({ items: name === "all" ? undefined : name, page: undefined }), "Which items"),
     el("div", { class: "row" },
       choice(Object.entries(ITEM_SORTS).map(([name, [title]]) => [name, title]), state.order ?? "", (order) => go({ order, page: undefined }), "Order of the items"),
@@ -104,7 +103,7 @@ function strip(item) {
     const score = mean(rows.map((row) => index.score_mean[row]));
     const share = high > low ? (score - low) / (high - low) : 0;
     const when = [...new Set([timeOf(rows[0]), timeOf(rows.at(-1))])].filter(isNumber).join(" to ");
-    const title = `${when ? `${timeName()} ${when}: ` : ""}mean score ${figure(score)} of ${counted(rows.length, "group")}`;
+    const title = `${when ? `${itemsOf.timeName} ${when}: ` : ""}mean score ${figure(score)} of ${counted(rows.length, "group")}`;
     return el("a", { href: twoGroups(rows.at(-1), item.rows.at(-1)), title, "aria-label": title, style: `--share:${(100 * share).toFixed(0)}%` });
   }));
 }
@@ -113,7 +112,7 @@ function showTwoGroups(...found) {
   if (found.some((one) => one === null)) throw new Error("This page does not have both groups.");
   const rows = found.map(({ group }) => rowOfId.get(group.id));
   const item = allItems().find((one) => one.rows.includes(rows[0]));
-  const when = (row) => `${isNumber(timeOf(row)) ? `${timeName()} ${timeOf(row)}` : `group ${index.id[row]}`}, mean score ${figure(index.score_mean[row])}`;
+  const when = (row) => `${isNumber(timeOf(row)) ? `${itemsOf.timeName} ${timeOf(row)}` : `group ${index.id[row]}`}, mean score ${figure(index.score_mean[row])}`;
   const column = ({ group, vocabulary }, place) =>
     el("section", {},
       choice((item?.rows ?? [rows[place]]).map((row) => [index.id[row], when(row)]), group.id, (id) => go({ [place ? "second" : "first"]: id }), place ? "Second group" : "First group"),

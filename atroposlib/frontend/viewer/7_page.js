@@ -37,6 +37,7 @@ function show() {
 const LIST_FIELDS = ["q", "where", "env", "item", "fate", "sort", "score_from", "score_to", "step_from", "step_to"];
 
 async function showDetail({ keepPlace = false } = {}) {
+  if (!index.chunk) return; // not read yet
   document.body.dataset.show = state.group ? "group" : ["run", "items"].includes(state.view) ? "run" : "list";
   if (!state.group) {
     shownGroup = null;
@@ -265,8 +266,7 @@ async function start() {
   byId("open-run").addEventListener("click", () => go({ group: undefined, view: "run" }));
   byId("open-items").addEventListener("click", () => go({ group: undefined, view: "items" }));
   byId("more-filters").open = wide.matches;
-  const packed = byId("index").textContent.trim();
-  if (packed) useIndex(JSON.parse(await inflate(packed)));
+  useIndex(JSON.parse(await inflate(byId("index").textContent)));
   if (head.live) await poll();
   showIndex();
   fillFilters();

@@ -21,8 +21,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 import uvicorn
+import xxhash
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import FileResponse, PlainTextResponse
+from fastapi.responses import PlainTextResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.routing import Route
 
@@ -30,6 +31,7 @@ from atroposlib.cli.run_api import listen
 from atroposlib.client import TrainerClient, TrainerNotRegistered, TrainerRegistration
 from atroposlib.config import parse_flags
 from atroposlib.errors import ConfigError, GroupError, HubError, HubRejected, cli_boundary, require
+from atroposlib.frontend.indexed_run import IndexedRun
 from atroposlib.frontend.page import Index, IndexRow, live_page, row_of
 from atroposlib.frontend.run_files import find_run_files, write_run_page
 from atroposlib.frontend.view_groups import view_of_group
@@ -112,7 +114,7 @@ def serve_stored(source: Path, config: ViewConfig) -> int:
         tempfile.TemporaryDirectory(prefix="view-run-") as folder,
     ):
         page = StoredPage(source, Path(folder) / "page.html", tokenizer)
-        page.path()  # a file that cannot be read is reported here
+        page.html()  # a file that cannot be read is reported here
         app = stored_app(page)
         port = listener.getsockname()[1]
         print(f"{source}: http://{config.host}:{port}/ (Ctrl-C ends)", flush=True)
@@ -122,39 +124,61 @@ def serve_stored(source: Path, config: ViewConfig) -> int:
 
 
 class StoredPage:
-    """The page of stored files, written again when they have changed."""
+    """The page of stored files, made again when they have changed."""
 
     def __init__(self, source: Path, target: Path, tokenizer: Any) -> None:
+        """`target`: the page of an evaluation, which is whole; a run's groups are read when they are shown."""
         self._source = source
         self._target = target
         self._tokenizer = tokenizer
         self._signature: object = None
+        self._run: IndexedRun | None = None
         self._lock = threading.Lock()
-        """Held while the page is written: requests run in threads."""
+        """Held while files are read: requests run in threads."""
 
-    def path(self) -> Path:
+    def html(self) -> bytes:
         """Return the current page; ConfigError if the files cannot be read."""
         with self._lock:
             files = find_run_files(self._source)
-            if files.signature != self._signature:
-                signature = (
-                    files.signature
-                )  # taken first: what is added meanwhile is shown next time
-                write_run_page(files, self._target, tokenizer=self._tokenizer)
+            if (signature := files.signature) != self._signature:
+                # The signature was taken first: what is added meanwhile is shown next time.
+                self._run = None if files.samples else IndexedRun(files, self._tokenizer)
+                if self._run is None:
+                    write_run_page(files, self._target, tokenizer=self._tokenizer)
+                else:
+                    page = self._run.page(f"chunk/{_name_of(signature)}/")
+                    self._target.write_bytes(page)
                 self._signature = signature
-            return self._target
+            return self._target.read_bytes()
+
+    def chunk(self, version: str, number: int) -> bytes | None:
+        """Return a chunk of the page; None if the files have changed since the page was made."""
+        with self._lock:
+            is_same = self._run is not None and version == _name_of(self._signature)
+            return self._run.chunk(number) if is_same and self._run is not None else None
+
+
+def _name_of(signature: object) -> str:
+    return xxhash.xxh3_64_hexdigest(repr(signature).encode())
 
 
 def stored_app(page: StoredPage) -> FastAPI:
-    """Return the application that serves a page at `/`."""
+    """Return the application that serves a page at `/`, and its chunks."""
 
     def show(request: Request) -> Response:
         try:
-            return FileResponse(page.path(), media_type="text/html", headers=_NOT_STORED)
+            return Response(page.html(), media_type="text/html", headers=_NOT_STORED)
         except ConfigError as error:
             return PlainTextResponse(f"{error}\n", 500)
 
-    return FastAPI(routes=[Route("/", _guarded(show))])
+    def chunk(request: Request) -> Response:
+        found = page.chunk(request.path_params["version"], request.path_params["number"])
+        if found is None:
+            return PlainTextResponse("the files have changed; load the page again\n", 409)
+        return Response(found, media_type="application/json", headers=_NOT_STORED)
+
+    routes = [Route("/", _guarded(show)), Route("/chunk/{version}/{number:int}", _guarded(chunk))]
+    return FastAPI(routes=routes)
 
 
 def _guarded(handler: Handler) -> Handler:

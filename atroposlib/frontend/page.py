@@ -131,6 +131,21 @@ def _filled(piece: str, *, head: Mapping[str, Any], index: Index) -> bytes:
     return piece.encode()
 
 
+def indexed_page(
+    index: Index, *, title: str, about: str, chunks: str, charts: Sequence[Chart] = ()
+) -> bytes:
+    """Return a page whose groups the viewer gets from the URL `chunks` and a chunk's number."""
+    head = {
+        "title": title,
+        "about": ". ".join(filter(None, [about, index.summary()])),
+        "num_groups": len(index.columns["id"]),
+        "charts": [chart._asdict() for chart in charts],
+        "live": None,
+        "chunks": chunks,
+    }
+    return b"".join(_filled(piece, head=head, index=index) for piece in _template())
+
+
 def _compressed(content: bytes) -> bytes:
     return binascii.b2a_base64(igzip.compress(content), newline=False)
 
@@ -238,8 +253,9 @@ def row_of(group: ViewGroup) -> IndexRow:
         for number, each in enumerate(sequences)
         if (score := each.get("score")) is not None and math.isfinite(score)
     ]
-    by_sequence, rollouts = np.array([score for _, score in scored]), [of for of, _ in scored]
-    scores: list[float] = rollout_scores(by_sequence, np.array(rollouts, int))[0].tolist()
+    rollouts, scores = [of for of, _ in scored], [score for _, score in scored]
+    if len(set(rollouts)) < len(rollouts):
+        scores = rollout_scores(np.array(scores), np.array(rollouts, int))[0].tolist()
     gaps = [
         abs(trainer - sampled)
         for each in sequences

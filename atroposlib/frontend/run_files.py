@@ -93,9 +93,28 @@ def write_run_page(
 
     Without a tokenizer, that of a model in the directory is used, if there is one.
     """
+    decode = decode_of(files, tokenizer)
+    try:
+        write_page(
+            target,
+            view_groups(files, decode),
+            title=title or files.source.resolve().name,
+            **what_the_trainer_logged(files, about),
+            decode=decode,
+        )
+    except RecursionError as error:
+        raise ConfigError(f"{files.source}: a value is nested too deeply") from error
+
+
+def decode_of(files: RunFiles, tokenizer: Any) -> Decode | None:
+    """Return the function that decodes tokens; `tokenizer` None: that of a model in the directory, if there is one."""
     if tokenizer is None and files.source.is_dir():
         tokenizer = _tokenizer_of(files.source)
-    decode = None if tokenizer is None else decoder(tokenizer)
+    return None if tokenizer is None else decoder(tokenizer)
+
+
+def what_the_trainer_logged(files: RunFiles, about: str = "") -> dict[str, Any]:
+    """Return the arguments `charts` and `about` of a page."""
     steps = [step for path in files.metrics for step in read_lines(path)]
     charts: list[Chart] = []
     missing = ""
@@ -104,22 +123,12 @@ def write_run_page(
     except MissingDependency as error:
         missing = f"No charts: {error}"
     said = [about, counted(len(steps), "optimizer step") if steps else "", missing]
-    try:
-        write_page(
-            target,
-            view_groups(files, decode),
-            title=title or files.source.resolve().name,
-            about=". ".join(filter(None, said)),
-            charts=charts,
-            decode=decode,
-        )
-    except RecursionError as error:
-        raise ConfigError(f"{files.source}: a value is nested too deeply") from error
+    return {"about": ". ".join(filter(None, said)), "charts": charts}
 
 
 def view_groups(files: RunFiles, decode: Decode | None) -> Iterator[dict[str, Any]]:
     """Yield the view groups of a run, one at a time."""
-    trained = _Trained(files)
+    trained = Trained(files)
     for path in files.groups:
         for number, row in enumerate(read_lines(path), start=1):
             view = view_of_row(row, name=f"line-{number}", decode=decode)
@@ -179,7 +188,7 @@ def fates_in(paths: Iterable[Path]) -> dict[str, Fate]:
     return found
 
 
-class _Trained:
+class Trained:
     """What the trainer recorded. Of `trained_groups.jsonl` memory holds the places of the lines only."""
 
     def __init__(self, files: RunFiles) -> None:
@@ -195,6 +204,9 @@ class _Trained:
                     if line.endswith(b"\n"):
                         self._at[_decoded(path, line, _group_id).group_id] = (path, start)
                     start += len(line)
+
+    def has_tokens_of(self, group_id: str) -> bool:
+        return group_id in self._at
 
     def add_to(self, view: dict[str, Any]) -> None:
         """Add the fate of a view group, and what the trainer knows of its tokens, if it has it."""

@@ -35,7 +35,14 @@ async function textOfElement(id) {
   }
 }
 
-const chunkText = async (number) => inflate(await textOfElement(`chunk-${number}`));
+/** The JSON of a chunk: from the server of a run, or unpacked from this file. */
+async function chunkText(number) {
+  if (!head.chunks) return inflate(await textOfElement(`chunk-${number}`));
+  const answer = await fetch(head.chunks + number);
+  const content = await answer.text();
+  if (!answer.ok) throw new Error(content);
+  return content;
+}
 
 function chunk(number) {
   if (live) return live;

@@ -77,7 +77,7 @@ class TrainedGroups:
         """Append the lines of a step; every process must call it."""
         self._append(FILE_NAME, [] if trace is None else trace.lines())
         rows = zip(groups, batch.fates, loss_shares, strict=True)
-        self._append(FATES_NAME, [_fate(group, step, *of) for group, *of in rows])
+        self._append(FATES_NAME, [_fate(group, step, fate, share) for group, fate, share in rows])
         self._last_step = step
 
     def refuse(self, group: ScoredGroup, reason: str) -> None:

@@ -177,8 +177,8 @@ def stored_app(page: StoredPage) -> FastAPI:
             return PlainTextResponse("the files have changed; load the page again\n", 409)
         return Response(found, media_type="application/json", headers=_NOT_STORED)
 
-    routes = [Route("/", _guarded(show)), Route("/chunk/{version}/{number:int}", _guarded(chunk))]
-    return FastAPI(routes=routes)
+    shown, part = Route("/", _guarded(show)), "/chunk/{version}/{number:int}"
+    return FastAPI(routes=[shown, Route(part, _guarded(chunk))])
 
 
 def _guarded(handler: Handler) -> Handler:

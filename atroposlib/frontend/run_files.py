@@ -8,7 +8,7 @@ may be in progress. What a trainer that began anew set aside in `earlier_run_<n>
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -176,10 +176,10 @@ def _tokenizer_of(folder: Path) -> Any:
     return None
 
 
-def fates_in(paths: Iterable[Path]) -> dict[str, Fate]:
+def fates_of(files: RunFiles) -> dict[str, Fate]:
     """Return the last fate of each group by its id; one without an id gets a number."""
     found: dict[str, Fate] = {}
-    for path in paths:
+    for path in files.fates:
         with path.open("rb") as file:
             for line in file:
                 if line.endswith(b"\n"):
@@ -192,7 +192,7 @@ class Trained:
     """What the trainer recorded. Of `trained_groups.jsonl` memory holds the places of the lines only."""
 
     def __init__(self, files: RunFiles) -> None:
-        self._fates = fates_in(files.fates)
+        self._fates = fates_of(files)
         self._other = NOT_RECEIVED if files.fates else NOT_TRACED if files.trained else None
         """The fate of a group without a line."""
         self._at: dict[str, tuple[Path, int]] = {}

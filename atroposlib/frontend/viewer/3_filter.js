@@ -121,7 +121,8 @@ function checkExpression(field) {
   const { fault } = parsedExpression(field.value);
   field.setAttribute("aria-invalid", String(fault !== undefined));
   byId("where-fault").hidden = !fault;
-  byId("where-fault").textContent = fault ? `${field.value}\n${" ".repeat(fault.at)}^ ${fault.message}` : "";
+  const start = Math.max(0, (fault?.at ?? 0) - 30);
+  byId("where-fault").textContent = fault ? `${field.value.slice(start, start + 40)}\n${" ".repeat(fault.at - start)}^\n${fault.message}` : "";
   byId("words").replaceChildren(...completions(field.value).map((value) => el("option", { value })));
 }
 

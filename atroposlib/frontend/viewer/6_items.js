@@ -73,8 +73,8 @@ async function showItems() {
   const solved = el("input", { value: figure(solvedFrom()), inputmode: "decimal", "aria-label": "Solved from a score of", onchange: ({ target }) => go({ solved: target.value, page: undefined }) });
   byId("detail").replaceChildren(
     el("h2", {}, "Items"),
-    el("p", { class: "about" }, `A group solves its item if one of its rollouts does, from a score of `, solved,
-      `. A strip has the mean score of the item's groups in order of ${itemsOf.timeName}s: the first on the left. A click shows the first and the last side by side.`),
+    el("p", { class: "about" }, "A group solves its item if one of its rollouts does, from a score of ", solved,
+      `. A strip has the mean score of the item's groups in order of ${itemsOf.timeName === "policy" ? "policy versions" : "steps"}: the first on the left. A click shows the first and the last side by side.`),
     tabs(kinds, kind, (name) => go({ items: name === "all" ? undefined : name, page: undefined }), "Which items"),
     el("div", { class: "row" },
       choice(Object.entries(ITEM_SORTS).map(([name, [title]]) => [name, title]), state.order ?? "", (order) => go({ order, page: undefined }), "Order of the items"),

@@ -117,9 +117,9 @@ function showRun() {
       ["trained", index.fates.includes("trained") ? figure(rows.filter((row) => fateOf(row) === "trained").length) : null],
     ]),
     itemsLink(),
-    el("div", { class: "charts" }, (head.charts ?? []).map(chart)),
     ...(environments.length > 1 ? table([["Environment"], ["Groups", count], ["Mean score", meanScore], ...lengths.map(([title, column]) => [title, average(column)])], environments) : []),
-    ...(fates.length ? table([["Fate"], ["Groups", count], ["Share", share], ["Mean score", meanScore]], fates) : []));
+    ...(fates.length ? table([["Fate"], ["Groups", count], ["Share", share], ["Mean score", meanScore]], fates) : []),
+    el("div", { class: "charts" }, (head.charts ?? []).map(chart)));
 }
 
 /** Over rollouts, as in the line under the title. */

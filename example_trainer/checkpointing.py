@@ -31,7 +31,8 @@ from torch.distributed import checkpoint
 from torch.distributed.tensor import DTensor
 
 from atroposlib.errors import AtroposError, ConfigError
-from example_trainer.memory import GIB, free_host_bytes
+from atroposlib.utils.host_memory import free_host_bytes
+from example_trainer.memory import GIB
 from example_trainer.model import Policy, remove_directory, written_directory
 from example_trainer.optim import stored_parts
 from example_trainer.parallel import World, host_copy
@@ -39,7 +40,7 @@ from example_trainer.parallel import World, host_copy
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
-RECORDS = ("metrics.jsonl", "trained_groups.jsonl")
+RECORDS = ("metrics.jsonl", "trained_groups.jsonl", "group_fates.jsonl")
 _STEP = re.compile(r"step_(\d+)$")
 _UNFINISHED = re.compile(r"\.(step_\d+|final_model|final_adapter)-")
 """Left by a killed process: a directory half written or half removed."""

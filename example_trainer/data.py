@@ -200,6 +200,16 @@ class Batch:
     def num_skipped(self, reason: SkipReason) -> int:
         return list(self.skipped.values()).count(reason)
 
+    @property
+    def fates(self) -> list[str]:
+        """[num_groups] "trained" if any of its sequences is, else the reason of most of them."""
+        reasons: list[Counter[str]] = [Counter() for _ in range(self.num_groups)]
+        for origin, reason in self.skipped.items():
+            reasons[origin.group][reason] += 1
+        for row in self.rows:
+            reasons[row.origin.group] = Counter(["trained"])
+        return [counts.most_common(1)[0][0] for counts in reasons]
+
 
 def overlong_penalty(
     num_tokens: NDArray[np.int64], *, longest: int, buffer: int

@@ -116,6 +116,7 @@ class Leader(Follower):
         *,
         experiment: str | None,
         require_trainable: Callable[[ScoredGroup], None],
+        on_refused: Callable[[ScoredGroup, str], None],
         is_stopping: Callable[[], bool],
         on_no_batch: Callable[[], None],
     ) -> None:
@@ -125,6 +126,8 @@ class Leader(Follower):
         self._log = log
         self._require_trainable = require_trainable
         """Raises GroupError for a group that this model cannot be trained on; the hub then sets it aside."""
+        self._on_refused = on_refused
+        """Called with each group that the hub sets aside, and the reason in one word."""
         self._num_untrainable = 0
         """Untrainable groups since the last trainable one."""
         self._last_fault: GroupError | None = None
@@ -182,6 +185,8 @@ class Leader(Follower):
         assert batch is not None
         names = ", ".join(str(batch.groups[i].group_id) for i in positions) or "no group alone"
         logger.error("a batch is given back; %s: %s", reason, names)
+        for i in positions:
+            self._on_refused(batch.groups[i], "not_finite")
 
         def give_back() -> None:
             if positions:
@@ -299,6 +304,7 @@ class Leader(Follower):
         except GroupError as fault:
             self._num_untrainable += 1
             self._last_fault = fault
+            self._on_refused(group, "untrainable")
             raise
         self._num_untrainable = 0
 

@@ -1,17 +1,14 @@
 """Estimate the GPU memory of a step before the first one, and name the flags that reduce it if it does not fit.
 
 A pure function of sizes, testable without a GPU. An estimate only causes a warning. Called by `training.py`, and by
-`grpo.py` for `--plan`; also the host memory that is left for `checkpointing.py`.
+`grpo.py` for `--plan`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
-import sys
 from dataclasses import dataclass
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,9 +27,6 @@ from example_trainer.step import data_options
 from example_trainer.vllm_process import shares_gpu
 
 GIB = 2**30
-
-_MEMINFO = Path("/proc/meminfo")
-_CGROUP = Path("/sys/fs/cgroup")
 
 HEAD_BYTES = 3 * 2**29
 """A block of float32 logits (`head.GPU_CHUNK_BYTES`) and their gradient in bfloat16."""
@@ -182,26 +176,6 @@ def cure(sizes: Sizes, gpu_bytes: int) -> str:
                 flags.append(f"--max_microbatch_tokens {tokens}")
             return f"use {', '.join(flags)}"
     return "split it over more GPUs (torchrun), or train adapters (--lora true)"
-
-
-def free_host_bytes() -> int:
-    """Return this process's share of the memory that is left on the host or in the container (cgroup v2).
-
-    Files that the kernel keeps in memory count as free. Without /proc, all is.
-    """
-    if not _MEMINFO.is_file():
-        return sys.maxsize
-    free = _number(_MEMINFO, "MemAvailable:") * 1024
-    limit = _CGROUP / "memory.max"
-    if limit.is_file() and (text := limit.read_text().strip()) != "max":
-        used = int((_CGROUP / "memory.current").read_text())
-        free = min(free, int(text) - used + _number(_CGROUP / "memory.stat", "inactive_file"))
-    return free // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def _number(path: Path, name: str) -> int:
-    lines = path.read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(name))
 
 
 def plan(config: TrainerConfig) -> str:

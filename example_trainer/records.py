@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self, TextIO, get_args
+from typing import Any, BinaryIO, Self, get_args
 
 import msgspec
 import torch
@@ -62,14 +62,10 @@ class MetricsLog:
         self.path: Path = config.metrics_path or config.save_path / "metrics.jsonl"
         self.wandb_project, self.wandb_group = "", ""
         self._run: Any = None
-        self._file: TextIO | None = None
+        self._file: BinaryIO | None = None
         if not is_main:
             return
-        try:
-            last_step = cut_after(self.path, start)
-            self._file = self.path.open("a", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"--metrics_path {self.path}: {error.strerror}") from error
+        self._file, last_step = open_after(self.path, start, flag="metrics_path")
         if last is not None and last_step < start:
             self._append(last)
         if config.use_wandb and not config.wandb_project:
@@ -108,7 +104,7 @@ class MetricsLog:
     def _append(self, record: Mapping[str, Any]) -> dict[str, Any]:
         assert self._file is not None
         clean = finite(record)
-        self._file.write(json.dumps(clean) + "\n")
+        self._file.write(json.dumps(clean).encode() + b"\n")
         self._file.flush()
         return clean
 
@@ -222,27 +218,24 @@ class _RecordedStep(msgspec.Struct):
     step: int
 
 
-def cut_after(path: Path, step: int) -> int:
-    """Remove the lines after `step` and a last line that was cut off; return the last step that is left, 0 for none.
+def open_after(path: Path, step: int, *, flag: str) -> tuple[BinaryIO, int]:
+    """Remove the lines after `step` and a last line that was cut off; return the file and its last step, 0 for none.
 
-    Creates a missing file. Raises ConfigError for a line without a step, and OSError.
+    Raises ConfigError for a line without a step, and for a file that cannot be written; it names the flag.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     decoder = msgspec.json.Decoder(_RecordedStep)
     num_bytes = last_step = 0
-    # Truncate instead of rewriting, so that a crash loses no kept line.
-    with path.open("a+b") as file:
-        file.seek(0)
-        for line in file if step else ():
-            if not line.endswith(b"\n"):
-                break
-            try:
-                found = decoder.decode(line).step
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                what = f"{path} was not written by this trainer: {line!r:.100}"
-                raise ConfigError(what) from error
-            if found > step:
-                break
-            num_bytes, last_step = num_bytes + len(line), found
-        file.truncate(num_bytes)
-    return last_step
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a+b") as file:
+            file.seek(0)
+            for line in file if step else ():
+                if not line.endswith(b"\n") or (found := decoder.decode(line).step) > step:
+                    break
+                num_bytes, last_step = num_bytes + len(line), found
+            file.truncate(num_bytes)  # not written anew, so that a crash loses no kept line
+        return path.open("ab"), last_step
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} was not written by this trainer: {line!r:.100}") from error
+    except OSError as error:
+        raise ConfigError(f"--{flag} {path}: {error.strerror}") from error

@@ -14,7 +14,7 @@ from torch import Tensor
 from atroposlib.errors import AtroposError
 from atroposlib.scored_data import ScoredGroup
 from example_trainer.config import TrainerConfig
-from example_trainer.data import Batch, DataOptions, MicroBatch, Row, make_batch
+from example_trainer.data import Batch, DataOptions, MicroBatch, make_batch
 from example_trainer.gap import GapReport, LogprobGap
 from example_trainer.loss import (
     MAX_LOG_RATIO,
@@ -35,7 +35,7 @@ class NotFinite(AtroposError):
 
 
 class Peak(NamedTuple):
-    """The largest values at one position of a step; None if no position has one."""
+    """The largest values at one position of a step, None if no position has one; and what each group pushed."""
 
     ratio: float | None
     """Ratio of trainer to sampler, before any clip."""
@@ -43,6 +43,8 @@ class Peak(NamedTuple):
     """Absolute gradient of the loss with respect to the position's logprob, by the sum of all positions'."""
     group: int | None
     """Position in the batch of the group that has the largest share."""
+    group_shares: list[float]
+    """[num_groups] sums of the positions' shares; 0 without any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,47 +61,41 @@ class StepResult:
 
 
 class Peaks:
-    """Watches the logprobs of a step for its `Peak`; a few numbers per micro-batch, read when the step ends."""
+    """Watches the logprobs of a step for its `Peak`, on the device until the step ends; G groups."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, num_groups: int) -> None:
         self._world = policy.world
-        self._ratios: list[Tensor] = []
-        self._pushes: list[Tensor] = []
-        """Of each micro-batch: sum of the absolute gradients, the largest, and its sequence."""
-        self._pushed: list[Sequence[Row]] = []
+        self._ratio = torch.full((), -torch.inf, dtype=torch.float64, device=policy.device)
+        self._pushed_G, self._largest_G = self._ratio.new_zeros(2, num_groups)
+        """Sum and maximum of the absolute gradients."""
 
     def observe(self, micro_batch: MicroBatch, logprobs_N: Tensor) -> None:
         """Note the ratios now, and the gradient when the backward pass reaches the logprobs."""
         positions = micro_batch.positions
         gap_N = logprobs_N.detach() - positions.sampled_logprobs_N
-        self._ratios.append(gap_N.masked_fill(positions.is_supervised_N, -torch.inf).amax())
+        highest = gap_N.masked_fill(positions.is_supervised_N, -torch.inf).amax()
+        self._ratio = torch.maximum(self._ratio, highest)
+        groups_S = torch.tensor([row.origin.group for row in micro_batch.rows])
+        groups_N = groups_S.to(gap_N.device)[positions.sequence_N]
 
         def note(gradient_N: Tensor) -> None:
             push_N = gradient_N.abs().double()
-            largest, at = push_N.max(dim=0)
-            sequence = positions.sequence_N[at].double()
-            self._pushes.append(torch.stack([push_N.sum(), largest, sequence]))
-            self._pushed.append(micro_batch.rows)
+            self._pushed_G.index_add_(0, groups_N, push_N)
+            self._largest_G.scatter_reduce_(0, groups_N, push_N, "amax")
 
         logprobs_N.register_hook(note)
 
     def settle(self) -> Peak:
         """Return the peak over all processes, each of which must call it."""
-        ratios = torch.stack(self._ratios).tolist() if self._ratios else []
-        pushes = torch.stack(self._pushes).tolist() if self._pushes else []
-        most, group = 0.0, -1
-        for (_, largest, sequence), rows in zip(pushes, self._pushed, strict=True):
-            if largest > most:
-                most, group = largest, rows[int(sequence)].origin.group
-        total = sum(push[0] for push in pushes)
-        total = float(self._world.sum(torch.tensor(total, dtype=torch.float64)))
-        mine = torch.tensor([max(ratios, default=-math.inf), most], dtype=torch.float64)
-        ratio, highest = self._world.max(mine).tolist()
-        group = int(self._world.max(torch.tensor(group if most == highest else -1)))
+        ratio = float(self._world.max(self._ratio))
+        pushed = self._world.sum(self._pushed_G).tolist()
+        largest = self._world.max(self._largest_G).tolist()
+        total = sum(pushed)
         return Peak(
             ratio=math.exp(min(ratio, MAX_LOG_RATIO)) if ratio > -math.inf else None,
-            share=highest / total if total else None,
-            group=group if group >= 0 else None,
+            share=max(largest) / total if total else None,
+            group=largest.index(max(largest)) if total else None,
+            group_shares=[push / total if total else 0.0 for push in pushed],
         )
 
 
@@ -121,7 +117,7 @@ def take_step(
     frozen = reference if batch.lacks_reference else None
     names = (*LossShare._fields, *LogprobSums._fields, "router_sum")
     totals = torch.zeros(len(names), dtype=torch.float64, device=policy.device)
-    peaks = Peaks(policy)
+    peaks = Peaks(policy, batch.num_groups)
     for micro_batch, own, (share, clipped_N) in losses(policy, batch, config, frozen):
         if micro_batch.is_filler:
             continue

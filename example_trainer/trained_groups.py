@@ -1,7 +1,8 @@
-"""`trained_groups.jsonl`: the trainer's values at each trained token, for a few groups of every step.
+"""`group_fates.jsonl`: a line per received group; `trained_groups.jsonl`: each token of a few groups of every step.
 
-The values come from the training forward. They stay on the device until the step ends and are then copied to the CPU
-once. Every process draws the same groups and computes its share of their sequences; the first process writes the lines.
+A fate is "trained", the reason why most of a group's sequences were skipped, or why the hub got the group back. The
+tokens' values come from the training forward. They stay on the device until the step ends and are then copied to the
+CPU once. Every process draws the same groups and computes its share of their sequences; the first writes the lines.
 """
 
 from __future__ import annotations
@@ -18,41 +19,38 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from atroposlib.errors import ConfigError
 from atroposlib.scored_data import IGNORE_INDEX, ScoredGroup
 from example_trainer.config import TrainerConfig
 from example_trainer.data import Batch, MicroBatch, Row, SequenceOrigin
 from example_trainer.parallel import World
-from example_trainer.records import cut_after
+from example_trainer.records import open_after
 
 logger = logging.getLogger(__name__)
 
 FILE_NAME = "trained_groups.jsonl"
+FATES_NAME = "group_fates.jsonl"
 MAX_STEP_TOKENS = 2**18
 """Trained tokens recorded per step, unless one group alone has more."""
 MAX_FILE_BYTES = 2**30
-"""A trained token takes 30 to 40 bytes."""
+"""Of each file. A trained token takes 30 to 40 bytes, the fate of a group 100 to 140."""
 _DIGITS = 6
 """After the decimal point; float32 has no more for a logprob near -1."""
 
 
 class TrainedGroups:
-    """The file; a context manager. With `--trace_groups 0` it records nothing."""
+    """Both files, written by the first process; a context manager. With `--trace_groups 0` no tokens are recorded."""
 
     def __init__(self, config: TrainerConfig, world: World, *, start: int = 0) -> None:
-        """Open the file in the first process and keep only the lines of the first `start` steps."""
-        self.path = config.save_path / FILE_NAME
+        """Keep only the lines of the first `start` steps."""
         self._num_groups = config.trace_groups
         self._seed = config.seed
         self._world = world
-        self._file: BinaryIO | None = None
-        if not self._num_groups or not world.is_main:
-            return
-        try:
-            cut_after(self.path, start)
-            self._file = self.path.open("ab")
-        except OSError as error:
-            raise ConfigError(f"--save_path {self.path}: {error.strerror}") from error
+        self._last_step = start
+        self._files: dict[str, BinaryIO] = {}
+        names = [FATES_NAME, FILE_NAME] if self._num_groups else [FATES_NAME]
+        self._paths = {name: config.save_path / name for name in names if world.is_main}
+        for name, path in self._paths.items():
+            self._files[name], _ = open_after(path, start, flag="save_path")
 
     def begin(self, groups: Sequence[ScoredGroup], batch: Batch, *, step: int) -> StepTrace | None:
         """Draw groups with an id to record in `step`, the same in every process; None if there are none."""
@@ -67,32 +65,51 @@ class TrainedGroups:
             drawn[i] = groups[i]
         return StepTrace(drawn, batch, step=step, world=self._world) if drawn else None
 
-    def write(self, trace: StepTrace | None) -> None:
+    def write(
+        self,
+        trace: StepTrace | None,
+        groups: Sequence[ScoredGroup],
+        batch: Batch,
+        loss_shares: Sequence[float],
+        *,
+        step: int,
+    ) -> None:
         """Append the lines of a step; every process must call it."""
-        if trace is None:
-            return
-        lines = trace.lines()
-        if self._file is None:
-            return
-        text = b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
-        if self._file.tell() + len(text) > MAX_FILE_BYTES:
-            limit_mib = MAX_FILE_BYTES // 2**20
-            logger.warning("%s is full (%d MiB): later steps are left out", self.path, limit_mib)
-            self._close()
-            return
-        self._file.write(text)
-        self._file.flush()
+        self._append(FILE_NAME, [] if trace is None else trace.lines())
+        rows = zip(groups, batch.fates, loss_shares, strict=True)
+        self._append(FATES_NAME, [_fate(group, step, fate, share) for group, fate, share in rows])
+        self._last_step = step
 
-    def _close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+    def refuse(self, group: ScoredGroup, reason: str) -> None:
+        """Append the fate of a group of the next step that is not trained and given back to the hub."""
+        self._append(FATES_NAME, [_fate(group, self._last_step + 1, reason, 0.0)])
+
+    def _append(self, name: str, lines: Sequence[Mapping[str, Any]]) -> None:
+        if name not in self._files:
+            return
+        file = self._files[name]
+        text = b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
+        if file.tell() + len(text) > MAX_FILE_BYTES:
+            limit_mib = MAX_FILE_BYTES // 2**20
+            logger.warning(
+                "%s is full (%d MiB): later steps are left out", self._paths[name], limit_mib
+            )
+            self._files.pop(name).close()
+            return
+        file.write(text)
+        file.flush()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._close()
+        for file in self._files.values():
+            file.close()
+
+
+def _fate(group: ScoredGroup, step: int, fate: str, loss_share: float) -> dict[str, Any]:
+    of = {"group": group.group_id, "env_id": group.env_id, "step": step}
+    return of | {"fate": fate, "loss_share": round(loss_share, _DIGITS)}
 
 
 class StepTrace:

@@ -108,6 +108,7 @@ def train(config: TrainerConfig) -> None:
                 experiment=experiment,
                 require_trainable=partial(require_trainable, vocab_size=policy.vocab_size),
                 is_stopping=stopping.is_set,
+                on_refused=trained_groups.refuse,
                 on_no_batch=lambda: look_after(watch, publications, checkpoints),
             )
         enter(publications)
@@ -138,7 +139,9 @@ def train(config: TrainerConfig) -> None:
                     except NotFinite:
                         at_fault = groups_at_fault(policy, groups, config, reference)
                     else:
-                        trained_groups.write(trace)
+                        trained_groups.write(
+                            trace, groups, batch, result.peak.group_shares, step=step + 1
+                        )
                         break
                 num_refused += 1
                 refuse(feed, at_fault, groups, step=step + 1, num_refused=num_refused)

@@ -46,6 +46,12 @@ def _main(argv: Sequence[str]) -> None:
         metavar="N",
         help="show so many, those that block, are silent or lose most first (default: %(default)s)",
     )
+    look.add_argument(
+        "--run",
+        type=Path,
+        metavar="DIR",
+        help="also count the fates that this run's trainer recorded",
+    )
     given = parser.parse_args(list(argv))
     if given.command == "up":
         from atroposlib.cli.launch.up import up
@@ -57,23 +63,27 @@ def _main(argv: Sequence[str]) -> None:
         out = given.out or Path("jobs") / given.target
         print(render(given.file, target=given.target, out=out))
     else:
-        asyncio.run(
-            show_status(given.url, watch=given.watch, num_environments=max(0, given.environments))
-        )
+        num = max(0, given.environments)
+        asyncio.run(show_status(given.url, watch=given.watch, num_environments=num, run=given.run))
 
 
-async def show_status(url: str, *, watch: bool, num_environments: int) -> None:
-    """Print a hub's status once, or again and again."""
+async def show_status(
+    url: str, *, watch: bool, num_environments: int, run: Path | None = None
+) -> None:
+    """Print a hub's status once, or again and again; with `run`, what its trainer did with the groups."""
     from rich.console import Console, Group
     from rich.live import Live
 
     from atroposlib.cli.launch.status import HubReader, render_view
+    from atroposlib.frontend.run_files import fates_of, find_run_files
 
     console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
     async with HubReader(url) as hub:
 
         async def read() -> Group:
-            return render_view(await hub.read(num_environments=num_environments), url=hub.url)
+            view = await hub.read(num_environments=num_environments)
+            fates = None if run is None else await asyncio.to_thread(fates_of, find_run_files(run))
+            return render_view(view, url=hub.url, fates=fates)
 
         page = await read()
         if not watch:

@@ -22,8 +22,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 import uvicorn
+import xxhash
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import FileResponse, PlainTextResponse
+from fastapi.responses import PlainTextResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.routing import Route
 
@@ -31,6 +32,7 @@ from atroposlib.cli.run_api import listen
 from atroposlib.client import TrainerClient, TrainerNotRegistered, TrainerRegistration
 from atroposlib.config import parse_flags
 from atroposlib.errors import ConfigError, GroupError, HubError, HubRejected, cli_boundary, require
+from atroposlib.frontend.indexed_run import IndexedRun
 from atroposlib.frontend.page import Index, IndexRow, live_page, row_of
 from atroposlib.frontend.rendering import render
 from atroposlib.frontend.run_files import find_run_files, write_run_page
@@ -121,7 +123,7 @@ def serve_stored(sources: Sequence[Path], config: ViewConfig) -> int:
         tempfile.TemporaryDirectory(prefix="view-run-") as folder,
     ):
         page = StoredPage(sources, Path(folder) / "page.html", tokenizer)
-        page.path()  # a file that cannot be read is reported here
+        page.html()  # a file that cannot be read is reported here
         app = stored_app(page)
         port = listener.getsockname()[1]
         print(
@@ -134,42 +136,68 @@ def serve_stored(sources: Sequence[Path], config: ViewConfig) -> int:
 
 
 class StoredPage:
-    """The page of stored files, written again when they have changed."""
+    """The page of stored files, made again when they have changed."""
 
     def __init__(self, sources: Sequence[Path], target: Path, tokenizer: Any) -> None:
-        """`sources`: one run, or two to compare."""
+        """`sources`: one run, or two to compare; their groups are read when they are shown.
+
+        `target`: the page that was made last; that of an evaluation is whole.
+        """
         self._sources = sources
         self._target = target
         self._tokenizer = tokenizer
         self._signature: object = None
+        self._run: IndexedRun | None = None
         self._lock = threading.Lock()
-        """Held while the page is written: requests run in threads."""
+        """Held while files are read: requests run in threads."""
 
-    def path(self) -> Path:
+    def html(self) -> bytes:
         """Return the current page; ConfigError if the files cannot be read."""
         with self._lock:
             runs = [find_run_files(source) for source in self._sources]
             # Taken first: what is added meanwhile is shown next time.
             signature = [run.signature for run in runs]
             if signature != self._signature:
-                other = runs[1] if len(runs) > 1 else None
-                write_run_page(
-                    runs[0], self._target, other=other, tokenizer=self._tokenizer, render="render"
-                )
+                self._run = None
+                if any(run.samples for run in runs):
+                    other = runs[1] if len(runs) > 1 else None
+                    options = {"tokenizer": self._tokenizer, "render": "render"}
+                    write_run_page(runs[0], self._target, other=other, **options)
+                else:
+                    self._run = IndexedRun(*runs, tokenizer=self._tokenizer)
+                    chunks = f"chunk/{_name_of(signature)}/"
+                    self._target.write_bytes(self._run.page(chunks, render="render"))
                 self._signature = signature
-            return self._target
+            return self._target.read_bytes()
+
+    def chunk(self, version: str, number: int) -> bytes | None:
+        """Return a chunk of the page; None if the files have changed since the page was made."""
+        with self._lock:
+            is_same = self._run is not None and version == _name_of(self._signature)
+            return self._run.chunk(number) if is_same and self._run is not None else None
+
+
+def _name_of(signature: object) -> str:
+    return xxhash.xxh3_64_hexdigest(repr(signature).encode())
 
 
 def stored_app(page: StoredPage) -> FastAPI:
-    """Return the application that serves a page at `/`."""
+    """Return the application that serves a page at `/`, and its chunks."""
 
     def show(request: Request) -> Response:
         try:
-            return FileResponse(page.path(), media_type="text/html", headers=_NOT_STORED)
+            return Response(page.html(), media_type="text/html", headers=_NOT_STORED)
         except ConfigError as error:
             return PlainTextResponse(f"{error}\n", 500)
 
-    return FastAPI(routes=[Route("/", _guarded(show)), render_route()])
+    def chunk(request: Request) -> Response:
+        found = page.chunk(request.path_params["version"], request.path_params["number"])
+        if found is None:
+            return PlainTextResponse("the files have changed; load the page again\n", 409)
+        return Response(found, media_type="application/json", headers=_NOT_STORED)
+
+    part = Route("/chunk/{version}/{number:int}", _guarded(chunk))
+    return FastAPI(routes=[Route("/", _guarded(show)), part, render_route()])
 
 
 def _guarded(handler: Handler) -> Handler:

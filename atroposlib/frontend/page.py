@@ -119,16 +119,9 @@ def write_page(
                 logger.info("%s: %d groups so far", target, len(index.columns["id"]))
         if evaluation is not None:
             index.evaluation = evaluation.content()
-        num_groups = len(index.columns["id"])
-        head = {
-            "title": title,
-            "about": ". ".join(filter(None, [about, index.summary()])),
-            "num_groups": num_groups,
-            "charts": charts,
-            "compared": compared,
-            "live": None,
-            "render": render,
-        }
+        head = _head(
+            index, title=title, about=about, charts=charts, compared=compared, render=render
+        )
         with replacing(target) as file:
             for piece in _template():
                 if piece == "$chunks":
@@ -137,7 +130,7 @@ def write_page(
                 else:
                     file.write(_filled(piece, head=head, index=index))
             size = file.tell()
-    logger.info("%s: %d groups, %.1f MB", target, num_groups, size / 1e6)
+    logger.info("%s: %d groups, %.1f MB", target, len(index.columns["id"]), size / 1e6)
 
 
 def live_page(
@@ -145,9 +138,31 @@ def live_page(
 ) -> bytes:
     """Return a page without groups that asks the URL `poll` for them."""
     live = {"poll": poll, "every_s": every_s}
-    shown = {"title": title, "about": about, "num_groups": 0, "charts": []}
-    head = {**shown, "live": live, "render": render}
-    return b"".join(_filled(piece, head=head) for piece in _template())
+    head = {"title": title, "about": about, "live": live, "render": render}
+    return _page(head, Index())
+
+
+def indexed_page(
+    index: Index,
+    *,
+    title: str,
+    about: str,
+    chunks: str,
+    charts: Sequence[Chart],
+    compared: Compared | None,
+    render: str,
+) -> bytes:
+    """Return a page whose groups the viewer gets from the URL `chunks` and a chunk's number."""
+    head = _head(index, title=title, about=about, charts=charts, compared=compared, render=render)
+    return _page({**head, "chunks": chunks}, index)
+
+
+def _head(index: Index, *, about: str, **shown: Any) -> dict[str, Any]:
+    return {**shown, "about": ". ".join(filter(None, [about, index.summary()]))}
+
+
+def _page(head: Mapping[str, Any], index: Index) -> bytes:
+    return b"".join(_filled(piece, head=head, index=index) for piece in _template())
 
 
 def _template() -> list[str]:
@@ -155,8 +170,8 @@ def _template() -> list[str]:
     return re.split(r"(\$[a-z]+)", (_FOLDER / "viewer.html").read_text(encoding="utf-8"))
 
 
-def _filled(piece: str, *, head: Mapping[str, Any], index: Index | None = None) -> bytes:
-    """Return a piece of viewer.html as it stands in a page; without `index`, there are no groups."""
+def _filled(piece: str, *, head: Mapping[str, Any], index: Index) -> bytes:
+    """Return a piece of viewer.html as it stands in a page."""
     match piece:
         case "$title":
             return html.escape(head["title"]).encode()
@@ -165,7 +180,7 @@ def _filled(piece: str, *, head: Mapping[str, Any], index: Index | None = None) 
         case "$head":
             return msgspec.json.encode(head).replace(b"<", b"\\u003c")
         case "$index":
-            return b"" if index is None else _compressed(msgspec.json.encode(index.content()))
+            return _compressed(msgspec.json.encode(index.content()))
         case "$js":
             return b"\n".join(file.read_bytes() for file in sorted(_FOLDER.glob("viewer/*.js")))
         case "$chunks":
@@ -201,9 +216,10 @@ def _chunks(groups: Iterable[ViewGroup], index: Index) -> Iterator[list[_Member]
 
 
 _COLUMNS = (
-    *("id", "chunk", "environment", "item", "step", "score_mean", "score_min", "score_max"),
-    *("num_rollouts", "num_sequences", "length_mean", "length_correlation", "gap_mean"),
-    *("staleness", "advantage_max", "loss_share", "dropped", "preview"),
+    *("id", "chunk", "environment", "item_id", "item", "step", "policy_version"),
+    *("score_mean", "score_min", "score_max", "num_rollouts", "num_sequences"),
+    *("tokens_mean", "characters_mean", "length_correlation", "gap_mean", "staleness"),
+    *("advantage_max", "fate", "loss_share", "preview"),
 )
 
 
@@ -216,7 +232,7 @@ class Index:
         """What `evaluations.py` has for the first page."""
         self._ids: set[str] = set()
         self._environments: dict[str, int] = {}
-        self._reasons: dict[str, int] = {}
+        self._fates: dict[str, int] = {}
         self._score_sum, self._num_scores = 0.0, 0
 
     def add(self, row: IndexRow, *, chunk: int = 0) -> str:
@@ -232,7 +248,7 @@ class Index:
             "id": name,
             "chunk": chunk,
             "environment": _number_of(row.environment, self._environments),
-            "dropped": _number_of(row.dropped, self._reasons),
+            "fate": _number_of(row.fate, self._fates),
         }
         for column, values_of in self.columns.items():
             values_of.append(values[column])
@@ -254,7 +270,7 @@ class Index:
 
     def content(self) -> dict[str, Any]:
         """Return the columns and the names that two of them refer to."""
-        names = {"environments": list(self._environments), "reasons": list(self._reasons)}
+        names = {"environments": list(self._environments), "fates": list(self._fates)}
         answers = {"evaluation": self.evaluation} if self.evaluation else {}
         return {**self.columns, **names, **answers}
 
@@ -269,7 +285,7 @@ class IndexRow(NamedTuple):
 
     id: str
     environment: str | None
-    dropped: str | None
+    fate: str | None
     values: dict[str, Any]
     scores: list[float]
     """Of its rollouts, those that are finite."""
@@ -282,12 +298,15 @@ def row_of(group: ViewGroup) -> IndexRow:
         for number, each in enumerate(sequences)
         if (score := each.get("score")) is not None and math.isfinite(score)
     ]
-    by_sequence, rollouts = np.array([score for _, score in scored]), [of for of, _ in scored]
-    scores: list[float] = rollout_scores(by_sequence, np.array(rollouts, int))[0].tolist()
-    lengths = list(map(_length, sequences))
+    has_tokens = bool(sequences) and all(each.get("tokens") for each in sequences)
+    lengths = [len(each["tokens"]) if has_tokens else _characters(each) for each in sequences]
+    rollouts, scores = [of for of, _ in scored], [score for _, score in scored]
+    if len(set(rollouts)) < len(rollouts):
+        scores = rollout_scores(np.array(scores), np.array(rollouts, int))[0].tolist()
+        rollouts = sorted(set(rollouts))
     by_rollout = Counter[int]()
-    for number, each in enumerate(sequences):
-        by_rollout[each.get("rollout", number)] += lengths[number]
+    for number, (each, length) in enumerate(zip(sequences, lengths, strict=True)):
+        by_rollout[each.get("rollout", number)] += length
     gaps = [
         abs(trainer - sampled)
         for each in sequences
@@ -300,19 +319,20 @@ def row_of(group: ViewGroup) -> IndexRow:
     return IndexRow(
         str(group["id"]),
         group.get("environment"),
-        group.get("dropped"),
+        group.get("fate"),
         {
+            "item_id": group.get("item_id"),
             "item": _item_text(group),
             "step": group.get("step"),
+            "policy_version": group.get("policy_version"),
             "score_mean": _mean(scores),
             "score_min": min(scores, default=None),
             "score_max": max(scores, default=None),
             "num_rollouts": len({each.get("rollout", i) for i, each in enumerate(sequences)}),
             "num_sequences": len(sequences),
-            "length_mean": _mean(lengths),
-            "length_correlation": _correlation(
-                [by_rollout[of] for of in sorted(set(rollouts))], scores
-            ),
+            "tokens_mean": _mean(lengths) if has_tokens else None,
+            "characters_mean": None if has_tokens else _mean(lengths),
+            "length_correlation": _correlation([by_rollout[of] for of in rollouts], scores),
             "gap_mean": sum(gaps) / len(gaps) if gaps else None,
             "staleness": group.get("staleness"),
             "advantage_max": max(advantages, default=None),
@@ -334,10 +354,7 @@ def _correlation(lengths: Sequence[float], scores: Sequence[float]) -> float | N
     return round(correlation(lengths, scores), 3)
 
 
-def _length(sequence: Mapping[str, Any]) -> int:
-    """Return the number of tokens; without them of characters."""
-    if sequence.get("tokens"):
-        return len(sequence["tokens"])
+def _characters(sequence: Mapping[str, Any]) -> int:
     messages = sequence.get("messages") or ()
     return len(sequence.get("text") or "") + sum(len(text_in(m.get("content"))) for m in messages)
 

@@ -1,7 +1,8 @@
 """The files of a run as one page: groups, the trainer's metrics, and what it knows of the groups it trained.
 
 Files are recognised by the keys of their first line, because their names are settings. The trainer's lines
-(`trained_groups.jsonl`) join the groups by their group id. Only complete lines are read, so a run may be in progress.
+(`group_fates.jsonl`, `trained_groups.jsonl`) join the groups by their group id. Only complete lines are read, so a run
+may be in progress. What a trainer that began anew set aside in `earlier_run_<n>/` is another run's.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -18,7 +18,7 @@ import msgspec
 from atroposlib.errors import ConfigError
 from atroposlib.frontend.charts import charts_of
 from atroposlib.frontend.evaluations import Evaluation, stored_metrics
-from atroposlib.frontend.page import write_page
+from atroposlib.frontend.page import Compared, write_page
 from atroposlib.frontend.run_settings import compare_runs
 from atroposlib.frontend.view_groups import rounded, view_of_row, views_of_samples
 from atroposlib.frontend.vocabulary import Decode, decoder
@@ -30,10 +30,15 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+NOT_RECEIVED = "not received"
+"""Fate of a group that the trainer has not recorded: it is queued, or the hub or the environment dropped it."""
+NOT_TRACED = "not traced"
+"""Fate where the trainer recorded only the groups whose tokens it traced."""
+
 _DEPTH = 3
 """Folders below the run's own in which files are looked for: a trainer's save_path, a part's folder."""
 
-Kind: TypeAlias = Literal["groups", "samples", "metrics", "trained"]
+Kind: TypeAlias = Literal["groups", "samples", "metrics", "trained", "fates"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,11 +51,12 @@ class RunFiles:
     samples: list[Path] = field(default_factory=list)
     metrics: list[Path] = field(default_factory=list)
     trained: list[Path] = field(default_factory=list)
+    fates: list[Path] = field(default_factory=list)
 
     @property
     def signature(self) -> tuple[tuple[str, int, int], ...]:
         """Return a value that changes when a file does."""
-        paths = [*self.groups, *self.samples, *self.metrics, *self.trained]
+        paths = [*self.groups, *self.samples, *self.metrics, *self.trained, *self.fates]
         found = [(path, path.stat()) for path in paths]
         return tuple((str(path), stat.st_size, stat.st_mtime_ns) for path, stat in found)
 
@@ -69,7 +75,7 @@ def find_run_files(source: Path) -> RunFiles:
         kind = _kind_of(path)
         if kind is not None:
             found.setdefault(kind, []).append(path)
-    if not found.keys() - {"trained"}:
+    if not found.keys() - {"trained", "fates"}:
         raise ConfigError(
             f"{source}: its *.jsonl files hold no groups, samples of an evaluation or metrics of a trainer; "
             "environments write groups to --env.data_path_to_save_groups"
@@ -92,38 +98,48 @@ def write_run_page(
     Without a tokenizer, that of a model in the directory is used, if there is one. With `other`, the page has both
     runs: their curves in the same charts, the settings that differ, and the groups of both.
     """
+    decode = decode_of(files, tokenizer)
     runs = [files] if other is None else [files, other]
-    compared = None if other is None else compare_runs(files.source, other.source)
-    names = [files.source.resolve().name] if compared is None else compared.names
-    if tokenizer is None and files.source.is_dir():
-        tokenizer = _tokenizer_of(files.source)
-    decode = None if tokenizer is None else decoder(tokenizer)
-    steps = [[step for path in run.metrics for step in read_lines(path)] for run in runs]
-    num_steps = " and ".join(counted(len(each), "optimizer step") for each in steps)
-    said = [about, num_steps if any(steps) else ""]
-    groups = [view_groups(run, decode) for run in runs]
-    if compared is not None:
-        groups = list(map(_named, names, groups))
+    shown = shown_of(*runs, title=title, about=about)
+    groups = (
+        in_run(view, shown["compared"], number)
+        for number, run in enumerate(runs)
+        for view in view_groups(run, decode)
+    )
+    evaluation = _evaluation(files)
     try:
-        write_page(
-            target,
-            chain.from_iterable(groups),
-            title=title or " and ".join(names),
-            about=". ".join(filter(None, said)),
-            charts=charts_of(*steps),
-            compared=compared,
-            decode=decode,
-            evaluation=_evaluation(files),
-            render=render,
-        )
+        write_page(target, groups, **shown, decode=decode, evaluation=evaluation, render=render)
     except RecursionError as error:
         raise ConfigError(f"{files.source}: a value is nested too deeply") from error
 
 
-def _named(run: str, groups: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield the groups with the name of their run before that of their environment."""
-    for view in groups:
-        yield {**view, "environment": ": ".join(filter(None, [run, view.get("environment")]))}
+def decode_of(files: RunFiles, tokenizer: Any) -> Decode | None:
+    """Return the function that decodes tokens; `tokenizer` None: that of a model in the directory, if there is one."""
+    if tokenizer is None and files.source.is_dir():
+        tokenizer = _tokenizer_of(files.source)
+    return None if tokenizer is None else decoder(tokenizer)
+
+
+def shown_of(*runs: RunFiles, title: str | None = None, about: str = "") -> dict[str, Any]:
+    """Return what a page shows beside the groups: its title and line, the charts, and how two runs differ."""
+    compared = compare_runs(*(run.source for run in runs)) if len(runs) == 2 else None
+    names = compared.names if compared else [runs[0].source.resolve().name]
+    steps = [[step for path in run.metrics for step in read_lines(path)] for run in runs]
+    num_steps = " and ".join(counted(len(each), "optimizer step") for each in steps)
+    return {
+        "title": title or " and ".join(names),
+        "about": ". ".join(filter(None, [about, num_steps if any(steps) else ""])),
+        "charts": charts_of(*steps),
+        "compared": compared,
+    }
+
+
+def in_run(view: dict[str, Any], compared: Compared | None, number: int) -> dict[str, Any]:
+    """Return a view group, one of two runs with the name of its run before that of its environment."""
+    if compared is None:
+        return view
+    names = filter(None, [compared.names[number], view.get("environment")])
+    return {**view, "environment": ": ".join(names)}
 
 
 def _evaluation(files: RunFiles) -> Evaluation | None:
@@ -139,7 +155,7 @@ def _metrics_beside(samples: Path) -> Path:
 
 def view_groups(files: RunFiles, decode: Decode | None) -> Iterator[dict[str, Any]]:
     """Yield the view groups of a run, one at a time."""
-    trained = _Trained(files.trained)
+    trained = Trained(files)
     for path in files.groups:
         for number, row in enumerate(read_lines(path), start=1):
             view = view_of_row(row, name=f"line-{number}", decode=decode)
@@ -152,7 +168,12 @@ def view_groups(files: RunFiles, decode: Decode | None) -> Iterator[dict[str, An
 
 def _json_files(folder: Path) -> list[Path]:
     patterns = ["*/" * depth + "*.jsonl" for depth in range(_DEPTH + 1)]
-    return [path for pattern in patterns for path in sorted(folder.glob(pattern))]
+    found = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
+    return [
+        path
+        for path in found
+        if not any(part.startswith("earlier_run_") for part in path.relative_to(folder).parts)
+    ]
 
 
 def _kind_of(path: Path) -> Kind | None:
@@ -169,6 +190,8 @@ def _kind_of(path: Path) -> Kind | None:
         return "samples"
     if {"group_id", "step", "sequences"} <= keys:
         return "trained"
+    if {"fate", "step", "loss_share"} <= keys:
+        return "fates"
     return "metrics" if {"step", "reward_mean"} <= keys else None
 
 
@@ -180,13 +203,28 @@ def _tokenizer_of(folder: Path) -> Any:
     return None
 
 
-class _Trained:
-    """The lines of `trained_groups.jsonl`, read when a group needs its own: memory holds their places only."""
+def fates_of(files: RunFiles) -> dict[str, Fate]:
+    """Return the last fate of each group by its id; one without an id gets a number."""
+    found: dict[str, Fate] = {}
+    for path in files.fates:
+        with path.open("rb") as file:
+            for line in file:
+                if line.endswith(b"\n"):
+                    fate = _decoded(path, line, _fate)
+                    found[fate.group or f"unnamed-{len(found)}"] = fate
+    return found
 
-    def __init__(self, paths: list[Path]) -> None:
+
+class Trained:
+    """What the trainer recorded. Of `trained_groups.jsonl` memory holds the places of the lines only."""
+
+    def __init__(self, files: RunFiles) -> None:
+        self._fates = fates_of(files)
+        self._other = NOT_RECEIVED if files.fates else NOT_TRACED if files.trained else None
+        """The fate of a group without a line."""
         self._at: dict[str, tuple[Path, int]] = {}
         """File and first byte of the last line of each group id."""
-        for path in paths:
+        for path in files.trained:
             start = 0
             with path.open("rb") as file:
                 for line in file:
@@ -194,8 +232,16 @@ class _Trained:
                         self._at[_decoded(path, line, _group_id).group_id] = (path, start)
                     start += len(line)
 
+    def has_tokens_of(self, group_id: str) -> bool:
+        return group_id in self._at
+
     def add_to(self, view: dict[str, Any]) -> None:
-        """Add what the trainer knows of a view group, if it has it."""
+        """Add the fate of a view group, and what the trainer knows of its tokens, if it has it."""
+        view["fate"] = self._other
+        if fate := self._fates.get(view["id"]):
+            view |= {"step": fate.step, "fate": fate.fate, "loss_share": fate.loss_share}
+            if isinstance(view["policy_version"], int):
+                view["staleness"] = fate.step - 1 - view["policy_version"]
         place = self._at.get(view["id"])
         if place is None:
             return
@@ -220,6 +266,15 @@ class _TrainedSequence(msgspec.Struct):
     clipped: list[int] = []
 
 
+class Fate(msgspec.Struct):
+    """A line of `group_fates.jsonl`."""
+
+    step: int
+    fate: str
+    loss_share: float
+    group: str | None = None
+
+
 class _GroupId(msgspec.Struct):
     group_id: str
 
@@ -230,6 +285,7 @@ class _TrainedGroup(_GroupId):
     policy_version: int | None = None
 
 
+_fate = msgspec.json.Decoder(Fate)
 _group_id = msgspec.json.Decoder(_GroupId)
 _trained_group = msgspec.json.Decoder(_TrainedGroup)
 
@@ -238,7 +294,7 @@ def _decoded(path: Path, line: bytes, decoder: msgspec.json.Decoder[T]) -> T:
     try:
         return decoder.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: {line[:60]!r} is no trained group: {error}") from error
+        raise ConfigError(f"{path}: {line[:60]!r} is no line of a trainer: {error}") from error
 
 
 def add_training(view: dict[str, Any], line: _TrainedGroup) -> None:
@@ -248,8 +304,8 @@ def add_training(view: dict[str, Any], line: _TrainedGroup) -> None:
         view["policy_version"] = line.policy_version
         view["staleness"] = line.step - 1 - line.policy_version
     reasons = [entry.skipped for entry in line.sequences]
-    if all(reasons):
-        view["dropped"] = reasons[0] if reasons else None
+    if view["fate"] in (None, NOT_TRACED):  # a trainer that records no fates
+        view["fate"] = reasons[0] if reasons and all(reasons) else "trained"
     for entry in line.sequences:
         if 0 <= entry.index < len(view["sequences"]):
             _add_entry(view["sequences"][entry.index], entry)

@@ -8,6 +8,7 @@ faults.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import re
@@ -16,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
@@ -98,11 +100,89 @@ def view_of_row(
         "step": None,
         "policy_version": row.get("policy_version"),
         "staleness": None,
-        "dropped": None,
+        "fate": None,
+        "loss_share": None,
         "facts": _facts(row, scores[:count]),
         "images": list(dict.fromkeys(images)),
         "sequences": sequences,
     }
+
+
+class _Line(msgspec.Struct):
+    """The keys of a plain row that the index needs, arrays of tokens undecoded; another row does not decode as one."""
+
+    scores: list[int | float]
+    tokens: list[msgspec.Raw]
+    masks: list[msgspec.Raw]
+    messages: list[msgspec.Raw] | None = None
+    prompt: str | list[Any] | None = None
+    completions: list[str | None] | None = None
+    calls: msgspec.Raw = msgspec.Raw(b"")
+    group_id: str | None = None
+    environment: Any = None
+    item_id: Any = None
+    item: Any = None
+    policy_version: Any = None
+    rollout: None = None
+    advantages: None = None
+    overrides: None = None
+    group_overrides: None = None
+
+
+_line = msgspec.json.Decoder(_Line)
+_advantages_of = functools.lru_cache(2**16)(
+    lambda scores: group_advantages(np.array(scores)).tolist()
+)
+
+
+def quick_view(line: bytes, *, decode: Decode | None) -> dict[str, Any] | None:
+    """Return what the index needs of a view group, in a tenth of the time; None if it needs `view_of_row`."""
+    try:
+        row = _line.decode(line)
+        first = msgspec.json.decode(row.messages[0]) if row.messages else []
+        tokens = msgspec.json.decode(row.tokens[0]) if row.tokens else []
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    lengths = list(map(_plain_length, row.tokens))
+    trained = [
+        length - bytes(mask).count(b"-100")
+        for length, mask in zip(lengths, row.masks, strict=False)
+    ]
+    if not (
+        0 < len(row.scores) == len(lengths) == len(row.masks) == len(row.messages or lengths)
+        and lengths == list(map(_plain_length, row.masks))
+        and all(0 < num < length for num, length in zip(trained, lengths, strict=True))
+        and isinstance(first, list)
+        and all(isinstance(message, dict) for message in first)
+        and all(map(math.isfinite, row.scores))
+        and b'"continues"' not in bytes(row.calls)
+    ):
+        return None
+    shown = _conversation(
+        {"prompt": row.prompt, "completions": row.completions}, 0, first, tokens, decode
+    )
+    if shown["text"] is not None:
+        shown["text"] = DATA_URI.sub("[image]", shown["text"])
+    scores = tuple(map(float, row.scores))
+    return {
+        "id": row.group_id,
+        **{key: getattr(row, key) for key in ("environment", "item_id", "item", "policy_version")},
+        **dict.fromkeys(("step", "staleness", "fate", "loss_share")),
+        "sequences": [
+            {"score": score, "advantage": rounded(advantage), "tokens": range(length), **shown}
+            for score, advantage, length in zip(
+                scores, _advantages_of(scores), lengths, strict=True
+            )
+        ],
+    }
+
+
+def _plain_length(array: msgspec.Raw) -> int:
+    """Return the length of an encoded array of integers; -1 for another value, 0 for none."""
+    text = bytes(array)
+    if text.translate(None, b"-0123456789, ") != b"[]":
+        return -1
+    return text.count(b",") + 1 if len(text) > 2 else 0
 
 
 def view_of_group(group: ScoredGroup, *, decode: Decode | None = None) -> dict[str, Any] | None:

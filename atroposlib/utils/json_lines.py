@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from atroposlib.errors import ConfigError
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _ESCAPED = tuple((c.encode(), f"\\u{ord(c):04x}".encode()) for c in "\x85\u2028\u2029")
 """`str.splitlines` ends a line at these, JSON encoders leave them as they are, and a model may sample them."""
@@ -35,13 +37,20 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
     Raises ConfigError for a file that cannot be read and for another line that is no JSON object.
     """
+    return (row for _, row in placed_lines(path, decode_object))
+
+
+def placed_lines(path: Path, decode: Callable[[bytes], T]) -> Iterator[tuple[int, T]]:
+    """Yield the first byte of each line and what `decode` makes of it; as `read_lines`, `decode` raises ValueError."""
+    end = 0
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
+                start, end = end, end + len(line)
                 if not line.strip():
                     continue
                 try:
-                    yield decode_object(line)
+                    yield start, decode(line)
                 except ValueError as error:
                     if not line.endswith(b"\n"):
                         logger.warning("%s: the last line is incomplete and left out", path)

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from atroposlib.cli.launch.render import TARGETS, Target, render
+from atroposlib.cli.launch import TARGETS, Target
+from atroposlib.cli.launch.render import render
 from atroposlib.errors import ConfigError
 from tests.builders.rows import rows_in
 from tests.cli.helpers_launch import write_run

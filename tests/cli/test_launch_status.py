@@ -21,6 +21,7 @@ from atroposlib.cli.launch.supervisor import Program, launched
 from atroposlib.cli.launch.view import RunView
 from atroposlib.utils.json_lines import LineTail
 from tests.api.helpers_api import serving
+from tests.builders.rows import write_rows
 from tests.cli.helpers_cli import HubServer, text_group
 
 
@@ -49,6 +50,23 @@ def test_the_status_says_why_there_is_no_batch(
     hub.register(batch_size=4, resume_step=3)
     assert main(["status", hub.url]) == 0
     assert "resumed past 3 unknown steps" in capsys.readouterr().out
+
+
+def test_the_status_counts_the_fates_that_the_trainer_recorded(
+    hub: HubServer, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    hub.register()
+    fates = [
+        {"group": f"g{i}", "env_id": 0, "step": 1, "fate": fate, "loss_share": 0.5}
+        for i, fate in enumerate(["trained", "zero_advantage", "trained"])
+    ]
+    write_rows(tmp_path / "metrics.jsonl", {"step": 1, "reward_mean": 0.5})
+    write_rows(tmp_path / "checkpoints" / "group_fates.jsonl", *fates)
+    assert main(["status", hub.url, "--run", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "trainer: 3 groups = 2 trained + 1 zero_advantage, up to step 1" in said
+    assert main(["status", hub.url]) == 0
+    assert "trainer:" not in capsys.readouterr().out
 
 
 def test_the_status_shows_as_many_environments_as_asked_for_page_by_page(

@@ -160,7 +160,7 @@ class Course:
         assert self.engine.versions[-1] == str(self.num_steps)
         last = [self.num_steps - 2, self.num_steps][-KEEP_LAST:]
         assert sorted(path.name for path in self.save_path.iterdir()) == sorted(
-            ["final_model", "metrics.jsonl", "trained_groups.jsonl"]
+            ["final_model", "group_fates.jsonl", "metrics.jsonl", "trained_groups.jsonl"]
             + [f"step_{step}" for step in last]
         )
 

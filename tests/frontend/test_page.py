@@ -29,34 +29,35 @@ def test_a_page_holds_its_head_an_index_and_every_group_in_order(tmp_path: Path)
     assert page.head == {
         "title": "A run",
         "about": "About. 120 groups, 240 sequences, mean score 0.500",
-        "num_groups": 120,
         "charts": [asdict(chart)],
         "compared": None,
-        "live": None,
         "render": None,
     }
     assert page.groups == groups
     assert [len(chunk["groups"]) for chunk in page.chunks] == [GROUPS_PER_CHUNK] * 2 + [20]
-    assert {len(page.columns[name]) for name in ("id", "chunk", "preview", "dropped")} == {120}
+    assert {len(page.columns[name]) for name in ("id", "chunk", "preview", "fate")} == {120}
     row = {name: values[119] for name, values in page.columns.items() if len(values) == 120}
     assert row == {
         "id": "g119",
         "chunk": 2,
         "environment": 0,
+        "item_id": 119,
         "item": "119",
         "step": 14,
+        "policy_version": None,
         "score_mean": 0.5,
         "score_min": 0.0,
         "score_max": 1.0,
         "num_rollouts": 2,
         "num_sequences": 2,
+        "tokens_mean": None,
+        "characters_mean": 8.0,
         "length_correlation": 1.0,
-        "length_mean": 8.0,
         "gap_mean": None,
         "staleness": None,
         "advantage_max": 0.5,
+        "fate": -1,
         "loss_share": None,
-        "dropped": -1,
         "preview": "What is 119 + 1?",
     }
     assert [each.name for each in path.parent.iterdir()] == ["page.html"]
@@ -134,7 +135,7 @@ def test_groups_are_written_while_they_are_read(tmp_path: Path) -> None:
             yield Counted(id=f"g{i}", sequences=[{"score": 1.0}], number=i)
 
     write_page(tmp_path / "p.html", groups(), title="t", about="")
-    assert read_page(tmp_path / "p.html").head["num_groups"] == 300
+    assert len(read_page(tmp_path / "p.html").groups) == 300
 
 
 def test_a_long_page_says_how_far_it_is(

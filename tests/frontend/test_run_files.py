@@ -52,6 +52,11 @@ KEPT = {
 SKIPPED = {"index": 1, "skipped": "too_long"}
 
 
+def names(page: Page, column: str) -> list[str | None]:
+    """Return a column that holds numbers of names."""
+    return [None if i < 0 else page.columns[f"{column}s"][i] for i in page.columns[column]]
+
+
 def page_of(source: Path, **options: Any) -> Page:
     target = source.with_name("page.html")
     write_run_page(find_run_files(source), target, **options)
@@ -71,8 +76,7 @@ def test_what_the_trainer_knows_joins_the_groups_by_their_id(tmp_path: Path) -> 
     page = page_of(run)
     assert page.columns["step"] == [4, None, 3, None]
     assert page.columns["staleness"] == [1, None, 1, None]
-    assert page.columns["dropped"] == [0, -1, -1, -1]
-    assert page.columns["reasons"] == ["too_long"]
+    assert names(page, "fate") == ["too_long", "not traced", "trained", "not traced"]
     assert page.columns["gap_mean"] == [None, None, pytest.approx(0.025), None]
     first, second = page.groups[2]["sequences"]
     assert first["advantage"] == 0.75
@@ -83,6 +87,31 @@ def test_what_the_trainer_knows_joins_the_groups_by_their_id(tmp_path: Path) -> 
     assert first["clipped"] == [None, 0, 1]
     assert second["metrics"] == {"not trained": "too_long"}
     assert page.groups[2]["policy_version"] == 1
+
+
+def test_the_fates_of_all_groups_are_the_trainers_counts(tmp_path: Path) -> None:
+    """Tokens are traced of one group only; a group without a line has not reached the trainer."""
+    run = tmp_path / "run"
+    write_rows(run / "rollouts.jsonl", *(row(f"g{i}", policy_version=1) for i in range(5)))
+    fates = [("g0", "trained", 0.75), ("g1", "zero_advantage", 0.0), ("g2", "trained", 0.25)]
+    lines = [
+        {"group": name, "env_id": 0, "step": 3, "fate": fate, "loss_share": share}
+        for name, fate, share in [("g0", "zero_advantage", 0.0), *fates, ("g3", "not_finite", 0.0)]
+    ]
+    write_rows(run / "checkpoints" / "group_fates.jsonl", *lines, rest='{"group": "g4"')
+    write_rows(run / "checkpoints" / "trained_groups.jsonl", trained("g2", 3, KEPT, SKIPPED))
+    earlier = {"group": "g0", "env_id": 0, "step": 9, "fate": "untrained", "loss_share": 0.0}
+    write_rows(run / "checkpoints" / "earlier_run_1" / "group_fates.jsonl", earlier)
+    page = page_of(run)
+    found = ["trained", "zero_advantage", "trained", "not_finite", "not received"]
+    assert names(page, "fate") == found
+    assert page.columns["step"] == [3, 3, 3, 3, None]
+    assert page.columns["staleness"] == [1, 1, 1, 1, None]
+    assert page.columns["loss_share"] == [0.75, 0.0, 0.25, 0.0, None]
+    assert "trainer" in page.groups[2]["sequences"][0]
+    (run / "checkpoints" / "group_fates.jsonl").unlink()
+    (run / "checkpoints" / "trained_groups.jsonl").unlink()
+    assert page_of(run).columns["fates"] == []
 
 
 def test_a_line_of_the_trainer_for_another_sequence_adds_no_figures_of_tokens(
@@ -135,7 +164,7 @@ def test_a_line_of_the_trainer_that_is_none_is_one_error(
 ) -> None:
     write_rows(tmp_path / "run" / "g.jsonl", row("g0"))
     write_rows(tmp_path / "run" / "t.jsonl", trained("g1", 3), {**trained("g0", 3), **fault})
-    with pytest.raises(ConfigError, match="is no trained group"):
+    with pytest.raises(ConfigError, match="is no line of a trainer"):
         page_of(tmp_path / "run")
 
 
@@ -228,7 +257,7 @@ def test_a_line_that_is_no_object_is_named_and_leaves_an_earlier_page(tmp_path: 
         page_of(tmp_path / "g.jsonl")
     write_rows(tmp_path / "run" / "g.jsonl", row("g0"))
     write_rows(tmp_path / "run" / "trained_groups.jsonl", trained("g0", 3), rest='{"loss": NaN}\n')
-    with pytest.raises(ConfigError, match="NaN.* is no trained group"):
+    with pytest.raises(ConfigError, match="NaN.* is no line of a trainer"):
         write_run_page(find_run_files(tmp_path / "run"), tmp_path / "page.html")
     assert (tmp_path / "page.html").read_text() == "earlier"
     assert sorted(each.name for each in tmp_path.iterdir()) == ["g.jsonl", "page.html", "run"]

@@ -64,7 +64,8 @@ def test_a_row_of_process_is_shown_with_its_item_and_its_tokens() -> None:
         "step": None,
         "policy_version": 40,
         "staleness": None,
-        "dropped": None,
+        "fate": None,
+        "loss_share": None,
         "facts": {
             "model": "m",
             "sampling": {"temperature": 0.5},

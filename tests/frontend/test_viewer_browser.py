@@ -177,22 +177,23 @@ def viewer(chromium: Any) -> Iterator[Viewer]:
     yield Viewer(chromium)
     assert chromium.get_log("browser") == []
     loaded = chromium.execute_script("return performance.getEntriesByType('resource')")
-    assert [entry["name"] for entry in loaded if "/groups" not in entry["name"]] == []
+    own = ("/groups", "/chunk/", "/render")
+    assert [e["name"] for e in loaded if not any(part in e["name"] for part in own)] == []
     chromium.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
     chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 
 
 @pytest.fixture
 def page(tmp_path: Path) -> Path:
-    """A page of 40 groups: every fourth of `words`, every tenth dropped."""
+    """A page of 40 groups: every fourth of `words`, every tenth without an advantage."""
 
     def groups() -> Iterator[dict[str, Any]]:
         for i in range(40):
-            changes: dict[str, Any] = {}
+            changes: dict[str, Any] = {"fate": "trained"}
             if i % 4 == 0:
                 changes["environment"] = "words"
             if i % 10 == 9:
-                changes["dropped"] = "equal scores"
+                changes["fate"] = "zero_advantage"
             yield group(i, **changes)
 
     write_page(tmp_path / "run.html", groups(), title="A run", about="sums and words")
@@ -255,10 +256,187 @@ def test_filters_and_order_choose_the_rows_and_survive_a_reload(viewer: Viewer, 
     viewer.one("#more-filters summary").click()
     viewer.button("Clear the filters").click()
     viewer.until(lambda: viewer.one("#count").text == "40 groups")
-    Select(viewer.one("[name=fate]")).select_by_value("dropped: equal scores")
+    Select(viewer.one("[name=fate]")).select_by_value("zero_advantage")
     viewer.wait_for_rows(*(f"What is {i} + 1?" for i in (9, 19, 29, 39)))
     viewer.one("[name=item]").send_keys("29")
     viewer.wait_for_rows("What is 29 + 1?")
+    viewer.one("[name=item]").send_keys(Keys.BACKSPACE)  # a number is not a part of another
+    viewer.until(lambda: viewer.one("#count").text == "0 of 40 groups")
+
+
+EXPRESSIONS = {
+    'score < 0.5 and characters > 20 and env == "a"': [0],
+    "item == 1": [1],
+    "item == 11 or item == 1": [1, 3],
+    'item ~ "1"': [1, 3],
+    "not (score >= .5)": [0, 4],
+    'fate != "trained" and fate != ""': [2, 3, 4],
+    "loss_share > 2.5e-1": [1],
+    "step >= 1 and step <= 2": [2, 3],
+    "score > -1": [0, 1, 2, 3],
+    "score != 1": [0, 1, 2, 4],
+    "text ~ 'IS 11'": [3],
+    "id == 'g1' or env == \"a\" and step == 0": [0, 1],
+}
+FAULTS = {
+    "scor < 1": (0, "no field scor: score, "),
+    "score = 1": (6, "use == to compare"),
+    "score < ": (8, "expected a number, not the end"),
+    'score < "1"': (8, "expected a number"),
+    'env > "a"': (4, "env is a text: use ==, != or ~"),
+    "env == a": (7, "expected a text in quotes, not a"),
+    'env == "a': (7, "this text has no closing quote"),
+    "(score < 1": (10, "expected ), not the end"),
+    "score < 1 score": (10, "expected and, or, or the end"),
+    "score < 1 and": (13, "expected a field, not the end"),
+    "score < 1; alert(1)": (9, "; is not known here"),
+    "constructor == 1": (0, "no field constructor"),
+}
+
+
+@pytest.fixture
+def few(tmp_path: Path) -> Path:
+    """A page of five groups whose item ids are 0, 1, 2, 11 and "four"."""
+    fates = ["trained", "trained", "untrained", "too_long", "not received"]
+    groups = [
+        group(i, environment="ab"[i % 2], fate=fate, step=None if i == 4 else i // 2 + i // 3)
+        for i, fate in enumerate(fates)
+    ]
+    groups[0] |= {"step": 0, "loss_share": 0.25}
+    groups[1] |= {"step": 0, "loss_share": 0.75}
+    groups[2]["step"], groups[3]["step"] = 1, 2
+    groups[3] |= {**group(11), "id": "g3", "fate": "too_long", "step": 2, "environment": "b"}
+    groups[4]["item_id"] = "four"
+    for i, scores in enumerate([(0, 0), (0, 1), (0, 2), (1, 1), (None, None)]):
+        for sequence, score in zip(groups[i]["sequences"], scores, strict=True):
+            sequence["score"] = score
+    groups[2]["sequences"][1]["score"] = 1.5
+    return written(tmp_path, *groups)
+
+
+def test_an_expression_filters_exactly_and_is_no_code(viewer: Viewer, few: Path) -> None:
+    viewer.open(few)
+    viewer.until(viewer.rows)
+    for expression, expected in EXPRESSIONS.items():
+        viewer.run("go({where: arguments[0]})", expression)
+        assert viewer.run("return listed") == expected, expression
+        assert viewer.run("return document.querySelector('#where-fault').hidden"), expression
+
+
+def test_a_fault_of_an_expression_is_shown_at_its_place(viewer: Viewer, few: Path) -> None:
+    viewer.open(few)
+    viewer.until(viewer.rows)
+    field = viewer.one("[name=where]")
+    for expression, (place, message) in FAULTS.items():
+        field.clear()
+        field.send_keys(expression)
+        shown = viewer.one("#where-fault").text.split("\n")
+        assert shown[0] == expression
+        assert shown[1] == " " * place + "^", expression
+        assert shown[2].startswith(message), expression
+    viewer.until(lambda: viewer.one("#count").text == "5 groups")
+
+
+def test_names_of_fields_and_values_complete_an_expression(viewer: Viewer, few: Path) -> None:
+    viewer.open(few)
+    viewer.until(viewer.rows)
+    for typed, expected in {
+        "sco": ["score", "score_min", "score_max"],
+        "score < 1 and ste": ["score < 1 and step"],
+        "score < 1 a": ["score < 1 advantage", "score < 1 and"],
+        "env == ": ['env == "a"', 'env == "b"'],
+        'step > 1 and fate=="t': [
+            'step > 1 and fate == "trained"',
+            'step > 1 and fate == "too_long"',
+        ],
+    }.items():
+        field = viewer.one("[name=where]")
+        field.clear()
+        field.send_keys(typed)
+        offered = "return [...document.querySelectorAll('#words option')].map(o => o.value)"
+        assert viewer.run(offered) == expected, typed
+
+
+def items_page(path: Path) -> Path:
+    """Four items at policy versions 0 to 3, with the scores of their best and mean rollouts."""
+    best = {0: [0, 0, 0, 0], 1: [1, 1, 1, 1], 2: [0, 1, 1, 0], 3: [0, 0, 1, 1]}
+    groups = []
+    for version in range(4):
+        for item, scores in best.items():
+            one = group(item, id=f"v{version}i{item}", policy_version=version)
+            for sequence in one["sequences"]:
+                sequence["score"] = float(scores[version])
+            groups.append(one)
+    return written(path, *groups)
+
+
+def test_items_never_solved_or_forgotten_are_two_clicks_away(
+    viewer: Viewer, tmp_path: Path
+) -> None:
+    viewer.open(items_page(tmp_path))
+    viewer.until(viewer.rows)
+    viewer.one("#detail a[href*='items']").click()
+    viewer.until(lambda: "Items" in viewer.texts("h2"))
+    names = [row.split()[0] for row in viewer.texts(".items tbody tr")]
+    assert names == ["0", "2", "3", "1"]
+    assert [row.split()[1:4] for row in viewer.texts(".items tbody tr")][0] == ["4", "0.0", "%"]
+    assert len(viewer.all(".items tbody tr:first-child .strip a")) == 4
+    for label, expected in (
+        ("Never solved (1)", ["0"]),
+        ("Always solved (1)", ["1"]),
+        ("Forgotten (1)", ["2"]),
+    ):
+        viewer.button(label).click()
+        viewer.until(
+            lambda expected=expected: (
+                [row.split()[0] for row in viewer.texts(".items tbody tr")] == expected
+            )
+        )
+    viewer.one("[aria-label='Solved from a score of']").send_keys(Keys.BACKSPACE * 5, "2", Keys.TAB)
+    viewer.until(lambda: viewer.button("Never solved (4)"))
+
+
+def test_an_item_at_two_policy_versions_stands_side_by_side(viewer: Viewer, tmp_path: Path) -> None:
+    viewer.open(items_page(tmp_path), "view=items&items=forgotten")
+    viewer.until(lambda: "Items" in viewer.texts("h2"))
+    viewer.one(".items tbody th a").click()
+    viewer.until(lambda: len(viewer.all(".two > section")) == 2)
+    chosen = [
+        Select(each).first_selected_option.text
+        for each in viewer.all(".two select[aria-label$=group]")
+    ]
+    assert chosen == ["policy 0, mean score 0", "policy 3, mean score 0"]
+    Select(viewer.one("[aria-label='First group']")).select_by_visible_text(
+        "policy 2, mean score 1"
+    )
+    viewer.until(lambda: "first=v2i2" in viewer.state())
+    viewer.press(Keys.ESCAPE)
+    viewer.until(lambda: "Items" in viewer.texts("h2"))
+    assert "items=forgotten" in viewer.state()
+
+
+def test_the_items_of_50_000_groups_are_paged(viewer: Viewer, tmp_path: Path) -> None:
+    def groups() -> Iterator[dict[str, Any]]:
+        for i in range(50_000):
+            sequences = [{"score": float((i * 7 + j) % 3 == 0), "text": "a"} for j in range(2)]
+            yield {"id": f"g{i}", "item_id": i % 2000, "step": i // 128, "sequences": sequences}
+
+    write_page(tmp_path / "p.html", groups(), title="t", about="")
+    viewer.open(tmp_path / "p.html", "view=items")
+    viewer.until(lambda: "Items" in viewer.texts("h2"))
+    assert len(viewer.all(".items tbody tr")) == 50
+    viewer.until(lambda: "1 of 40" in viewer.one("#detail").text)
+    viewer.button("Next page").click()
+    viewer.until(lambda: "2 of 40" in viewer.one("#detail").text)
+    timed = "const began = performance.now(); {}; return performance.now() - began"
+    for what, limit_ms in {
+        "itemsOf.of = null; go({page: 3})": 1000,
+        "go({where: 'score < 0.5 and step > 100 and item != 5'})": 300,
+        "go({where: undefined, sort: 'low'})": 300,
+    }.items():
+        took_ms = viewer.run(timed.format(what))
+        print(what, took_ms, "ms")
+        assert took_ms < 4 * limit_ms  # of a busy machine
 
 
 def test_controls_that_change_nothing_are_hidden(viewer: Viewer, tmp_path: Path) -> None:
@@ -270,7 +448,7 @@ def test_controls_that_change_nothing_are_hidden(viewer: Viewer, tmp_path: Path)
     viewer.until(viewer.rows)
     viewer.one("#more-filters summary").click()
     shown = [field for field in viewer.all("#filters [name]") if field.is_displayed()]
-    assert [field.get_attribute("name") for field in shown] == ["q", "sort", "item"]
+    assert [field.get_attribute("name") for field in shown] == ["q", "sort", "where", "item"]
     values = [option.get_attribute("value") for option in Select(shown[1]).options]
     assert values == ["", "high", "low", "spread", "long"]
     viewer.open(tmp_path / "page.html", "step_from=2")
@@ -476,7 +654,7 @@ def test_hostile_text_is_shown_as_text(viewer: Viewer, tmp_path: Path) -> None:
     odd = {"role": EVIL, "name": EVIL, "content": [{"type": EVIL}, {"text": EVIL}]}
     call = {"function": {"name": EVIL, "arguments": EVIL}}
     sequences[0]["messages"] += [odd, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    fields = {"environment": EVIL, "dropped": EVIL, "item": EVIL, "facts": {EVIL: EVIL}}
+    fields = {"environment": EVIL, "fate": EVIL, "item": EVIL, "facts": {EVIL: EVIL}}
     shown = {**fields, "id": EVIL, "gold_answer": EVIL, "images": [EVIL], "sequences": sequences}
     charts = [Chart(EVIL, False, [Curve(0, EVIL, [1, 2], [0.0, 1.0], [])])]
     write_page(tmp_path / "p.html", [shown, group(2)], title=EVIL, about=EVIL, charts=charts)
@@ -767,12 +945,22 @@ def test_a_comparison_shows_what_changed_in_both_directions(viewer: Viewer, tmp_
 
 def test_the_overview_has_charts_and_leads_to_filters(viewer: Viewer, page: Path) -> None:
     groups = [
-        group(i, environment="ab"[i % 2], dropped="late" if i == 3 else None) for i in range(6)
+        group(i, environment="ab"[i % 2], fate="untrained" if i == 3 else "trained")
+        for i in range(6)
     ]
+    groups[0]["sequences"].append({"score": 1.0, "text": "right"})
     viewer.open(written(page.parent, *groups, charts=[curves("Mean reward", [0.0, 1.0])]))
     viewer.until(viewer.rows)
     assert viewer.texts("figcaption") == ["Mean reward"]
-    assert viewer.texts("tbody tr") == ["a 3 0.5 22", "b 3 0.5 22", "late 1"]
+    assert viewer.texts("tbody tr") == [
+        "a 3 0.571 20.1",
+        "b 3 0.500 22",
+        "trained 5 83.3 % 0.545",
+        "untrained 1 16.7 % 0.500",
+    ]
+    assert "mean score 0.538" in viewer.one("#about").text
+    assert "mean score\n0.538" in viewer.one("#detail .facts").text
+    assert "trained\n5" in viewer.one("#detail .facts").text
     viewer.all("tbody a")[-1].click()
     viewer.wait_for_rows("What is 3 + 1?")
 
@@ -854,13 +1042,9 @@ def test_a_finger_points_at_a_step_first_and_then_opens_it(viewer: Viewer, page:
 @pytest.mark.parametrize(
     "state",
     [
-        "",
-        "view=run",
-        "view=step&at=0",
-        "group=g1",
-        "group=g1&view=tokens",
-        "group=g1&view=diff",
-        "group=g1&view=rewards",
+        *("", "view=run", "view=step&at=0", "view=lengths", "where=score+%3C%3C+1"),
+        *("view=items", "view=items&first=g1&second=g2"),
+        *("group=g1", "group=g1&view=tokens", "group=g1&view=diff", "group=g1&view=rewards"),
     ],
 )
 @pytest.mark.parametrize("width", [390, 1280])
@@ -879,8 +1063,9 @@ def test_nothing_is_wider_than_the_screen(
     viewer.open(written(tmp_path, shown, group(2), decode=decode, charts=charts), state)
     viewer.until(lambda: viewer.all("#detail *"))
     assert viewer.run("return document.scrollingElement.scrollWidth") == width
-    assert viewer.one("#list").is_displayed() == (width == 1280 or state == "")
-    assert viewer.one("#detail").is_displayed() == (width == 1280 or state != "")
+    is_list = not state.startswith(("view", "group"))
+    assert viewer.one("#list").is_displayed() == (width == 1280 or is_list)
+    assert viewer.one("#detail").is_displayed() == (width == 1280 or not is_list)
 
 
 def test_the_page_is_dark_where_the_system_is(viewer: Viewer, page: Path) -> None:
@@ -992,7 +1177,21 @@ def test_a_served_page_asks_for_the_form_of_the_texts_it_shows(
         assert viewer.all(".card pre")  # the long text is shown as it is
         viewer.button("Raw").click()
         viewer.until(lambda: not viewer.all(".rendered"))
-        viewer.driver.execute_script("performance.clearResourceTimings()")  # its one request
+
+
+def test_a_served_run_reads_its_groups_when_they_are_shown(viewer: Viewer, tmp_path: Path) -> None:
+    rows = [{"scores": [1.0], "messages": [f"text {i}"], "group_id": f"g{i}"} for i in range(120)]
+    write_rows(tmp_path / "run" / "g.jsonl", *rows)
+    page = StoredPage([tmp_path / "run"], tmp_path / "page.html", None)
+    with serving_app(stored_app(page)) as url:
+        viewer.open(f"{url}/")
+        viewer.until(viewer.rows)
+        assert viewer.run("return unpacked.size") == 0
+        viewer.run("go({group: 'g119'})")
+        viewer.until(lambda: viewer.texts(".card pre") == ["text 119"])
+        assert viewer.run("return [...unpacked.keys()]") == [2]
+        viewer.one("[name=q]").send_keys("text 77")
+        viewer.wait_for_rows("text 77")
 
 
 def test_a_live_page_shows_new_groups_and_keeps_the_open_one(viewer: Viewer) -> None:
@@ -1017,12 +1216,13 @@ def test_a_live_page_shows_new_groups_and_keeps_the_open_one(viewer: Viewer) -> 
     with serving(handle) as url:
         viewer.open(url)
         viewer.wait_for_rows("What is 0 + 1?")
-        state = """return ['p', 'tbody tr', 'figcaption'].map(
+        state = """return ['.blocked', 'tbody tr', 'figcaption', '.curves'].map(
             kind => [...document.querySelectorAll(`#hub ${kind}`)].map(e => e.innerText.trim()))"""
         assert viewer.run(state) == [
             ["No batch: too few groups"],
             ["sums\tactive\t3 s\t5\t2\t4 min"],
-            ["queued groups 3"],  # the others do not change
+            ["queued groups\n3 min"],  # the others do not change
+            ["3"],
         ]
         viewer.one("#rows a").click()
         viewer.until(lambda: viewer.all(".card"))

@@ -15,7 +15,6 @@ from atroposlib.errors import AtroposError, EngineError
 from example_trainer import checkpointing
 from example_trainer.background import Background
 from example_trainer.feed import Leader
-from example_trainer.memory import free_host_bytes
 from example_trainer.model import Policy
 from example_trainer.step import take_step
 from example_trainer.training import train
@@ -174,23 +173,6 @@ def test_without_memory_for_a_copy_training_waits_for_the_checkpoint(
     for step, expected in enumerate(steps.weights, start=1):
         masters = load_file(config.save_path / f"step_{step}/training/rank_0.safetensors")
         assert all(torch.equal(masters[f"model.{n}"], value) for n, value in expected.items())
-
-
-@pytest.mark.parametrize(
-    ("limit", "processes", "expected"),
-    [("max", "1", 4096_000), ("3000000", "1", 2500_000), ("3000000", "2", 1250_000)],
-)
-def test_free_memory_is_that_of_the_host_or_of_the_container(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, processes: str, expected: int
-) -> None:
-    (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 4000 kB\n")
-    (tmp_path / "memory.max").write_text(f"{limit}\n")
-    (tmp_path / "memory.current").write_text("1000000\n")
-    (tmp_path / "memory.stat").write_text("anon 400000\ninactive_file 500000\n")
-    monkeypatch.setattr("example_trainer.memory._MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr("example_trainer.memory._CGROUP", tmp_path)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
-    assert free_host_bytes() == expected
 
 
 def test_the_next_job_waits_for_the_one_before_and_raises_its_error() -> None:

@@ -1,6 +1,7 @@
 """What the training forward computed for some groups of each step is kept, token by token."""
 
 import logging
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from atroposlib.scored_data import ScoredGroup
+from atroposlib.scored_data import IGNORE_INDEX, ScoredGroup
 from example_trainer import trained_groups
 from example_trainer.config import TrainerConfig
 from example_trainer.data import make_batch
@@ -21,7 +22,7 @@ from example_trainer.trained_groups import TrainedGroups
 from example_trainer.training import train
 from tests.builders.rows import rows_in
 from tests.trainer import helpers_trainer
-from tests.trainer.helpers_run import Configure, config_for, send
+from tests.trainer.helpers_run import Configure, config_for, ledger_of, send
 from tests.trainer.helpers_trainer import PROMPT, logprobs_of
 
 
@@ -48,8 +49,8 @@ def train_on(
             batch = make_batch(groups, data_options(config, policy))
             trace = log.begin(groups, batch, step=step + 1)
             gap = LogprobGap(policy, limit=None)
-            take_step(policy, optimizer, batch, config, step, gap, trace=trace)
-            log.write(trace)
+            result = take_step(policy, optimizer, batch, config, step, gap, trace=trace)
+            log.write(trace, groups, batch, result.peak.group_shares, step=step + 1)
 
 
 @pytest.mark.parametrize("packing", ["on", "off"])
@@ -145,7 +146,7 @@ def test_a_step_has_a_limit_of_tokens_but_always_a_group(
         with TrainedGroups(config, ALONE) as log:
             trace = log.begin(groups, batch, step=1)
             assert trace is not None
-            log.write(trace)
+            log.write(trace, groups, batch, [0.0] * 3, step=1)
         assert len(lines_of(config)) == expected
 
 
@@ -186,3 +187,57 @@ def test_groups_without_an_id_are_left_out(model_dir: Path, tmp_path: Path) -> N
     train_on(load_policy(config), config, groups, steps=1)
     train_on(load_policy(config), config, groups[:1], start=1, steps=2)
     assert [(line["step"], line["group_id"]) for line in lines_of(config)] == [(1, "g0")]
+
+
+def fates_of(config: TrainerConfig) -> list[dict[str, Any]]:
+    return rows_in(config.save_path / "group_fates.jsonl")
+
+
+def test_every_group_has_a_fate_and_its_share_of_the_loss(model_dir: Path, tmp_path: Path) -> None:
+    """Groups with the same scores and lengths push equally."""
+    config = config_for(model_dir, tmp_path, seq_len=30, trace_groups=1, max_microbatch_tokens=40)
+    equal, wide = make_group([1.0, 1.0]), make_group([1.0, 0.0], length=6)
+    long = make_group([1.0, 0.0], length=40)
+    named = [each.replace(group_id=f"g{i}") for i, each in enumerate((equal, wide, long, wide))]
+    train_on(load_policy(config), config, named, steps=1)
+    found = fates_of(config)
+    assert [(row["group"], row["step"], row["fate"]) for row in found] == [
+        ("g0", 1, "zero_advantage"),
+        ("g1", 1, "trained"),
+        ("g2", 1, "too_long"),
+        ("g3", 1, "trained"),
+    ]
+    assert [row["loss_share"] for row in found] == [0, 0.5, 0, 0.5]
+    assert len(lines_of(config)) == 1
+
+
+def test_fates_are_recorded_without_tokens_and_a_step_that_is_done_again_replaces_them(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    config = config_for(model_dir, tmp_path, trace_groups=0)
+    policy, groups = load_policy(config), pairs(3)
+    train_on(policy, config, groups, steps=4)
+    path = config.save_path / "group_fates.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"group": "cut')
+    train_on(policy, config, groups, start=2, steps=3)
+    assert [(row["step"], row["group"]) for row in fates_of(config)] == [
+        (step, f"g{i}") for step in (1, 2, 3) for i in range(3)
+    ]
+    assert not (config.save_path / "trained_groups.jsonl").exists()
+
+
+def test_the_fates_are_the_ledgers_sums_with_the_groups_that_were_given_back(
+    configure: Configure, hub_url: str
+) -> None:
+    groups = [*pairs(3), make_group([1.0, 1.0])]
+    masks = np.where(groups[0].masks >= 0, groups[0].masks + 1000, IGNORE_INDEX)
+    bad = groups[0].replace(tokens=groups[0].tokens + 1000, masks=masks)
+    send(hub_url, [bad, *groups])
+    config = configure(num_steps=2)
+    train(config)
+    counts = Counter(row["fate"] for row in fates_of(config))
+    assert counts == {"trained": 3, "zero_advantage": 1, "untrainable": 1}
+    assert ledger_of(hub_url) == {"trained": 4, "dead": 1}
+    by_step = Counter(row["step"] for row in fates_of(config) if row["fate"] != "untrainable")
+    metrics = rows_in(config.save_path / "metrics.jsonl")
+    assert by_step == {step["step"]: step["num_groups"] for step in metrics}

@@ -77,7 +77,8 @@ def test_a_run_trains_publishes_saves_and_records(
     assert steps[2]["loss"] is None
     assert engine.versions == ["0", "1", "2", "3"]
     saved = {path.name for path in config.save_path.iterdir()}
-    assert saved == {"final_model", "metrics.jsonl", "step_2", "step_3", "trained_groups.jsonl"}
+    records = {"metrics.jsonl", "group_fates.jsonl", "trained_groups.jsonl"}
+    assert saved == {"final_model", "step_2", "step_3"} | records
     assert {p.name for p in (tmp_path / "weights").iterdir()} == {"version_2", "version_3"}
     final = load_policy(config_for(config.save_path / "final_model", tmp_path))
     moved = [

@@ -329,7 +329,7 @@ def test_a_run_that_falls_behind_what_the_hub_still_holds_says_so_and_goes_on(
     assert ledger_of(hub_url) == {"trained": 12}
     assert [step for step, *_ in metrics_of(config)] == [1, 2, 3, 4]
     left = {path.name for path in config.save_path.iterdir()}
-    files = {"metrics.jsonl", "trained_groups.jsonl"}
+    files = {"metrics.jsonl", "group_fates.jsonl", "trained_groups.jsonl"}
     assert left == {"earlier_run_1", "final_model", "step_2", "step_4"} | files
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import ssl
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self, TypeVar
@@ -16,6 +17,7 @@ from rich.text import Text
 
 from atroposlib.api.schemas import MAX_PAGE, Explanation, HubStatus, Ledger, ReplicaStatus
 from atroposlib.errors import HubRejected, HubUnavailable
+from atroposlib.frontend.run_files import Fate
 from atroposlib.runtime.losses import listed
 from atroposlib.utils.wording import counted, without_users
 
@@ -151,8 +153,20 @@ def describe_queue(view: HubView) -> str:
     )
 
 
-def render_view(view: HubView, *, url: str) -> Group:
-    """Return the whole page of `atropos status`."""
+def describe_fates(fates: Mapping[str, Fate]) -> str:
+    """Return what the trainer did with the groups it received, in one line.
+
+    >>> describe_fates({"a": Fate(1, "trained", 1.0), "b": Fate(2, "untrained", 0.0)})
+    '2 groups = 1 trained + 1 untrained, up to step 2'
+    """
+    counts = Counter(each.fate for each in fates.values())
+    sum_ = " + ".join(f"{count:,} {fate}" for fate, count in counts.most_common())
+    last = max((each.step for each in fates.values()), default=0)
+    return f"{counted(len(fates), 'group')}{f' = {sum_}' if sum_ else ''}, up to step {last}"
+
+
+def render_view(view: HubView, *, url: str, fates: Mapping[str, Fate] | None = None) -> Group:
+    """Return the whole page of `atropos status`; `fates` are those of a run's trainer."""
     seen = view.explanation
     environments = Table(
         "environment", "state", "last seen", "queued", "buffered", "floor", box=None
@@ -180,6 +194,7 @@ def render_view(view: HubView, *, url: str) -> Group:
     lines = [where, describe_queue(view), batch, ledger]
     lines += [seen.refusal] if seen.refusal else []
     lines += [f"dead: {dead}"] if dead else []
+    lines += [] if fates is None else [f"trainer: {describe_fates(fates)}"]
     if seen.unknown_steps:
         again = "of which groups may be trained on again"
         lines.append(f"resumed past {counted(seen.unknown_steps, 'unknown step')}, {again}")

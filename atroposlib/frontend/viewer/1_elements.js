@@ -24,6 +24,8 @@ function figure(value) {
   return String(Number(value.toPrecision(3)));
 }
 
+const percent = (share) => (isNumber(share) ? `${(100 * share).toFixed(1)} %` : "\u2013");
+
 const signed = (value) => (isNumber(value) && value > 0 ? "+" : "") + figure(value);
 
 /** `1 group`, `2 groups`. */
@@ -116,4 +118,12 @@ function tabs(options, chosen, onchoose, label) {
   const button = ([value, name]) =>
     el("button", { type: "button", "aria-pressed": String(value === chosen), onclick: () => onchoose(value) }, name);
   return el("div", { class: "tabs", role: "group", "aria-label": label }, options.map(button));
+}
+
+/** A table that scrolls where it is too wide; the first cell of a row is its name, numbers are shown as figures. */
+function table(titles, rows, css = null) {
+  const shown = (cell) => (cell instanceof Node || typeof cell === "string" ? cell : figure(cell));
+  const line = ([name, ...cells]) => el("tr", {}, el("th", { scope: "row" }, name), cells.map((cell) => el("td", {}, shown(cell))));
+  return el("div", { class: "scrolled" }, el("table", { class: css },
+    el("thead", {}, el("tr", {}, titles.map((title) => el("th", { scope: "col" }, title)))), el("tbody", {}, rows.map(line))));
 }

@@ -2,12 +2,8 @@
 
 const head = JSON.parse(byId("head").textContent);
 const CHUNKS_KEPT = 4;
-const NO_COLUMNS = {
-  id: [], chunk: [], environment: [], item: [], step: [], score_mean: [], score_min: [], score_max: [], num_rollouts: [], num_sequences: [],
-  length_mean: [], length_correlation: [], gap_mean: [], staleness: [], advantage_max: [], loss_share: [], dropped: [], preview: [], environments: [], reasons: [],
-};
 
-let index = NO_COLUMNS;
+let index = { id: [], environments: [], fates: [] }; // the columns that Index in page.py names, once they are read
 let rowOfId = new Map();
 const unpacked = new Map(); // chunk number -> promise of {groups, vocabulary}, the least recently used first
 let live = null; // {groups, vocabulary} of a page that polls
@@ -39,7 +35,14 @@ async function textOfElement(id) {
   }
 }
 
-const chunkText = async (number) => inflate(await textOfElement(`chunk-${number}`));
+/** The JSON of a chunk: from the server of a run, or unpacked from this file. */
+async function chunkText(number) {
+  if (!head.chunks) return inflate(await textOfElement(`chunk-${number}`));
+  const answer = await fetch(head.chunks + number);
+  const content = await answer.text();
+  if (!answer.ok) throw new Error(content);
+  return content;
+}
 
 function chunk(number) {
   if (live) return live;

@@ -9,7 +9,8 @@ const SORTS = {
   spread: ["widest scores", (row) => index.score_max[row] - index.score_min[row]],
   gap: ["largest gap", (row) => index.gap_mean[row]],
   stale: ["stalest", (row) => index.staleness[row]],
-  long: ["longest", (row) => index.length_mean[row]],
+  long: ["longest", (row) => lengthOf(row)],
+  loss: ["largest share of its step", (row) => index.loss_share[row]],
   last: ["last step first", (row) => index.step[row]],
 };
 const negated = (value) => (isNumber(value) ? -value : null);
@@ -17,6 +18,7 @@ const negated = (value) => (isNumber(value) ? -value : null);
 let listed = []; // the rows that pass the filters, in order
 let scan = null; // {key, found, done, chunks, isRunning}: the search through the texts
 
+/** The rows that pass the fields of the form and the expression; an expression with a fault lets all pass. */
 function passesColumns() {
   const tests = [];
   const between = (column, from, to) => {
@@ -28,14 +30,12 @@ function passesColumns() {
     tests.push((row) => index.environment[row] === wanted);
   }
   if (state.fate) {
-    const wanted = index.reasons.indexOf(state.fate.replace(/^dropped: /, ""));
-    const fates = {
-      kept: (row) => index.dropped[row] < 0,
-      dropped: (row) => index.dropped[row] >= 0,
-    };
-    tests.push(fates[state.fate] ?? ((row) => index.dropped[row] === wanted));
+    const wanted = index.fates.indexOf(state.fate);
+    tests.push(state.fate === "not trained" ? (row) => fateOf(row) !== "trained" : (row) => index.fate[row] === wanted);
   }
-  if (state.item) {
+  if (/^\d+$/.test(state.item ?? "")) {
+    tests.push((row) => String(index.item_id[row]) === state.item);
+  } else if (state.item) {
     const isWanted = matcher(state.item);
     tests.push((row) => isWanted(index.item[row]) || isWanted(index.id[row]));
   }
@@ -45,22 +45,27 @@ function passesColumns() {
   }
   between(index.score_mean, state.score_from, state.score_to);
   between(index.step, state.step_from, state.step_to);
-  return index.id.map((_, row) => row).filter((row) => tests.every((test) => test(row)));
+  const { test } = parsedExpression(state.where ?? "");
+  if (test) tests.push(test);
+  return index.id.map((_, row) => row).filter((row) => tests.every((passes) => passes(row)));
 }
+
+const fateOf = (row) => index.fates[index.fate[row]];
+const lengthOf = (row) => index.tokens_mean[row] ?? index.characters_mean[row];
 
 function inOrder(rows) {
   const key = SORTS[state.sort]?.[1];
   if (!key) return head.live ? rows.toReversed() : rows;
-  const keys = new Map(rows.map((row) => [row, key(row)]));
-  const rank = (row) => (isNumber(keys.get(row)) ? keys.get(row) : -Infinity);
-  return rows.toSorted((a, b) => (rank(a) === rank(b) ? a - b : rank(b) - rank(a)));
+  const ranks = new Float64Array(index.id.length).fill(-Infinity);
+  for (const row of rows) if (isNumber(key(row))) ranks[row] = key(row);
+  return rows.toSorted((a, b) => ranks[b] - ranks[a] || a - b); // -Infinity less itself is no number
 }
 
 /** Apply the filters; a search is started where the query or the filters changed. */
 function updateList() {
   const rows = passesColumns();
   if (state.q) {
-    const key = JSON.stringify([state.q, state.env, state.fate, state.item, state.score_from, state.score_to, state.step_from, state.step_to, state.kind, index.id.length, index.id[0]]);
+    const key = JSON.stringify([LIST_FIELDS.map((name) => name !== "sort" && state[name]), index.id.length, index.id[0]]);
     if (scan?.key !== key) beginScan(key, rows);
     listed = inOrder(rows.filter((row) => scan.found.has(row)));
   } else {
@@ -155,16 +160,16 @@ function rowElement(row) {
   const environment = index.environments.length > 1 ? index.environments[index.environment[row]] : null;
   const details = [
     environment,
-    /^\d+/.test(index.item[row]) && `item ${parseInt(index.item[row], 10)}`,
+    isNumber(index.item_id[row]) && `item ${index.item_id[row]}`,
     isNumber(index.step[row]) && `step ${index.step[row]}`,
     index.num_rollouts[row] < index.num_sequences[row] && counted(index.num_rollouts[row], "rollout"),
     counted(index.num_sequences[row], "sequence"),
     isNumber(index.staleness[row]) && index.staleness[row] > 0 && `stale ${index.staleness[row]}`,
   ].filter(Boolean);
-  const reason = index.reasons[index.dropped[row]];
+  const fate = fateOf(row);
   return el("li", {}, el("a", { href: hashWith({ group: index.id[row], seq: undefined, pair: undefined }), "data-row": row },
     el("span", {}, el("bdi", { class: "preview" }, index.preview[row] || index.id[row]), figure(index.score_mean[row]), spreadBar(row)),
-    el("span", { class: "details" }, el("bdi", {}, details.join(" \u00b7 ")), reason && el("span", { class: "dropped" }, `dropped: ${reason}`)),
+    el("span", { class: "details" }, el("bdi", {}, details.join(" \u00b7 ")), fate !== "trained" && el("span", { class: "dropped" }, fate)),
   ));
 }
 

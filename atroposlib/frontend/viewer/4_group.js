@@ -124,7 +124,8 @@ function groupHeading(group, row) {
       el("button", { type: "button", disabled: place < 0 || place + 1 >= listed.length, onclick: () => openNeighbour(1) }, "Next"),
       el("button", { type: "button", onclick: copyLink }, "Copy link")),
     el("p", { class: "about" }, [group.environment, isNumber(group.step) && `step ${group.step}`, sampled, stale, `group ${group.id}`].filter(Boolean).join(" \u00b7 ")),
-    group.dropped && el("p", { class: "dropped" }, `Dropped: ${group.dropped}`),
+    group.fate && el("p", { class: group.fate === "trained" ? "about" : "dropped" },
+      `Fate: ${group.fate}${isNumber(group.loss_share) ? `, ${percent(group.loss_share)} of the step's gradient` : ""}`),
   );
 }
 

@@ -26,8 +26,13 @@ let trees = new Map(); // text of the open group -> its tree, null for a text wi
 let asked = new Map(); // text -> the boxes that show it until its tree comes
 
 function useTrees(group) {
-  trees = new Map(group.rendered ?? []);
+  trees = new Map();
   asked = new Map();
+  addTrees(group);
+}
+
+function addTrees(group) {
+  for (const [content, tree] of group.rendered ?? []) trees.set(content, tree);
 }
 
 const rendered = (tree) => el("div", { class: "rendered", dir: "auto" }, built(tree));

@@ -73,17 +73,17 @@ function chartsSection() {
 function settingsSection() {
   if (!head.compared) return null;
   const { names, settings, num_settings: count } = head.compared;
-  const said = (value) => el("span", {}, value === null ? "not set" : value);
   const title = count ? `Settings that differ: ${figure(settings.length)} of ${figure(count)}` : "Neither run has a recorded configuration.";
-  const rows = settings.map(([name, ...values]) => [name, null, ...values.map(said)]);
-  return settings.length ? fold(title, () => el("div", { class: "scrolled settings" }, table(["Setting", ...names], rows)), { open: settings.length <= 20 }) : el("p", {}, title);
+  const rows = settings.map(([name, ...values]) => [name, ...values.map((value) => value ?? "not set")]);
+  return settings.length ? fold(title, () => table(["Setting", ...names], rows, "settings"), { open: settings.length <= 20 }) : el("p", {}, title);
 }
 
 const curveName = (name, run) => (head.compared ? `${name}, ${head.compared.names[run]}` : name);
 const openStep = (step) => go({ view: "step", at: step, group: undefined, ...ofStep(step) });
 const ofStep = (step) => ({ step_from: step, step_to: step });
 
-function chart({ title, is_log: isLog, curves }, [first, last]) {
+/** A chart over steps; with `isTime` over seconds, where nothing is opened and the last values stand until one points. */
+function chart({ title, is_log: isLog, curves, isTime = false }, [first, last]) {
   const scaled = isLog ? Math.log10 : Number;
   const inSight = (points) => points.filter(([step]) => step >= first && step <= last);
   const raw = curves.map(({ steps, values }) => steps.map((step, i) => [step, scaled(values[i])]));
@@ -106,7 +106,7 @@ function chart({ title, is_log: isLog, curves }, [first, last]) {
       svg("text", { x: left - 5, y: yOf(mark) + 4, "text-anchor": "end" }, isLog ? String(Number((10 ** mark).toPrecision(2))) : String(mark)));
   }
   for (const step of ticks(first, last === first ? first + 1 : last, 5).filter(Number.isInteger)) {
-    drawing.append(svg("text", { x: xOf(step), y: height - 6, "text-anchor": "middle" }, String(step)));
+    drawing.append(svg("text", { x: xOf(step), y: height - 6, "text-anchor": "middle" }, isTime ? duration(step) : String(step)));
   }
   const names = [...new Set(curves.map(({ name }) => name))];
   const cssOf = ({ name, run }) => `curve-${(names.indexOf(name) + run * names.length) % 4} run-${run}`;
@@ -131,13 +131,14 @@ function chart({ title, is_log: isLog, curves }, [first, last]) {
     at = step;
     cursor.setAttribute("x1", step === null ? -9 : xOf(step));
     cursor.setAttribute("x2", step === null ? -9 : xOf(step));
-    stepShown.textContent = step === null ? "" : `step ${step}`;
+    stepShown.textContent = step === null ? "" : isTime ? duration(step) : `step ${step}`;
     curves.forEach((curve, number) => {
       const place = step === null ? -1 : nearest(curve.steps, step);
       values[number].textContent = curve.steps[place] === step ? figure(curve.values[place]) : "";
     });
   }
-  pointAt(null);
+  const rest = isTime ? last : null;
+  pointAt(rest);
   charts.push({ pointAt });
   const pointAll = (step) => charts.forEach((one) => one.pointAt(step));
   const nearestStep = (wanted) =>
@@ -145,6 +146,7 @@ function chart({ title, is_log: isLog, curves }, [first, last]) {
   let [from, seen] = [null, null]; // the steps where a drag began, and of the cursor then
   const listeners = {
     pointerdown: (event) => {
+      if (isTime) return;
       [from, seen] = [stepAt(event), at];
       drawing.setPointerCapture(event.pointerId);
     },
@@ -172,13 +174,13 @@ function chart({ title, is_log: isLog, curves }, [first, last]) {
       from = null;
       zoomed.setAttribute("width", 0);
     },
-    pointerleave: ({ pointerType }) => pointerType === "mouse" && from === null && pointAll(null),
+    pointerleave: ({ pointerType }) => pointerType === "mouse" && from === null && pointAll(rest),
     keydown: ({ key }) => {
       const steps = curves[0].steps;
       const place = at === null ? 0 : nearest(steps, at);
       const next = { ArrowRight: steps[place + (at !== null)], ArrowLeft: steps[place - 1] }[key];
       if (next !== undefined) pointAll(next);
-      else if (key === "Enter" && at !== null) openStep(at);
+      else if (key === "Enter" && at !== null && !isTime) openStep(at);
     },
   };
   for (const [name, listener] of Object.entries(listeners)) drawing.addEventListener(name, listener);
@@ -197,7 +199,7 @@ function stepPage() {
   const rows = index.id.flatMap((_, row) => (index.step[row] === step ? [row] : [])).sort((a, b) => weight(b) - weight(a));
   const share = (row) => isNumber(shares[row]) && el("span", { class: "share" }, el("span", { style: `width:${Math.min(100, 100 * shares[row])}%` }), `${figure(100 * shares[row])} %`);
   const shown = rows.slice(0, GROUPS_OF_STEP).map((row) =>
-    [index.preview[row] || index.id[row], { group: index.id[row] }, share(row), index.score_mean[row], index.advantage_max[row], index.gap_mean[row]]);
+    [link(index.preview[row] || index.id[row], { group: index.id[row], view: undefined }), share(row), index.score_mean[row], index.advantage_max[row], index.gap_mean[row]]);
   return [
     el("div", { class: "heading" }, el("h2", {}, `Step ${step}`), el("div", { class: "steps" },
       el("button", { type: "button", onclick: () => go({ view: "run", at: undefined, ...ofStep(undefined) }) }, "Back"),
@@ -206,6 +208,6 @@ function stepPage() {
     facts(found),
     rows.length ? el("p", { class: "about" }, `${counted(rows.length, "group")}${rows.length > GROUPS_OF_STEP ? `, the first ${GROUPS_OF_STEP}` : ""}, those with the largest share of the loss first`)
       : el("p", {}, "No group here is known to be of this step."),
-    ...(rows.length ? table(["Group", "Share of the loss", "Mean score", "Largest advantage", "Gap"], shown) : []),
+    rows.length > 0 && table(["Group", "Share of the loss", "Mean score", "Largest advantage", "Gap"], shown),
   ];
 }

@@ -30,14 +30,9 @@ function evaluationView({ metrics, rows }) {
   return [
     el("h2", {}, isComparison ? "Comparison" : "Evaluation"),
     first && el("p", { class: "result" }, el("strong", {}, result(first.name, first.value)), el("span", {}, `${title(first.name)}${about ? `: ${about}` : ""}`)),
-    metrics.length > 1 && fold(counted(metrics.length, "metric"), () => plainTable(titles, metrics.map((metric) => [title(metric.name), ...cells(metric)])), { open: metrics.length < 12 }),
+    metrics.length > 1 && fold(counted(metrics.length, "metric"), () => table(titles, metrics.map((metric) => [title(metric.name), ...cells(metric)])), { open: metrics.length < 12 }),
     ...answersTable(rows, isComparison),
   ].filter(Boolean);
-}
-
-function plainTable(titles, rows) {
-  const row = ([name, ...cells]) => el("tr", {}, el("th", { scope: "row" }, name), cells.map((cell) => el("td", {}, cell)));
-  return el("div", { class: "scrolled" }, el("table", {}, el("thead", {}, el("tr", {}, titles.map((title) => el("th", { scope: "col" }, title)))), el("tbody", {}, rows.map(row))));
 }
 
 /** Buttons for each kind of answer, and the answers of the one that is chosen. */
@@ -48,9 +43,10 @@ function answersTable(rows, isComparison) {
   const places = [...rows.kind.keys()].filter((place) => !state.kind || rows.kind[place] === state.kind);
   const optional = [["target", "Target"], ["read", isComparison ? "Read before \u2192 after" : "What was read"], ["tokens", "Tokens"], ["why", "Explanation"]]
     .filter(([name]) => rows[name].some((value) => value !== null));
-  const body = el("tbody");
   const more = el("button", { type: "button", class: "more", onclick: showMore });
   const titles = ["Item", isComparison ? "Change" : "Result", "Input", ...optional.map(([, title]) => title)];
+  const made = table(titles, [], "answers");
+  const body = made.querySelector("tbody");
   function showMore() {
     const shown = body.children.length;
     body.append(...places.slice(shown, shown + ANSWERS_AT_ONCE).map((place) => answerRow(rows, place, optional)));
@@ -60,7 +56,7 @@ function answersTable(rows, isComparison) {
   showMore();
   return [
     tabs(options, state.kind ?? "", (kind) => go({ kind: kind || undefined }), "Answers"),
-    el("div", { class: "scrolled" }, el("table", { class: "answers" }, el("thead", {}, el("tr", {}, titles.map((title) => el("th", { scope: "col" }, title)))), body)),
+    made,
     more,
   ];
 }
@@ -71,7 +67,7 @@ function answerRow(rows, place, optional) {
   const name = index.item[row].match(/^\d+(?= |$)/)?.[0] ?? index.id[row];
   const cell = ([column]) => el("td", { class: `of-${column}` }, isNumber(rows[column][place]) ? figure(rows[column][place]) : el("bdi", {}, rows[column][place] ?? "\u2013"));
   return el("tr", {},
-    el("th", { scope: "row" }, el("a", { href: hashWith({ group: index.id[row], view: undefined, seq: rows.seq[place] || undefined }) }, rows.seq[place] ? `${name} #${rows.seq[place] + 1}` : name)),
+    el("th", { scope: "row" }, link(rows.seq[place] ? `${name} #${rows.seq[place] + 1}` : name, { group: index.id[row], view: undefined, seq: rows.seq[place] || undefined })),
     el("td", {}, el("span", { class: `kind ${/(^| )wrong$|worse/.test(kind) ? "wrong" : /right$|better/.test(kind) ? "right" : ""}` }, kind)),
     el("td", { class: "of-input" }, el("bdi", {}, index.preview[row])),
     optional.map(cell));

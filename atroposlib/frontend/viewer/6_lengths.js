@@ -26,13 +26,13 @@ function lengthVerdict(rows) {
 }
 
 function scatter(rows) {
-  const points = rows.filter((row) => isNumber(index.score_mean[row]) && isNumber(index.length_mean[row]));
+  const points = rows.filter((row) => isNumber(index.score_mean[row]) && isNumber(lengthOf(row)));
   const { width, height, left, right, top, bottom } = wide.matches ? { ...CHART, width: 560, height: 260 } : CHART;
-  const xs = rangeOf(points.map((row) => index.length_mean[row]));
+  const xs = rangeOf(points.map((row) => lengthOf(row)));
   const ys = rangeOf(points.map((row) => index.score_mean[row]));
   const xOf = (value) => left + ((width - left - right) * (value - xs[0])) / (xs[1] - xs[0]);
   const yOf = (value) => height - bottom - ((height - top - bottom) * (value - ys[0])) / (ys[1] - ys[0]);
-  const places = points.map((row) => [xOf(index.length_mean[row]), yOf(index.score_mean[row])]);
+  const places = points.map((row) => [xOf(lengthOf(row)), yOf(index.score_mean[row])]);
   const label = el("p", { class: "about", role: "status" }, "mean length \u2192, mean score \u2191");
   const canvas = el("canvas", { width: 2 * width, height: 2 * height, role: "img", "aria-label": "mean score against mean length" });
   const pen = canvas.getContext("2d");
@@ -66,7 +66,7 @@ function scatter(rows) {
   canvas.addEventListener("pointermove", (event) => {
     const row = pointed(event);
     canvas.style.cursor = row === null ? "default" : "pointer";
-    if (row !== null) label.textContent = `mean length ${figure(index.length_mean[row])}, mean score ${figure(index.score_mean[row])}: ${index.preview[row] || index.id[row]}`;
+    if (row !== null) label.textContent = `mean length ${figure(lengthOf(row))}, mean score ${figure(index.score_mean[row])}: ${index.preview[row] || index.id[row]}`;
   });
   canvas.addEventListener("click", (event) => {
     const row = pointed(event);

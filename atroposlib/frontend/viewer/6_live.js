@@ -5,7 +5,8 @@ const CURVES = [["score", "mean score of the newest group"], ["queued", "queued 
 function showLive() {
   const box = byId("hub");
   if (!box) return;
-  box.replaceChildren(...[...hubState(head.hub), el("div", { class: "charts" }, CURVES.map(([name, title]) => curve(head.points ?? [], name, title)))]);
+  charts = [];
+  box.replaceChildren(...hubState(head.hub), el("div", { class: "charts" }, CURVES.map(([name, title]) => liveChart(head.points ?? [], name, title))));
 }
 
 function hubState(hub) {
@@ -20,28 +21,17 @@ function hubState(hub) {
       ["leased batches", figure(hub.leased_batches)], ["active environments", `${figure(hub.num_active)} of ${figure(hub.num_environments)}`],
       ["dead groups", Object.entries(hub.dead).map(([reason, count]) => `${reason} ${count}`).join(", ")],
     ]),
-    rows.length > 0 && plainTable(["Environment", "State", "Last seen", "Queued sequences", "Items in flight", "Oldest"], rows),
+    rows.length > 0 && table(["Environment", "State", "Last seen", "Queued sequences", "Items in flight", "Oldest"], rows),
   ].filter(Boolean);
 }
 
 const duration = (seconds) => (seconds < 120 ? `${figure(Math.round(seconds))} s` : `${figure(Math.round(seconds / 60))} min`);
 
-/** A curve over the time of the readings; null without two different numbers. */
-function curve(points, name, title) {
+/** A curve over the seconds since the first reading; null without two different values. */
+function liveChart(points, name, title) {
   const known = points.filter((point) => isNumber(point[name]));
   const values = known.map((point) => point[name]);
-  const [low, high] = [Math.min(...values), Math.max(...values)];
-  if (!(low < high)) return null;
-  const [from, to] = [known[0].time, known.at(-1).time];
-  const at = (point) => `${((300 * (point.time - from)) / (to - from)).toFixed(1)},${(84 - (78 * (point[name] - low)) / (high - low)).toFixed(1)}`;
-  const svg = (tag, attributes, ...inside) => {
-    const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
-    for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
-    element.append(...inside);
-    return element;
-  };
-  const label = `${title}: ${figure(values.at(-1))}, from ${figure(low)} to ${figure(high)} in ${duration(to - from)}`;
-  return el("figure", { class: "curve" }, el("figcaption", {}, `${title} `, el("strong", {}, figure(values.at(-1)))),
-    svg("svg", { viewBox: "0 0 300 90", role: "img", "aria-label": label, preserveAspectRatio: "none" }, svg("title", {}, label), svg("polyline", { points: known.map(at).join(" ") })),
-    el("small", {}, `${figure(low)} to ${figure(high)}, ${duration(to - from)}`));
+  if (new Set(values).size < 2) return null;
+  const steps = known.map(({ time }) => Math.round(time - points[0].time));
+  return chart({ title, curves: [{ run: 0, name: "", steps, values, outliers: [] }], isTime: true }, [steps[0], steps.at(-1)]);
 }

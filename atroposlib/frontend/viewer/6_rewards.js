@@ -12,7 +12,7 @@ function rewardsView(group) {
   const columns = names.filter(isPart);
   const { completions } = splitPrompt(group);
   const rows = group.sequences.map((sequence, number) =>
-    [sequenceName(sequence, number), { group: group.id, seq: number }, sequence.score, sequence.advantage, ...columns.map((name) => asNumber(notes[number][name]))]);
+    [link(sequenceName(sequence, number), { view: undefined, seq: number }), sequence.score, sequence.advantage, ...columns.map((name) => asNumber(notes[number][name]))]);
   const details = group.sequences.flatMap((sequence, number) => {
     const said = names.filter((name) => !isPart(name)).map((name) => [name, text(notes[number][name] ?? "")]);
     const turns = sequence.turn_rewards && rewardsOfTurns(sequence.turn_rewards, completions[number]);
@@ -21,7 +21,7 @@ function rewardsView(group) {
   });
   return [
     el("p", { class: "about" }, "The score of each completion beside what the environment noted of it."),
-    el("div", { class: "scrolled" }, table(["", "Score", "Advantage", ...columns], rows)),
+    table(["", "Score", "Advantage", ...columns], rows),
     el("div", { class: "completions" }, details),
   ];
 }

@@ -12,6 +12,8 @@ function hashWith(changes) {
   return `#${new URLSearchParams(fields)}`;
 }
 
+const link = (name, changes) => el("a", { href: hashWith(changes) }, name);
+
 /** Change the state. The browser's Back leads to the state before, except for what is typed. */
 function go(changes, { isTyped = false } = {}) {
   const hash = hashWith(changes);
@@ -34,9 +36,10 @@ function show() {
   showDetail({ keepPlace: isGroupSame }).catch(showError);
 }
 
-const LIST_FIELDS = ["q", "env", "item", "fate", "sort", "score_from", "score_to", "step_from", "step_to", "kind"];
+const LIST_FIELDS = ["q", "where", "env", "item", "fate", "sort", "score_from", "score_to", "step_from", "step_to", "kind"];
 
 async function showDetail({ keepPlace = false } = {}) {
+  if (!index.chunk) return; // not read yet
   document.body.dataset.show = state.group ? "group" : state.view in PAGES ? "run" : "list";
   if (!state.group) {
     shownGroup = null;
@@ -91,10 +94,16 @@ function showError(error) {
   byId("detail").replaceChildren(el("p", { class: "note", role: "alert" }, error.message));
 }
 
-// The overview: figures, charts, environments, reasons.
+// The overview: figures, charts, environments, fates.
 
 /** The pages that are about no group, by `view`. */
-const PAGES = { run: () => (index.evaluation ? evaluationView(index.evaluation) : overview()), step: stepPage, lengths: lengthsPage };
+const PAGES = {
+  __proto__: null,
+  run: () => (index.evaluation ? evaluationView(index.evaluation) : overview()),
+  step: stepPage,
+  lengths: lengthsPage,
+  items: () => (state.first && state.second ? twoGroupsPage() : itemsPage()),
+};
 
 function showRun() {
   if (state.group) return;
@@ -103,35 +112,40 @@ function showRun() {
 }
 
 function overview() {
-  const kept = index.dropped.filter((reason) => reason < 0).length;
-  const num = (column, wanted) => column.reduce((count, value) => count + (value === wanted ? 1 : 0), 0);
-  const environments = index.environments.map((name, number) => {
-    const rows = index.environment.flatMap((one, row) => (one === number ? [row] : []));
-    return [name, { env: name }, rows.length, mean(rows.map((row) => index.score_mean[row])), mean(rows.map((row) => index.length_mean[row]))];
-  });
-  const reasons = index.reasons.map((reason, number) => [reason, { fate: `dropped: ${reason}` }, num(index.dropped, number)]);
+  const rows = [...index.id.keys()];
+  const byName = (names, column) => {
+    const members = names.map(() => []);
+    for (const row of rows) members[column[row]]?.push(row);
+    return names.map((name, number) => [name, members[number]]);
+  };
+  const lengths = [["Mean tokens", index.tokens_mean], ["Mean characters", index.characters_mean]].filter(([, column]) => column.some(isNumber));
+  const environments = byName(index.environments, index.environment).map(([env, of]) =>
+    [link(env, { env, view: undefined }), of.length, meanScore(of), ...lengths.map(([, column]) => mean(of.map((row) => column[row])))]);
+  const fates = byName(index.fates, index.fate).map(([fate, of]) =>
+    [link(fate, { fate, view: undefined }), of.length, percent(of.length / rows.length), meanScore(of)]);
   return [
     el("h2", {}, "Overview"),
-    ...(head.live ? [el("div", { id: "hub" })] : []),
+    head.live && el("div", { id: "hub" }),
     facts([
-      ["groups", figure(index.id.length)],
-      ["sequences", figure(index.num_sequences.reduce((sum, count) => sum + count, 0))],
-      ["mean score", figure(mean(index.score_mean))],
-      ["kept", reasons.length ? figure(kept) : null],
+      ["groups", figure(rows.length)],
+      ["sequences", figure(rows.reduce((sum, row) => sum + index.num_sequences[row], 0))],
+      ["mean score", meanScore(rows)],
+      ["trained", index.fates.includes("trained") ? figure(rows.filter((row) => fateOf(row) === "trained").length) : null],
     ]),
-    el("nav", { class: "row", "aria-label": "Questions" }, el("a", { href: hashWith({ view: "lengths" }) }, "Reward against length")),
+    el("nav", { class: "row", "aria-label": "Questions" }, itemsLink(), link("Reward against length", { view: "lengths" })),
     settingsSection(),
     chartsSection(),
-    ...(environments.length > 1 ? table(["Environment", "Groups", "Mean score", "Mean length"], environments) : []),
-    ...(reasons.length ? table(["Dropped", "Groups"], reasons) : []),
+    environments.length > 1 && table(["Environment", "Groups", "Mean score", ...lengths.map(([title]) => title)], environments),
+    fates.length > 0 && table(["Fate", "Groups", "Share", "Mean score"], fates),
   ];
 }
 
-/** Rows of [name, filter it leads to or null, figures or elements...]. */
-function table(titles, rows) {
-  const row = ([name, filter, ...figures]) =>
-    el("tr", {}, el("th", { scope: "row" }, filter ? el("a", { href: hashWith({ ...filter, view: undefined }) }, name) : name), figures.map((value) => el("td", {}, value instanceof Node ? value : figure(value))));
-  return [el("table", {}, el("thead", {}, el("tr", {}, titles.map((title) => el("th", { scope: "col" }, title)))), el("tbody", {}, rows.map(row)))];
+/** Over rollouts, as in the line under the title. */
+function meanScore(rows) {
+  const scored = rows.filter((row) => isNumber(index.score_mean[row]));
+  const sumOf = (value) => scored.reduce((sum, row) => sum + value(row), 0);
+  const num = (row) => index.num_rollouts[row];
+  return scored.length ? (sumOf((row) => index.score_mean[row] * num(row)) / sumOf(num)).toFixed(3) : "\u2013";
 }
 
 // Filters and keys.
@@ -146,13 +160,13 @@ function fillOptions() {
     select.value = chosen;
   };
   fill(form.env, [["", "all"], ...index.environments.map((name) => [name, name])]);
-  fill(form.fate, [["", "all"], ["kept", "kept"], ["dropped", "dropped"], ...index.reasons.map((reason) => [`dropped: ${reason}`, `dropped: ${reason}`])]);
+  fill(form.fate, ["", ...index.fates, "not trained"].map((fate) => [fate, fate || "all"]));
   const isSortable = (key) => !key || index.id.some((_, row) => isNumber(key(row)));
   fill(form.sort, Object.entries(SORTS).filter(([, [, key]]) => isSortable(key)).map(([name, [title]]) => [name, title]));
   const [lowest, highest] = scoreScale();
   const isUseful = {
     env: index.environments.length > 1,
-    fate: index.reasons.length > 0,
+    fate: index.fates.length > 1,
     score: lowest !== highest,
     step: index.step.some(isNumber),
   };
@@ -165,7 +179,8 @@ function fillOptions() {
 function fillFilters() {
   const form = byId("filters").elements;
   for (const name of LIST_FIELDS) if (form[name] !== document.activeElement) form[name].value = state[name] ?? "";
-  const set = LIST_FIELDS.filter((name) => !["q", "sort"].includes(name) && state[name]);
+  checkExpression(form.where);
+  const set = LIST_FIELDS.filter((name) => !["q", "sort", "where"].includes(name) && state[name]);
   byId("more-filters").firstElementChild.textContent = ["Filters", ...set.map((name) => `${name.replace("_", " ")} ${oneLine(state[name], 30)}`)].join(" \u00b7 ");
   byId("clear").hidden = !set.length;
 }
@@ -185,6 +200,7 @@ function listenToFilters() {
     clearTimeout(waiting);
     waiting = setTimeout(() => go(Object.fromEntries(new FormData(form)), { isTyped: true }), 200);
   };
+  form.elements.where.addEventListener("input", ({ target }) => checkExpression(target));
   form.addEventListener("input", waitForMore);
   form.addEventListener("change", waitForMore);
   form.addEventListener("submit", (event) => event.preventDefault());
@@ -217,7 +233,8 @@ function nextColour() {
 }
 
 function goBack() {
-  if (state.view && !(state.group && state.view in PAGES)) go({ view: undefined, pair: undefined });
+  if (state.first && !state.group) go({ first: undefined, second: undefined });
+  else if (state.view && !(state.group && state.view in PAGES)) go({ view: undefined, pair: undefined });
   else if (state.group) go({ group: undefined });
 }
 
@@ -246,7 +263,7 @@ function showHead(shown) {
 function showIndex() {
   fillOptions();
   updateList();
-  showRun();
+  if (!state.group) showDetail({ keepPlace: true }).catch(showError);
 }
 
 async function start() {
@@ -260,13 +277,13 @@ async function start() {
   byId("scroller").addEventListener("scroll", () => showRows({ anew: false }), { passive: true });
   byId("open-keys").addEventListener("click", () => byId("keys").showModal());
   byId("open-run").addEventListener("click", () => go({ group: undefined, view: "run" }));
-  const packed = byId("index").textContent.trim();
-  if (packed) useIndex(JSON.parse(await inflate(packed)));
+  useIndex(JSON.parse(await inflate(byId("index").textContent)));
   if (head.live) await poll();
   showIndex();
   fillFilters();
+  if (!state.group) return;
   await showDetail();
-  if (state.group) scrollToRow(rowOfId.get(state.group));
+  scrollToRow(rowOfId.get(state.group));
 }
 
 start().catch(showError);

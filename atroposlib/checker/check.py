@@ -249,10 +249,10 @@ class _Check(Execution):
                 self._done(f"item {index} tried")
         except BudgetEnded:
             has_time = False
-        self._note_stated_golds()
         tools.judge()
         self.earnings.judge_answers()
         self.earnings.judge_rewards(has_fatal=bool(self.fatal))
+        self._ask_about_stated_golds()
         await judge_leaks(self)
         judge_stalls(self)
         await self._evaluate(folder)
@@ -377,14 +377,14 @@ class _Check(Execution):
             asked += probes.restated(result)
         return asked
 
-    def _note_stated_golds(self) -> None:
-        """Note gold answers that stand in their own prompts and not in those of other items."""
+    def _ask_about_stated_golds(self) -> None:
+        """Pass no environment whose gold answers stand in their own prompts and not in those of other items."""
         golds = {i: gold_result(self.env, self.items[i]) or "" for i in self.prompts}
         own = [i for i, gold in golds.items() if gold and gold in self.prompts[i]]
         others = [i for i in own for j, text in self.prompts.items() if i != j and golds[i] in text]
         if len(golds) > 1 and len(own) > len(golds) / 2 and not others:
             what = f"{len(own)} of {len(golds)} gold answers stand in their own prompts and in no other"
-            self.report.note("copy_unrewarded", f"{what}: is the task to find them there?")
+            self.report.skip(f"{what}: is the task to find them there?", "copy_unrewarded")
 
     async def _judge(self, telling: Run, asked: Sequence[probes.Probe]) -> None:
         index, bad = telling.item, telling.worst_answer()

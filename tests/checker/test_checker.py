@@ -114,6 +114,23 @@ def test_a_rule_passes_only_with_something_that_could_break_it() -> None:
             assert bool(finding.why_not_checked) is not has_looked, finding
 
 
+def test_gold_answers_that_stand_in_their_prompts_are_asked_about() -> None:
+    class Telling(Products):
+        def prompt(self, row: Any) -> str:
+            return f"Write {row['question']} as {row['answer']}."
+
+        def gold_answer(self, row: Any) -> str:
+            return str(row["answer"])
+
+        def score(self, row: Any, answer: str) -> float:
+            return float(answer.strip() == row["answer"])
+
+    report = check(Telling)
+    assert report.failed == []
+    assert report.not_checked == ["copy_unrewarded"]
+    assert "not checked: 2 of 2 gold answers stand in their own prompts" in report.to_text()
+
+
 def test_what_cannot_be_judged_is_not_passed() -> None:
     unseen = ["copy_unrewarded", "restatement_unrewarded", "variants_rewarded"]
     does_not_apply = ["rows_work", "evaluation_held_out", "tools_work", *unseen]

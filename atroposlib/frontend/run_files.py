@@ -138,8 +138,8 @@ def in_run(view: dict[str, Any], compared: Compared | None, number: int) -> dict
     """Return a view group, one of two runs with the name of its run before that of its environment."""
     if compared is None:
         return view
-    names = filter(None, [compared.names[number], view.get("environment")])
-    return {**view, "environment": ": ".join(names)}
+    names = [compared.names[number], view.get("environment")]
+    return {**view, "environment": ": ".join(str(name) for name in names if name)}
 
 
 def _evaluation(files: RunFiles) -> Evaluation | None:

@@ -94,6 +94,22 @@ def test_the_index_and_the_chunks_are_those_of_the_whole_page(
     ]
 
 
+def test_the_index_of_two_runs_is_that_of_their_page(run: Path, tmp_path: Path) -> None:
+    write_rows(tmp_path / "other" / "g.jsonl", row("plain", environment="b"), row("received"))
+    runs = find_run_files(run), find_run_files(tmp_path / "other")
+    write_run_page(runs[0], tmp_path / "whole.html", other=runs[1])
+    whole = read_page(tmp_path / "whole.html")
+    indexed = IndexedRun(*runs)
+    (tmp_path / "served.html").write_bytes(indexed.page("chunk/", render="render"))
+    served = read_page(tmp_path / "served.html")
+    for name in ("id", "environment", "environments", "fate", "fates", "length_correlation"):
+        assert served.columns[name] == whole.columns[name]
+    assert served.head["compared"]["names"] == whole.head["compared"]["names"] == ["run", "other"]
+    last = json.loads(indexed.chunk(served.columns["chunk"][-1]))["groups"][-2:]
+    assert last == whole.groups[-2:]
+    assert [each["environment"] for each in last] == ["other: b", "other"]
+
+
 def test_plain_rows_are_read_without_decoding_their_tokens(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

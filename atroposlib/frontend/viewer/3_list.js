@@ -21,10 +21,6 @@ let scan = null; // {key, found, done, chunks, isRunning}: the search through th
 /** The rows that pass the fields of the form and the expression; an expression with a fault lets all pass. */
 function passesColumns() {
   const tests = [];
-  const between = (column, from, to) => {
-    if (from !== "" && from !== undefined) tests.push((row) => isNumber(column[row]) && column[row] >= Number(from));
-    if (to !== "" && to !== undefined) tests.push((row) => isNumber(column[row]) && column[row] <= Number(to));
-  };
   if (state.env) {
     const wanted = index.environments.indexOf(state.env);
     tests.push((row) => index.environment[row] === wanted);
@@ -43,8 +39,6 @@ function passesColumns() {
     const wanted = rowsOfKind(state.kind);
     tests.push((row) => wanted.has(row));
   }
-  between(index.score_mean, state.score_from, state.score_to);
-  between(index.step, state.step_from, state.step_to);
   const { test } = parsedExpression(state.where ?? "");
   if (test) tests.push(test);
   return index.id.map((_, row) => row).filter((row) => tests.every((passes) => passes(row)));

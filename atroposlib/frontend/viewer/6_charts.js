@@ -79,8 +79,7 @@ function settingsSection() {
 }
 
 const curveName = (name, run) => (head.compared ? `${name}, ${head.compared.names[run]}` : name);
-const openStep = (step) => go({ view: "step", at: step, group: undefined, ...ofStep(step) });
-const ofStep = (step) => ({ step_from: step, step_to: step });
+const openStep = (step) => go({ view: "step", at: step, group: undefined, where: `step == ${step}` });
 
 /** A chart over steps; with `isTime` over seconds, where nothing is opened and the last values stand until one points. */
 function chart({ title, is_log: isLog, curves, isTime = false }, [first, last]) {
@@ -202,7 +201,7 @@ function stepPage() {
     [link(index.preview[row] || index.id[row], { group: index.id[row], view: undefined }), share(row), index.score_mean[row], index.advantage_max[row], index.gap_mean[row]]);
   return [
     el("div", { class: "heading" }, el("h2", {}, `Step ${step}`), el("div", { class: "steps" },
-      el("button", { type: "button", onclick: () => go({ view: "run", at: undefined, ...ofStep(undefined) }) }, "Back"),
+      el("button", { type: "button", onclick: () => go({ view: "run", at: undefined, where: undefined }) }, "Back"),
       el("button", { type: "button", onclick: () => openStep(step - 1) }, "Previous"),
       el("button", { type: "button", onclick: () => openStep(step + 1) }, "Next"))),
     facts(found),

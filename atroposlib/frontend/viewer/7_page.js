@@ -36,7 +36,7 @@ function show() {
   showDetail({ keepPlace: isGroupSame }).catch(showError);
 }
 
-const LIST_FIELDS = ["q", "where", "env", "item", "fate", "sort", "score_from", "score_to", "step_from", "step_to", "kind"];
+const LIST_FIELDS = ["q", "where", "env", "item", "fate", "sort", "kind"];
 
 async function showDetail({ keepPlace = false } = {}) {
   if (!index.chunk) return; // not read yet
@@ -163,16 +163,7 @@ function fillOptions() {
   fill(form.fate, ["", ...index.fates, "not trained"].map((fate) => [fate, fate || "all"]));
   const isSortable = (key) => !key || index.id.some((_, row) => isNumber(key(row)));
   fill(form.sort, Object.entries(SORTS).filter(([, [, key]]) => isSortable(key)).map(([name, [title]]) => [name, title]));
-  const [lowest, highest] = scoreScale();
-  const isUseful = {
-    env: index.environments.length > 1,
-    fate: index.fates.length > 1,
-    score: lowest !== highest,
-    step: index.step.some(isNumber),
-  };
-  for (const field of document.querySelectorAll("[data-field]")) {
-    field.hidden = !isUseful[field.dataset.field] && ![...field.querySelectorAll("[name]")].some(({ name }) => state[name]);
-  }
+  for (const [name, names] of [["env", index.environments], ["fate", index.fates]]) form[name].parentElement.hidden = names.length < 2 && !state[name];
 }
 
 /** Show the state in the fields, except in the one that is typed into. */
@@ -181,7 +172,7 @@ function fillFilters() {
   for (const name of LIST_FIELDS) if (form[name] !== document.activeElement) form[name].value = state[name] ?? "";
   checkExpression(form.where);
   const set = LIST_FIELDS.filter((name) => !["q", "sort", "where"].includes(name) && state[name]);
-  byId("more-filters").firstElementChild.textContent = ["Filters", ...set.map((name) => `${name.replace("_", " ")} ${oneLine(state[name], 30)}`)].join(" \u00b7 ");
+  byId("more-filters").firstElementChild.textContent = ["Filters", ...set.map((name) => `${name} ${oneLine(state[name], 30)}`)].join(" \u00b7 ");
   byId("clear").hidden = !set.length;
 }
 

@@ -101,6 +101,7 @@ UNSTEADY = (
     (r"\d\d:\d\d:\d\d(?= [IWE] )", "TIME"),
     (r"TIME W Inference server .*\n(  .*\n)*", ""),  # on a busy machine
     (r"We couldn't connect(.|\n)*?files(?=;)", "REASON"),  # of transformers
+    (r"data/task_\d+", "data/task"),  # the commands before have written others
     (r"\d{8}-\d{6}", "DATE-TIME"),
     (r"127\.0\.0\.1:\d+", "127.0.0.1:PORT"),
     (r"(duration +|rate +|took |\(|, )\d+(\.\d+)?(?= s\b|/min| seconds)", r"\1N"),

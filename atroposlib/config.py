@@ -27,7 +27,7 @@ from pydantic.errors import PydanticSchemaGenerationError
 from pydantic.fields import FieldInfo
 
 from atroposlib.errors import ConfigError
-from atroposlib.utils.wording import nearest
+from atroposlib.utils.wording import nearest, similar_path
 
 logger = logging.getLogger(__name__)
 
@@ -226,13 +226,18 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def read_yaml(path: str | Path) -> dict[str, Any]:
+def read_yaml(
+    path: str | Path, *, if_missing: str = "--help lists the keys of one"
+) -> dict[str, Any]:
     """Read a YAML mapping; an empty file is {}. Raises ConfigError if it is missing, invalid or not a mapping."""
     try:
         with Path(path).open(encoding="utf-8") as file:  # its name is in the messages of yaml
             document = yaml.safe_load(file)
     except OSError as error:
-        raise ConfigError(f"cannot read the config file {str(path)!r}: {error.strerror}") from error
+        hint = "" if Path(path).exists() else "; " + similar_path(Path(path), otherwise=if_missing)
+        raise ConfigError(
+            f"cannot read the config file {str(path)!r}: {error.strerror}{hint}"
+        ) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"the config file {str(path)!r} is not valid YAML: {error}") from error
     if document is None:

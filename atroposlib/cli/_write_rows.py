@@ -32,7 +32,7 @@ from atroposlib.client import (
 from atroposlib.errors import ConfigError, GroupError, HubRejected, HubUnavailable
 from atroposlib.scored_data import Strictness, check_group
 from atroposlib.utils.json_lines import on_one_line, read_lines
-from atroposlib.utils.wording import counted
+from atroposlib.utils.wording import columns_of, counted, wrapped
 
 logger = logging.getLogger(__name__)
 
@@ -274,4 +274,4 @@ def _next_batch(hub: TrainerClient, registration: TrainerRegistration) -> Leased
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    print(wrapped(line, columns_of(sys.stderr)), file=sys.stderr, flush=True)

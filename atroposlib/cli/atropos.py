@@ -13,6 +13,7 @@ from pathlib import Path
 
 from atroposlib.cli.launch import TARGETS
 from atroposlib.errors import HubUnavailable, cli_boundary
+from atroposlib.utils.wording import columns_of, wrapped
 
 WATCH_INTERVAL_S = 2.0
 PIPE_WIDTH = 200
@@ -61,7 +62,7 @@ def _main(argv: Sequence[str]) -> None:
         from atroposlib.cli.launch.render import render
 
         out = given.out or Path("jobs") / given.target
-        print(render(given.file, target=given.target, out=out))
+        print(wrapped(render(given.file, target=given.target, out=out), columns_of(sys.stdout)))
     else:
         num = max(0, given.environments)
         asyncio.run(show_status(given.url, watch=given.watch, num_environments=num, run=given.run))

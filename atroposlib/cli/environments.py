@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import atroposlib.environments
 import atroposlib.envs
 from atroposlib.errors import ConfigError, MissingDependency, cli_boundary
-from atroposlib.utils.wording import TerminalFormatter, columns_of, nearest, wrapped
+from atroposlib.utils.wording import TerminalFormatter, columns_of, nearest, similar_path, wrapped
 
 if TYPE_CHECKING:
     from atroposlib.envs.base import BaseEnv
@@ -219,7 +219,8 @@ def _rescore(given: argparse.Namespace, flags: Sequence[str]) -> int:
             )
         start(given.env, ["evaluate", "--rescore", str(given.path), *flags])
     if not given.path.is_file():
-        raise ConfigError(f"{given.path}: there is no such file or directory")
+        hint = similar_path(given.path, otherwise="`process` writes data/NAME.jsonl")
+        raise ConfigError(f"{given.path}: there is no such file or directory; {hint}")
     if given.write is not None and given.write.exists():
         raise ConfigError(f"--write: {given.write} exists; give another name")
     first = next(rescore.rows_of(given.path), None)
@@ -312,8 +313,11 @@ def _known(name: str, environments: Sequence[ListedEnvironment]) -> str:
     """Return the name; ConfigError if it is none of theirs."""
     names = [each.name for each in environments]
     if name not in names:
+        begun = [each for each in names if each.startswith(name)]
+        trained = [each for each in begun if not each.endswith("_eval")]
+        hint = nearest(name, trained or begun or names, cutoff=0.0 if begun else 0.5)
         raise ConfigError(
-            f"there is no environment {name!r}; {nearest(name, names)} (`atropos-env list` prints all)"
+            f"there is no environment {name!r}; {hint} (`atropos-env list` prints all)"
         )
     return name
 

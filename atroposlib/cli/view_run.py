@@ -41,7 +41,7 @@ from atroposlib.frontend.vocabulary import Decode, Vocabulary, decoder
 from atroposlib.http_guard import foreign_host
 from atroposlib.scored_data import ScoredGroup
 from atroposlib.utils.tokenizers import load_tokenizer
-from atroposlib.utils.wording import without_users
+from atroposlib.utils.wording import similar_path, without_users
 
 Handler: TypeAlias = Callable[[Request], Response]
 
@@ -115,6 +115,10 @@ def run(argv: Sequence[str] | None, model: type[ViewConfig], *, prog: str) -> in
 def serve_stored(sources: Sequence[Path], config: ViewConfig) -> int:
     if config.share or config.consume:
         raise ConfigError("--share and --consume are for a live run; omit them or the directory")
+    for path in sources:
+        if not path.exists():
+            hint = similar_path(path, otherwise="`process` writes data/NAME.jsonl")
+            raise ConfigError(f"{path}: there is no such file or directory; {hint}")
     logging.basicConfig(level=logging.INFO, format="%(message)s")  # how far a long page is
     is_named = "tokenizer" in config.model_fields_set
     tokenizer = load_tokenizer(config.tokenizer, flag="--tokenizer") if is_named else None

@@ -136,18 +136,21 @@ class Splits(NamedTuple):
     eval: list[Any]
 
 
+@functools.cache
+def _warn_once(message: str) -> None:
+    """Log what is wrong with a data set once per process, however often it is loaded."""
+    logger.warning(message)
+
+
 def hold_out(rows: Sequence[Any], wanted: int, *, seed: int) -> Splits:
     """Return the rows without those held out for evaluation: `wanted` of them, but at most half; log if fewer."""
     order = list(range(len(rows)))
     random.Random(f"{seed}:held out").shuffle(order)
     num_held_out = min(wanted, len(rows) // 2)
     if num_held_out < wanted:
-        logger.warning(
-            "%d of the %d training rows are held out for evaluation (num_eval_rows is %d, at most half are);"
-            " to train on all, give evaluation rows or --env.num_eval_rows 0",
-            num_held_out,
-            len(rows),
-            wanted,
+        _warn_once(
+            f"{num_held_out} of the {len(rows)} training rows are held out for evaluation (num_eval_rows is {wanted},"
+            " at most half are); to train on all, give evaluation rows or --env.num_eval_rows 0"
         )
     held_out = set(order[:num_held_out])
     splits = Splits([], [])
@@ -182,14 +185,13 @@ def without_evaluated(rows: Sequence[Any], evaluated: Sequence[Any]) -> list[Any
     held_out = set(map(content_of, evaluated))
     kept = [row for row in rows if content_of(row) not in held_out]
     if not kept:
-        logger.warning(
-            "all %d training rows are evaluation rows, so evaluation measures what was trained on;"
-            " return None for the split 'eval' to hold out some",
-            len(rows),
+        _warn_once(
+            f"all {len(rows)} training rows are evaluation rows, so evaluation measures what was trained on;"
+            " return None for the split 'eval' to hold out some"
         )
         return list(rows)
     if num_left_out := len(rows) - len(kept):
-        logger.warning("%d training rows are left out: they are evaluation rows", num_left_out)
+        _warn_once(f"{num_left_out} training rows are left out: they are evaluation rows")
     return kept
 
 

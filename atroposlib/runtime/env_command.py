@@ -41,6 +41,7 @@ from atroposlib.inference.resolve_configs import ServerConfigs, resolve_servers
 from atroposlib.inference.scripted_answers import ByteTokenizer
 from atroposlib.runtime.masking import without_masked, without_secrets
 from atroposlib.utils.event_loop import collect_less_often, loop_with_short_rounds
+from atroposlib.utils.tokenizers import is_at_hand
 from atroposlib.utils.wording import TerminalFormatter, columns_of, wrapped
 
 logger = logging.getLogger(__name__)
@@ -262,10 +263,16 @@ def _usage(env_cls: type[EnvHooks], prog: str) -> str:
 
 
 def build_environment(
-    env_cls: type[EnvHooks], mode: str, argv: Sequence[str], *, prog: str
+    env_cls: type[EnvHooks],
+    mode: str,
+    argv: Sequence[str],
+    *,
+    prog: str,
+    needs_tokens: bool = True,
 ) -> EnvHooks:
     """Read the flags and construct the environment; ConfigError for any mistake in them."""
-    return environment_from(env_cls, mode, read_flags(env_cls, mode, argv, prog=prog))
+    given = read_flags(env_cls, mode, argv, prog=prog)
+    return environment_from(env_cls, mode, given, needs_tokens=needs_tokens)
 
 
 def read_flags(
@@ -355,20 +362,23 @@ def _settings(env_cls: type[EnvHooks], mode: str, given: SectionValues) -> _Sett
     return _Settings(config, servers, build(flags, from_yaml, values.flags.get("", {})))
 
 
-def environment_from(env_cls: type[EnvHooks], mode: str, given: SectionValues) -> EnvHooks:
-    """Merge `config_init`, YAML and flags, print a line about the result, and construct the environment."""
+def environment_from(
+    env_cls: type[EnvHooks], mode: str, given: SectionValues, *, needs_tokens: bool = True
+) -> EnvHooks:
+    """Merge `config_init`, YAML and flags, print a line about the result, and construct the environment.
+
+    Bytes may stand in for tokens where they are not needed, and with `--testing` unless a tokenizer is named.
+    """
     given = _with_stored_config(given, mode)
     config, servers, manager = _settings(env_cls, mode, given)
     described = _describe(config, servers, manager)
     if manager.verbose:
         print(described, end="")
     _print_wrapped(_summary(env_cls, mode, config, servers[OPENAI_NAMESPACE], manager))
-    typed = given.flags.get(ENV_NAMESPACE, {})
-    if manager.testing and "tokenizer_name" not in {
-        **(given.yaml.get(ENV_NAMESPACE) or {}),
-        **typed,
-    }:
-        env_cls = with_stand_in_tokenizer(env_cls)
+    sections = (given.yaml.get(ENV_NAMESPACE) or {}, given.flags.get(ENV_NAMESPACE, {}))
+    is_named = any("tokenizer_name" in section for section in sections)
+    if not needs_tokens or (manager.testing and not is_named):
+        env_cls = _with_stand_in_tokenizer(env_cls, fetches=is_named)
     env = _construct(
         env_cls,
         config,
@@ -409,10 +419,18 @@ def environment_from(env_cls: type[EnvHooks], mode: str, given: SectionValues) -
     return env
 
 
-def with_stand_in_tokenizer(env_cls: type[EnvHooks]) -> type[EnvHooks]:
-    """Return a subclass that takes bytes for tokens where its own tokenizer cannot be loaded."""
+def _with_stand_in_tokenizer(env_cls: type[EnvHooks], *, fetches: bool) -> type[EnvHooks]:
+    """Return a subclass that takes bytes for tokens where its own tokenizer cannot be loaded.
+
+    Unless it `fetches`, a tokenizer that is not on this machine is not asked for.
+    """
+    asks = fetches or env_cls.load_tokenizer is not EnvHooks.load_tokenizer
 
     def load_tokenizer(self: EnvHooks) -> Any:
+        name = self.config.tokenizer_name
+        if not (asks or is_at_hand(name)):
+            logger.info("bytes stand in for tokens: %s is not on this machine", name)
+            return ByteTokenizer()
         try:
             return env_cls.load_tokenizer(self)
         except ConfigError as error:

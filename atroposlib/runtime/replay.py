@@ -31,7 +31,7 @@ from atroposlib.envs.hooks import EnvHooks
 from atroposlib.envs.in_process_policy import answerer
 from atroposlib.errors import EnvError, MissingDependency, cause_of
 from atroposlib.inference.servers.sampling_notes import ItemRecord, noting_sampling, position
-from atroposlib.runtime.env_command import build_environment, with_stand_in_tokenizer
+from atroposlib.runtime.env_command import build_environment
 from atroposlib.runtime.group_rows import item_json
 from atroposlib.runtime.outbox import Outbox
 from atroposlib.runtime.recording import Recording, key_of, replace_servers
@@ -228,11 +228,12 @@ def environment_for(
 
     For a row without token ids the tokenizer may be unavailable, as it may have been when the row was made.
     """
-    if row is not None and row.get("has_token_ids") is False:
-        env_cls = with_stand_in_tokenizer(env_cls)
+    needs_tokens = row is None or row.get("has_token_ids") is not False
     arguments = ["--env.data_path_to_save_groups=None", *flags]
     with contextlib.redirect_stdout(io.StringIO()):  # it names an engine, which is not used
-        return build_environment(env_cls, "process", arguments, prog=prog)
+        return build_environment(
+            env_cls, "process", arguments, prog=prog, needs_tokens=needs_tokens
+        )
 
 
 class _Made:

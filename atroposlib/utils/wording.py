@@ -8,6 +8,7 @@ import os
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import TextIO
 
 MAX_NAMES = 30
@@ -88,6 +89,16 @@ def nearest(
     if otherwise is not None:
         return otherwise
     return f"valid: {', '.join(names[:MAX_NAMES])}{', ...' if len(names) > MAX_NAMES else ''}"
+
+
+def similar_path(path: Path, *, otherwise: str) -> str:
+    """Return a hint for a file that does not exist: the one of its folder most like it, else `otherwise`."""
+    names = [each.name for each in path.parent.glob(f"*{path.suffix}")]
+
+    def show(name: str) -> str:
+        return str(path.with_name(name))
+
+    return nearest(path.name, names, otherwise=otherwise, show=show, cutoff=0.7)
 
 
 def columns_of(stream: TextIO) -> int | None:

@@ -10,6 +10,7 @@ import json
 import os
 import pty
 import re
+import signal
 import struct
 import subprocess
 import sys
@@ -22,13 +23,20 @@ from typing import NamedTuple
 import pyte
 import pytest
 
+from atroposlib.api.http.security import TokenSet
+from atroposlib.api.server import create_app
+from tests.api.helpers_api import serving
 from tests.builders.programs import run_python
+from tests.cli.helpers_cli import HubServer, text_group
+from tests.cli.helpers_launch import DEMO
 from tests.processes import ROOT, free_port
 
 COLUMNS, ROWS = 80, 120
 SCREENS = Path(__file__).parent / "screens"
 TIMEOUT_S = 100
 ENGINE = "--server_type=openai --model_name=scripted --openai.base_url=http://127.0.0.1:ENGINE/v1"
+TESTING = "--testing --env.ensure_scores_are_not_same=false"
+SERVE = "--env.rollout_server_url=http://127.0.0.1"
 
 pytestmark = [pytest.mark.e2e, pytest.mark.drill, pytest.mark.timeout(3 * TIMEOUT_S)]
 
@@ -36,7 +44,10 @@ pytestmark = [pytest.mark.e2e, pytest.mark.drill, pytest.mark.timeout(3 * TIMEOU
 class Case(NamedTuple):
     status: int
     command: str
-    """After `python`; PORT is a port where nothing listens, ENGINE that of a scripted engine."""
+    """After `python`; PORT is a port where nothing listens, ENGINE that of a scripted engine, HUB that of a hub with a
+    trainer, DONE that of one whose run is finished, LOCKED that of one that wants a token."""
+    until: str = ""
+    """Text after which Ctrl-C is pressed; "": the command ends by itself."""
 
 
 CASES = {
@@ -44,6 +55,25 @@ CASES = {
     "env_list_one": Case(0, "-m atroposlib.cli.environments list gsm8k_server"),
     "check": Case(0, "task.py check"),
     "process": Case(0, f"task.py process --env.total_steps=2 {ENGINE}"),
+    "process_testing": Case(0, f"task.py process {TESTING} --env.total_steps=2"),
+    "rescore": Case(0, "-m atroposlib.cli.environments rescore rows.jsonl --env task.py --testing"),
+    "rescore_no_file": Case(
+        2, "-m atroposlib.cli.environments rescore row.jsonl --env task.py --testing"
+    ),
+    "sft": Case(0, "-m atroposlib.cli.sft sft.jsonl --from-file rows.jsonl --save-messages"),
+    "dpo": Case(0, "-m atroposlib.cli.dpo dpo.jsonl --from-file rows.jsonl --save-messages"),
+    "status": Case(0, "-m atroposlib.cli.atropos status http://127.0.0.1:DONE"),
+    "serve": Case(0, f"task.py serve {TESTING} {SERVE}:HUB", until="sent 3"),
+    "serve_finished": Case(0, f"task.py serve {TESTING} {SERVE}:DONE --env.total_steps=1"),
+    "serve_wrong_token": Case(1, f"task.py serve {TESTING} {SERVE}:LOCKED"),
+    "status_wrong_token": Case(1, "-m atroposlib.cli.atropos status http://127.0.0.1:LOCKED"),
+    "run_api": Case(0, "-m atroposlib.cli.run_api --memory --port PORT", until="listening"),
+    "render": Case(0, f"-m atroposlib.cli.atropos render {DEMO} --for slurm"),
+    "engine_down": Case(
+        130,
+        "task.py process --server_type=openai --model_name=m --openai.base_url=http://127.0.0.1:PORT/v1",
+        until="engine down",
+    ),
     "evaluate": Case(0, f"task.py evaluate {ENGINE}"),
     "status_no_hub": Case(1, "-m atroposlib.cli.atropos status --hub_url http://127.0.0.1:PORT"),
     "up_no_file": Case(2, "-m atroposlib.cli.atropos up nothing.yaml"),
@@ -71,6 +101,7 @@ UNSTEADY = (
     (r"\d\d:\d\d:\d\d(?= [IWE] )", "TIME"),
     (r"TIME W Inference server .*\n(  .*\n)*", ""),  # on a busy machine
     (r"We couldn't connect(.|\n)*?files(?=;)", "REASON"),  # of transformers
+    (r"data/task_\d+", "data/task"),  # the commands before have written others
     (r"\d{8}-\d{6}", "DATE-TIME"),
     (r"127\.0\.0\.1:\d+", "127.0.0.1:PORT"),
     (r"(duration +|rate +|took |\(|, )\d+(\.\d+)?(?= s\b|/min| seconds)", r"\1N"),
@@ -93,17 +124,40 @@ def engine() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
+def ports(engine: str) -> Iterator[dict[str, str]]:
+    """Return the ports of the scripted engine and of three hubs by their names in a command."""
+    with (
+        serving(create_app()) as hub,
+        serving(create_app()) as done,
+        serving(create_app(tokens=TokenSet(()))) as locked,
+    ):
+        started, finished = HubServer(hub), HubServer(done)
+        started.register(num_steps=3)
+        assert started.get("/batch") == {"batch": None}
+        finished.register(num_steps=1, batch_size=4)
+        finished.send(text_group("1 + 1 =", ["2", "3", "4", "5"], [1.0, 0.0, 0.0, 0.0]))
+        assert finished.get("/batch")["batch"]
+        urls = {"HUB": hub, "DONE": done, "LOCKED": locked}
+        yield {"ENGINE": engine} | {name: url.rpartition(":")[2] for name, url in urls.items()}
+
+
+@pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with an environment and wrong files."""
+    """Return a folder with an environment, groups that it made, and wrong files."""
     folder = tmp_path_factory.mktemp("work")
     for name, text in FILES.items():
         (folder / name).write_text(text)
     run_python("-m", "atroposlib.cli.environments", "new", "task", cwd=folder)
+    rows = "--env.data_path_to_save_groups=rows.jsonl"
+    run_python("task.py", "process", "--testing", "--env.total_steps=2", rows, cwd=folder)
     return folder
 
 
-def in_terminal(arguments: list[str], *, cwd: Path) -> tuple[int, str, int]:
-    """Run Python in a terminal until it ends; return its exit code, its last screen and the longest line written."""
+def in_terminal(arguments: list[str], *, cwd: Path, until: str = "") -> tuple[int, str, int]:
+    """Run Python in a terminal until it ends; return its exit code, its last screen and the longest line written.
+
+    Once it has written `until`, press Ctrl-C.
+    """
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
     variables = {"TERM": "xterm", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "COLUMNS": ""}
@@ -122,6 +176,9 @@ def in_terminal(arguments: list[str], *, cwd: Path) -> tuple[int, str, int]:
             written += os.read(master, 65536)
         except OSError:  # the other end is closed
             break
+        if until and until.encode() in written:
+            child.send_signal(signal.SIGINT)
+            until = ""
     limit.cancel()
     os.close(master)
     screen = pyte.Screen(COLUMNS, ROWS)
@@ -133,12 +190,14 @@ def in_terminal(arguments: list[str], *, cwd: Path) -> tuple[int, str, int]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_screen_is_whole_at_80_columns(name: str, work: Path, engine: str) -> None:
+def test_a_screen_is_whole_at_80_columns(name: str, work: Path, ports: dict[str, str]) -> None:
     if name == "no_data_set":
         pytest.importorskip("datasets")
     case = CASES[name]
-    command = case.command.replace("ENGINE", engine).replace("PORT", str(free_port()))
-    status, screen, longest = in_terminal(command.split(), cwd=work)
+    command = case.command
+    for word, port in {**ports, "PORT": str(free_port())}.items():
+        command = command.replace(word, port)
+    status, screen, longest = in_terminal(command.split(), cwd=work, until=case.until)
     for pattern, text in UNSTEADY:
         screen = re.sub(pattern, text, screen)
     screen = screen.replace(str(ROOT), "REPOSITORY").replace(str(work), "WORK")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from atroposlib.envs.dataset_env import DatasetEnv, Outcome, epoch_order
+from atroposlib.envs.rows import _warn_once
 from atroposlib.errors import ConfigError, EngineRejected, EnvError
 from atroposlib.inference.harness import HarnessRequest
 from atroposlib.runtime.evaluate import evaluate
@@ -24,6 +25,7 @@ from tests.runtime.helpers_runtime import FAST, LoopbackHub
 @pytest.fixture(autouse=True)
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # `evaluate` writes to evals/
+    _warn_once.cache_clear()
 
 
 class Sums(Offline, DatasetEnv):
@@ -132,6 +134,7 @@ async def test_at_most_half_of_the_rows_are_held_out_and_then_it_is_said(
     assert (len(env.train_rows), len(env.eval_rows)) == (5, 5)
     assert "5 of the 10 training rows are held out for evaluation" in caplog.text
     caplog.clear()
+    await make(num_eval_rows=100).setup()  # a warning is logged once per process
     await make(num_eval_rows=5).setup()
     assert caplog.text == ""
 

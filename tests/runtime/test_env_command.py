@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from atroposlib.envs import hooks
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ExtraServers
 from atroposlib.envs.env_config import workers_are_set
 from atroposlib.errors import ConfigError, HubUnavailable
@@ -202,6 +203,33 @@ def test_missing_tokenizer_exits_2_and_says_which(
     argv = ["serve", "--testing", "--env.tokenizer_name", missing]
     assert run_environment(WithTokenizer, argv) == 2
     assert f"cannot load the tokenizer {missing!r}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "needs_tokens", "asked"),
+    [
+        (["--testing"], True, []),
+        (["--testing", "--env.tokenizer_name=a/b"], True, ["a/b"]),
+        ([], False, []),
+        (["--env.tokenizer_name=a/b"], False, ["a/b"]),
+        ([], True, ["default/one"]),
+    ],
+)
+def test_a_tokenizer_is_fetched_only_if_named_or_needed(
+    flags: list[str],
+    needs_tokens: bool,
+    asked: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Default(beginning_with(BaseEnvConfig(tokenizer_name="default/one"), [ONE])):  # type: ignore[misc]
+        load_tokenizer = BaseEnv.load_tokenizer
+
+    fetched: list[str] = []
+    monkeypatch.setattr(hooks, "load_tokenizer", lambda name: fetched.append(name) or "loaded")
+    env = build_environment(Default, "process", flags, prog="env.py", needs_tokens=needs_tokens)
+    assert (env.tokenizer == "loaded") is bool(asked)
+    assert (fetched, caplog.records) == (asked, [])
 
 
 def test_requests_of_an_agents_client_are_not_logged(

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from atroposlib.errors import ConfigError
-from atroposlib.utils.tokenizers import load_tokenizer
+from atroposlib.utils.tokenizers import is_at_hand, load_tokenizer
 from tests.processes import free_port
 from tests.tiny_model import make_tiny_tokenizer
 
@@ -27,6 +27,7 @@ def test_unreachable_hub_is_named_and_not_asked_again(
 ) -> None:
     with pytest.raises(ConfigError, match=f"'a/b': it is not in the local cache, and {url} cannot"):
         load_tokenizer("a/b")
+    assert not is_at_hand("a/b")
     assert "Retrying" not in caplog.text
 
 
@@ -38,6 +39,8 @@ def test_cached_tokenizer_is_used_where_the_hub_cannot_be_reached(
     (model / "snapshots" / "1" / "config.json").write_text('{"model_type": "qwen2"}')
     (model / "refs").mkdir()
     (model / "refs" / "main").write_text("1")
+    assert is_at_hand("a/b")
+    assert is_at_hand(str(model / "snapshots" / "1"))
     assert load_tokenizer("a/b").encode("ab") == make_tiny_tokenizer().encode("ab")
     assert f"using the cached tokenizer 'a/b': {url} cannot be reached" in caplog.text
     assert "Retrying" not in caplog.text

@@ -53,8 +53,7 @@ def render(path: Path, *, target: Target, out: Path, directory: Path = Path("run
     for name, text in files.items():
         (out / name).write_text(text, encoding="utf-8")
         (out / name).chmod(0o755 if name == "submit.sh" else 0o644)
-    hint = "\n".join([hint, *warnings])
-    return f"wrote {', '.join(files)} to {out}/; start the run: {hint}"
+    return "\n".join([f"wrote {', '.join(files)} to {out}/", *warnings, f"next: {hint}"])
 
 
 def _with_token(parts: Sequence[Part]) -> list[Part]:

@@ -180,7 +180,7 @@ class RunFile(_Strict):
 
 def read_run(path: Path) -> RunFile:
     """Read and check a run file; ConfigError names the key that is wrong."""
-    document = _fill_empty_sections(read_yaml(path))
+    document = _fill_empty_sections(read_yaml(path, if_missing="README.md has one to copy"))
     try:
         return RunFile.model_validate(document)
     except ValidationError as error:

@@ -38,6 +38,17 @@ def load_tokenizer(source: str, *, flag: str = "--env.tokenizer_name") -> Any:
     return tokenizer
 
 
+def is_at_hand(source: str) -> bool:
+    """Whether a tokenizer is a local directory or in the local cache; asks no host and does not import transformers."""
+    from huggingface_hub import errors, try_to_load_from_cache
+
+    try:
+        cached = try_to_load_from_cache(source, "tokenizer_config.json")
+    except errors.HFValidationError:  # a path
+        cached = None
+    return isinstance(cached, str) or Path(source).exists()
+
+
 def _hub_fault(source: str) -> str | None:
     """Return why the hub of models cannot be reached; None if it can, or `source` is no name at the hub."""
     import httpx
@@ -54,4 +65,4 @@ def _hub_fault(source: str) -> str | None:
     return None
 
 
-__all__ = ["load_tokenizer"]
+__all__ = ["is_at_hand", "load_tokenizer"]

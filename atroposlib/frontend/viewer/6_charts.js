@@ -96,13 +96,14 @@ function chart({ title, is_log: isLog, curves, isTime = false }, [first, last]) 
   };
   const isDecades = isLog && high - low >= 2;
   const marks = isDecades ? ticks(low, high, 4).filter(Number.isInteger) : ticks(isLog ? 10 ** low : low, isLog ? 10 ** high : high, 4).map(scaled);
+  const markText = (value) => (value && Math.abs(value) < 1e-3 ? value.toExponential(0) : String(Number(value.toPrecision(3))));
   const line = (points, css) => svg("path", { class: css, d: points.map(([step, value], i) => `${i ? "L" : "M"}${xOf(step).toFixed(1)} ${yOf(value).toFixed(1)}`).join("") });
   const cursor = svg("line", { class: "cursor", y1: top, y2: height - bottom });
   const zoomed = svg("rect", { class: "zoomed", y: top, height: height - top - bottom, width: 0 });
   const drawing = svg("svg", { viewBox: `0 0 ${width} ${height}`, tabindex: 0, role: "img", "aria-label": title }, zoomed);
   for (const mark of marks.filter((mark) => Number.isFinite(mark))) {
     drawing.append(svg("line", { class: "grid", x1: left, x2: width - right, y1: yOf(mark), y2: yOf(mark) }),
-      svg("text", { x: left - 5, y: yOf(mark) + 4, "text-anchor": "end" }, isLog ? String(Number((10 ** mark).toPrecision(2))) : String(mark)));
+      svg("text", { x: left - 5, y: yOf(mark) + 4, "text-anchor": "end" }, markText(isLog ? 10 ** mark : mark)));
   }
   for (const step of ticks(first, last === first ? first + 1 : last, 5).filter(Number.isInteger)) {
     drawing.append(svg("text", { x: xOf(step), y: height - 6, "text-anchor": "middle" }, isTime ? duration(step) : String(step)));

@@ -437,6 +437,35 @@ def test_the_items_of_50_000_groups_are_paged(viewer: Viewer, tmp_path: Path) ->
         assert took_ms < 4 * limit_ms  # of a busy machine
 
 
+def test_the_overview_shows_how_scores_and_lengths_are_spread(
+    viewer: Viewer, tmp_path: Path
+) -> None:
+    groups = [
+        {"id": f"g{i}", "sequences": [{"score": i / 10, "text": "a" * (1 + i % 3)}]}
+        for i in range(11)
+    ]
+    viewer.open(written(tmp_path, *groups))
+    viewer.until(lambda: viewer.texts("figcaption") == ["Mean score", "Mean characters"])
+    bars = viewer.all("figure:first-of-type .bars a")
+    assert len(bars) == 20
+    counts = [int(bar.get_attribute("title").split(": ")[1].split()[0]) for bar in bars]  # type: ignore[union-attr]
+    assert sum(counts) == 11
+    for number in (6, 19):
+        viewer.run("arguments[0].click()", viewer.all("figure:first-of-type .bars a")[number])
+        shown = f"{counts[number]} of 11 groups"
+        viewer.until(lambda shown=shown: viewer.one("#count").text == shown)
+        viewer.run("go({where: undefined, view: 'run'})")
+        viewer.until(lambda: viewer.all(".bars"))
+    assert [row.split()[-2] for row in viewer.texts("tbody tr")] == [
+        "0",
+        "0.1",
+        "0.2",
+        "1",
+        "0.9",
+        "0.8",
+    ]
+
+
 def test_controls_that_change_nothing_are_hidden(viewer: Viewer, tmp_path: Path) -> None:
     groups = [group(i, environment="sums", step=None) for i in range(3)]
     for each in groups:

@@ -978,8 +978,8 @@ def test_the_overview_has_charts_and_leads_to_filters(viewer: Viewer, page: Path
     groups[0]["sequences"].append({"score": 1.0, "text": "right"})
     viewer.open(written(page.parent, *groups, charts=[curves("Mean reward", [0.0, 1.0])]))
     viewer.until(viewer.rows)
-    assert viewer.texts("figcaption") == ["Mean reward"]
-    assert viewer.texts("tbody tr") == [
+    assert viewer.texts("figcaption")[0] == "Mean reward"
+    assert viewer.texts("tbody tr")[:4] == [
         "a 3 0.571 20.1",
         "b 3 0.500 22",
         "trained 5 83.3 % 0.545",
@@ -988,7 +988,7 @@ def test_the_overview_has_charts_and_leads_to_filters(viewer: Viewer, page: Path
     assert "mean score 0.538" in viewer.one("#about").text
     assert "mean score\n0.538" in viewer.one("#detail .facts").text
     assert "trained\n5" in viewer.one("#detail .facts").text
-    viewer.all("tbody a")[-1].click()
+    viewer.all("tbody a")[3].click()
     viewer.wait_for_rows("What is 3 + 1?")
 
 
@@ -1058,10 +1058,10 @@ def test_a_finger_points_at_a_step_first_and_then_opens_it(viewer: Viewer, page:
             viewer.driver.execute_cdp_cmd("Input.dispatchTouchEvent", touched)
 
     tap(box["width"] / 2)
-    viewer.until(lambda: "step 45" in viewer.one("figcaption").text)
+    viewer.until(lambda: "step 45" in viewer.texts("figcaption")[0])
     assert viewer.state() == "#view=run"
     tap(box["width"] / 4)
-    viewer.until(lambda: "step 15" in viewer.one("figcaption").text)
+    viewer.until(lambda: "step 15" in viewer.texts("figcaption")[0])
     tap(box["width"] / 4 + 5)
     viewer.until(lambda: "Step 15" in viewer.texts("h2"))
 

@@ -63,7 +63,7 @@ def commands() -> list[list[str]]:
     found = []
     for page in PAGES:
         for line in "".join(blocks(page, "sh", "bash")).replace("\\\n", " ").splitlines():
-            words = re.split(r"\s+[|&<>]|\s[&|]{2}\s", line)[0]
+            words = re.split(r"\s+\d?[|&<>]", line)[0]
             words = re.sub(r"^(?:[A-Z_]+=\S+\s+)*", "", words)
             if re.match(r"(run-api|atropos|view-run|python (-m atroposlib|\S+\.py))", words):
                 found.append(shlex.split(words, comments=True))
@@ -90,13 +90,15 @@ def accepts(command: list[str]) -> bool:
             known = help_of(("python", "environments/letter_reversal_server.py", "check"))
         case ["python", *_]:
             return True  # scripts of benchmarks, and those that a reader writes
-        case ["atropos-env", "run", *_]:
-            return True  # `python FILE.py MODE` with the same flags
+        case ["atropos-env", "run" | "openenv", *_]:
+            return True  # with flags of the environment, as after `python FILE.py MODE`
         case ["atropos" | "atropos-env", verb, *_]:
             known = help_of((command[0], verb))
         case [script, *_]:
             known = help_of((script,))
-    return all(re.search(rf"{flag}\b", known) for flag in flags)
+    # `--from-file` is `--from_file`, and `--model` is `--model_name`.
+    known = known.replace("-", "_")
+    return all(re.search(rf"{flag.replace('-', '_')}(?:_name)?\b", known) for flag in flags)
 
 
 @pytest.mark.drill

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -116,10 +117,17 @@ class Cluster:
     def wait_for_the_end(self) -> None:
         wait_until(lambda: self.num_living() == 0, said=lambda: str(self.states()))
 
+    def end(self) -> None:
+        """Cancel what still runs: without its folder it would run for ever."""
+        self.cancel(*{each.name.split("_")[0] for each in self._jobs.glob("[0-9]*_*")})
+        self.wait_for_the_end()
+
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Cluster:
-    return Cluster(tmp_path)
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path)
+    yield cluster
+    cluster.end()
 
 
 @pytest.mark.parametrize("end", ["exit 0", "kill -KILL $$"])

@@ -289,7 +289,7 @@ def _instrument(life: Life, phase_file: int, rank: int) -> None:
 
     def half(self: Any, record: Any) -> Any:
         if deeds.is_next("half a line"):
-            self._file.write(json.dumps(records.finite(record))[:100])
+            self._file.write(json.dumps(records.finite(record))[:100].encode())
             self._file.flush()
         deeds.pass_by("half a line")
         return real_append(self, record)

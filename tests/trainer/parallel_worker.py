@@ -87,7 +87,7 @@ def run(config: TrainerConfig, world: World, *, save_at: int | None = None) -> l
         batch = make_batch(groups, options)
         result = take_step(policy, optimizer, batch, config, step, gap)
         numbers += [result.loss, result.grad_norm, result.sums["ratio_sum"], result.gap.maximum]
-        numbers += result.peak
+        numbers += [*result.peak[:-1], *result.peak.group_shares]
         if step + 1 == save_at:
             saved.take(policy, optimizer, save_at)()
     if world.is_main:

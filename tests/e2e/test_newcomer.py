@@ -148,7 +148,7 @@ class Desk:
 
     @contextlib.contextmanager
     def engine(self) -> Iterator[Process]:
-        """Run the scripted engine, as `envs/README.md` says."""
+        """Run the scripted engine, as `envs/guides/settings.md` says."""
         script = json.dumps({"answers": ["0", "3", "4", "5", "8"]})
         argv = ["-m", "atroposlib.inference.scripted_engine", f"--port={self.engine_port}"]
         argv += ["--model=Qwen/Qwen3-0.6B", f"--script={script}"]

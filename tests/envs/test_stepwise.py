@@ -21,7 +21,7 @@ README = (Path(__file__).resolve().parents[2] / "environments/README.md").read_t
 
 
 def stepped(name: str, **settings: Any) -> SteppedEnv:
-    """Return an example of envs/README.md."""
+    """Return an example of the guides in envs/guides."""
     return SteppedEnv(offline(name, **settings))
 
 

@@ -4,6 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # Exact, so that the build and the lint see the same torch everywhere; override it for another build.
 TORCH ?= torch==2.13.0
+INSTALL ?= $(BIN)/pip install --quiet
 
 # Parts of `make gpu`: all, or some of tests, trainer, memory, bridges, head.
 PART ?= all
@@ -17,8 +18,8 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --d
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet $(TORCH)
-	$(BIN)/pip install --quiet -e '.[dev]'
+	$(INSTALL) $(TORCH)
+	$(INSTALL) -e '.[dev]'
 	touch $@
 
 demo: $(VENV)/.installed

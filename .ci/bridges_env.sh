@@ -47,8 +47,8 @@ make_one() {
     "$base/bin/python" -m venv "$venv" || fail "cannot make a virtual environment"
     local seconds_before=$SECONDS
     # shellcheck disable=SC2086  # several packages in one string
-    "$venv/bin/python" -m pip install -qq --disable-pip-version-check ${packages[$name]} \
-        || fail "pip could not install ${packages[$name]}"
+    bash .ci/install.sh "$venv" ${packages[$name]} \
+        || fail "could not install ${packages[$name]}"
     # shellcheck disable=SC2086
     printf 'import %s\n' ${modules[$name]} | "$venv/bin/python" - >"$venv/import.log" 2>&1 \
         || { tail -n 20 "$venv/import.log" >&2; fail "${modules[$name]} cannot be imported"; }

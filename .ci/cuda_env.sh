@@ -35,7 +35,7 @@ say "making $venv: $package"
 rm -rf "$venv"
 "$base/bin/python" -m venv "$venv" || fail "cannot make a virtual environment"
 seconds_before=$SECONDS
-"$venv/bin/python" -m pip install -qq --disable-pip-version-check "$package" || fail "pip could not install $package"
+bash .ci/install.sh "$venv" "$package" || fail "could not install $package"
 say "installed in $((SECONDS - seconds_before)) s"
 
 # Everything but torch and what it brought comes from the other environment, whose folder is searched last.

@@ -41,9 +41,10 @@ rm -rf "$venv"
 packages_of() { "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
 packages_of "$base" >"$(packages_of "$venv")/everything_else.pth"
 
+# By pip, which counts what lies in the other folder as installed.
 seconds_before=$SECONDS
-"$venv/bin/python" -m pip install -qq --disable-pip-version-check "${packages[@]}" || fail "pip could not install them"
-"$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-deps "${verl[@]}" || fail "pip could not install verl"
+"$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-compile "${packages[@]}" || fail "could not install them"
+bash .ci/install.sh "$venv" --no-deps "${verl[@]}" || fail "could not install verl"
 say "installed in $((SECONDS - seconds_before)) s"
 
 "$venv/bin/python" -c "import pytest, tinker, torch, verl.experimental.agent_loop; from trl.experimental.async_grpo import AsyncGRPOTrainer" \

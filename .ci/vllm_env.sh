@@ -43,8 +43,8 @@ rm -rf "$venv"
 "$python" -m venv "$venv" || fail "cannot make a virtual environment with $python"
 
 seconds_before=$SECONDS
-"$venv/bin/python" -m pip install -qq --disable-pip-version-check "${packages[@]}" ||
-    fail "pip could not install ${packages[*]}"
+bash .ci/install.sh "$venv" "${packages[@]}" ||
+    fail "could not install ${packages[*]}"
 say "installed in $((SECONDS - seconds_before)) s; removing ${unwanted[*]}"
 "$venv/bin/python" -m pip uninstall --quiet --yes "${unwanted[@]}" || fail "pip could not remove ${unwanted[*]}"
 

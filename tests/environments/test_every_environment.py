@@ -305,7 +305,10 @@ async def made(case: Case, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cal
 
 @pytest.mark.drill
 @every_case
-def test_check_finds_no_fault(case: Case) -> None:
+def test_check_finds_no_fault(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On as many rows as half a second allows: the reward of every kind of answer is tested below."""
+    monkeypatch.setattr("atroposlib.checker.rows.WALK_S", 0.5)
+
     def make(cls: Any) -> Any:
         config, servers = cls.config_init()
         settings = {"use_wandb": False, "num_reward_workers": 1, **case.settings}

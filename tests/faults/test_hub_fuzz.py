@@ -42,8 +42,8 @@ from tests.faults.asgi_calls import Answer, Caller, hub_on_disk
 from tests.faults.drivers import assert_balanced
 
 SCALE = int(os.environ.get("ATROPOS_FUZZ_SCALE", "1"))
-NUM_EXAMPLES = 15
-"""Per operation and mode; in two dresses and nine roles, some 8,000 requests."""
+NUM_EXAMPLES = 8
+"""Per operation and mode; in two dresses and nine roles, some 4,000 requests."""
 NUM_DRESSES = 2
 """Runs and headers that each generated request is sent with."""
 LIMITS = HubLimits(max_wait_s=0.002, hold_s=0.002)

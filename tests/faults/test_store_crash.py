@@ -107,7 +107,7 @@ async def test_any_failing_operation_of_sqlite_costs_nothing_that_was_answered(
         with interposed(counter):
             await run_until_it_breaks(directory / "count", Judge())
         num_broken = num_states = num_refused = 0
-        for fail_at in range(0, counter.num_calls, 1 if only == "sync" else 5):
+        for fail_at in range(0, counter.num_calls, 2 if only == "sync" else 15):
             judge = Judge()
             run = directory / str(fail_at)
             with interposed(FailingSqlite(fail_at=fail_at, code=code, only=only)):

@@ -281,7 +281,7 @@ def run_machine(machine: type[StoreMachine], *, num_programs: int) -> int:
 @pytest.mark.parametrize(
     ("kind", "num_programs", "num_operations"),
     [
-        *[("memory", 15, 500), ("power", 40, 1400), ("process", 15, 500)],
+        *[("memory", 15, 500), ("power", 20, 700), ("process", 15, 500)],
         pytest.param("power", 4500, 200_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
     ],
 )

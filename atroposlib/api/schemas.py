@@ -274,7 +274,7 @@ class EnvStatus(BaseModel):
     env_weight: float
     policy_version: int | None = None
     trainer_step_s: float | None = None
-    """Seconds that the trainer needs for a batch, without waiting: the median of its last steps. None: unknown."""
+    """Seconds that the trainer needs for a batch, without waiting: lower quartile of its last steps. None: unknown."""
     trainer_waits_s: float | None = None
     """Seconds that the trainer has waited for a batch; None if it has one or has not asked."""
     wanted_share: float = 1.0

@@ -144,10 +144,15 @@ def num_to_start(load: Load) -> int:
 
 def num_over_age(load: Load) -> int:
     """Return how many items in flight are older than the staleness bound; 0 if the author set the workers."""
-    if load.demand is None or load.max_batches_offpolicy <= 0:
+    if load.demand is None:
         return 0
-    bound_s = load.max_batches_offpolicy * load.demand.step_s
+    bound_s = max_age_s(load.max_batches_offpolicy, load.demand.step_s)
     return sum(age_s > bound_s for age_s in load.demand.ages_s)
+
+
+def max_age_s(max_batches_offpolicy: int, step_s: float | None) -> float:
+    """Return the age beyond which an item in flight is over age; infinity without a bound or a known step."""
+    return max_batches_offpolicy * step_s if step_s and max_batches_offpolicy > 0 else math.inf
 
 
 def stock(load: Load, demand: Demand) -> float:

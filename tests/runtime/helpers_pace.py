@@ -337,7 +337,7 @@ CASES: dict[str, Case] = {
 def random_case(seed: int) -> Case:
     """Return a case with heavy tails and changing steps: a median item takes 0.03 to 1 median steps.
 
-    One or two environments, 8 or 16 groups per batch, 30 to 100 % useful items.
+    One or two environments, 8 groups per batch, 30 to 100 % useful items.
     """
     rng = random.Random(seed)
     typical_s = 10 ** rng.uniform(-1, 1.5)
@@ -366,7 +366,7 @@ def random_case(seed: int) -> Case:
         step_s,
         group_size=group_size,
         useful=rng.choice([1.0, 1.0, 0.6, 0.3]),
-        batch_size=group_size * rng.choice([8, 16]),
+        batch_size=8 * group_size,
     )
 
 

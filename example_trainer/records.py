@@ -156,15 +156,23 @@ def describe_batch(batch: Batch, version: int) -> dict[str, Any]:
     """Return the metrics of a batch; staleness is in steps, over trained positions of known version."""
     staleness = version - batch.versions[batch.versions != UNKNOWN_VERSION]
     skipped = {f"num_skipped_{why}": batch.num_skipped(why) for why in get_args(SkipReason)}
-    return skipped | {
-        "reward_mean": float(batch.scores.mean()),
-        "reward_std": float(batch.scores.std()),
-        "num_groups": batch.num_groups,
-        "num_sequences": batch.num_sequences,
-        "num_trained_tokens": batch.num_trained_tokens,
-        "staleness_mean": float(staleness.mean()) if len(staleness) else None,
-        "staleness_max": int(staleness.max()) if len(staleness) else None,
+    skipped_tokens = {
+        f"num_skipped_tokens_{why}": batch.num_skipped_tokens.get(why, 0)
+        for why in get_args(SkipReason)
     }
+    return (
+        skipped
+        | skipped_tokens
+        | {
+            "reward_mean": float(batch.scores.mean()),
+            "reward_std": float(batch.scores.std()),
+            "num_groups": batch.num_groups,
+            "num_sequences": batch.num_sequences,
+            "num_trained_tokens": batch.num_trained_tokens,
+            "staleness_mean": float(staleness.mean()) if len(staleness) else None,
+            "staleness_max": int(staleness.max()) if len(staleness) else None,
+        }
+    )
 
 
 LARGE_SHARE = 0.5

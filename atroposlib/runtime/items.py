@@ -23,14 +23,7 @@ from atroposlib.envs.env_config import BaseEnvConfig, EvalHandlingEnum, max_work
 from atroposlib.envs.hooks import EnvHooks
 from atroposlib.errors import EngineError, EngineUnavailable, EnvError, cause_of
 from atroposlib.inference.servers.sampling_notes import SamplingNotes
-from atroposlib.runtime.capacity import (
-    Demand,
-    History,
-    Load,
-    max_age_s,
-    num_to_start,
-    num_wanted,
-)
+from atroposlib.runtime.capacity import Demand, History, Load, max_age_s, num_to_start, num_wanted
 from atroposlib.runtime.exits import as_failures
 from atroposlib.runtime.hub_link import HubLink
 from atroposlib.runtime.losses import is_logged, listed, sample

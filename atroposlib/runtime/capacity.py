@@ -83,9 +83,7 @@ class History:
         if not self._durations_s:
             return None
         num_groups = self._num_accepted[-1] - self._num_accepted[0]
-        has_waited = bool(trainer_waits_s) and trainer_waits_s > statistics.median(
-            self._durations_s
-        )
+        has_waited = (trainer_waits_s or 0.0) > statistics.median(self._durations_s)
         return Demand(
             step_s=step_s,
             durations_s=self._durations_s,

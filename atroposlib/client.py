@@ -255,6 +255,7 @@ class HubClient:
         experiment: str | None = None,
         items_in_flight: int | None = None,
         oldest_item_s: float | None = None,
+        over_age: Mapping[str, int] | None = None,
         losses: Mapping[str, int] | None = None,
         groups_kept: int | None = None,
     ) -> EnvStatus:
@@ -275,6 +276,7 @@ class HubClient:
             "experiment": experiment,
             "items_in_flight": items_in_flight,
             "oldest_item_s": oldest_item_s,
+            "over_age": _greatest(over_age) if over_age else None,
             "losses": _greatest(losses) if losses else None,
             "groups_kept": groups_kept,
         }

@@ -192,6 +192,8 @@ class Batch:
     """In the micro-batches."""
     skipped: dict[SequenceOrigin, SkipReason]
     """The sequences received that are not in the micro-batches."""
+    num_skipped_tokens: Mapping[SkipReason, int]
+    """Their trained positions, by reason: with `num_trained_tokens`, all that were received."""
     scores: NDArray[np.float64]
     """Per rollout received."""
     versions: NDArray[np.int64]
@@ -242,6 +244,10 @@ def make_batch(groups: Sequence[ScoredGroup], options: DataOptions) -> Batch:
         all_rows = _normalise_over_batch(all_rows, centre=options.baseline == "batch")
     reasons = {row.origin: _reason_to_skip(row, options) for row in all_rows}
     trained = [row for row in all_rows if reasons[row.origin] in (None, "zero_advantage")]
+    num_skipped_tokens = Counter[SkipReason]()
+    for row in all_rows:
+        if (reason := reasons[row.origin]) is not None:
+            num_skipped_tokens[reason] += len(row.trained)
     kept = [
         dataclasses.replace(row, weight=weight)
         for row, weight in zip(trained, _weights(trained, options), strict=True)
@@ -256,6 +262,7 @@ def make_batch(groups: Sequence[ScoredGroup], options: DataOptions) -> Batch:
         num_tokens=sum(len(row.tokens) for row in kept),
         num_trained_tokens=sum(len(row.trained) for row in kept),
         skipped={origin: reason for origin, reason in reasons.items() if reason is not None},
+        num_skipped_tokens=num_skipped_tokens,
         scores=np.concatenate(
             [samples.rollout_scores(group.scores, group.rollout)[0] for group in groups]
             or [np.zeros(0)]

@@ -21,7 +21,7 @@ Losses = Annotated[
     dict[Annotated[str, Field(max_length=MAX_REASON_CHARS)], Annotated[Int64, Field(ge=0)]],
     Field(max_length=MAX_LOSSES),
 ]
-"""What came to nothing at an environment since its start, by reason."""
+"""Counts of an environment by reason, as of what came to nothing since its start."""
 EXPERIMENT_HEADER = "Atropos-Experiment"
 """Sent with groups: the experiment that they were sampled for."""
 REPLICA_HEADER = "Atropos-Replica"
@@ -163,6 +163,8 @@ class StatusQuery(EnvIdentifier):
     items_in_flight: Annotated[Int64, Field(ge=0)] | None = None
     oldest_item_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """Seconds since the oldest item in flight began."""
+    over_age: Json[Losses] | None = None
+    """Of the items in flight, those older than the staleness bound, by what they wait for."""
     losses: Json[Losses] | None = None
     groups_kept: Annotated[Int64, Field(ge=0)] | None = None
     """Groups made since its start, without those that it dropped."""
@@ -274,7 +276,7 @@ class EnvStatus(BaseModel):
     env_weight: float
     policy_version: int | None = None
     trainer_step_s: float | None = None
-    """Seconds that the trainer needs for a batch, without waiting: the median of its last steps. None: unknown."""
+    """Seconds that the trainer needs for a batch, without waiting: lower quartile of its last steps. None: unknown."""
     trainer_waits_s: float | None = None
     """Seconds that the trainer has waited for a batch; None if it has one or has not asked."""
     wanted_share: float = 1.0
@@ -418,6 +420,8 @@ class EnvironmentView(BaseModel):
     """At its last status request; None from an original client."""
     oldest_item_s: float | None = None
     """Seconds since the oldest of these items began."""
+    over_age: Losses | None = None
+    """Those older than `max_batches_offpolicy` steps, by what they wait for; None if there is none."""
     losses: Losses | None = None
     """Dropped groups, failed attempts, turns not continued and the like, as of then; None from an original client."""
 

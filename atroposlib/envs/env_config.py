@@ -51,7 +51,8 @@ class BaseEnvConfig(BaseModel):
     batch_size: int = -1
     """Sequences per training batch; replaced by the hub's value once it is known."""
     max_batches_offpolicy: int = 3
-    """Limit of batches queued or in flight ahead of the trainer; 0 or less means no limit."""
+    """Limit of batches queued or in flight ahead of the trainer; 0 or less means no limit. Unless workers are
+    set, items older than as many steps do not count: what the servers take limits them."""
     tokenizer_name: str = "NousResearch/DeepHermes-3-Llama-3-3B-Preview"
     """Name or path of the tokenizer, loaded when the environment is constructed."""
     use_wandb: bool = True

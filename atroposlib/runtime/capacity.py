@@ -2,9 +2,13 @@
 
 Two bounds hold at once. Staleness: groups queued at the hub, held here and expected from the items in flight add up to
 at most `max_batches_offpolicy` batches, so that a group is trained on about that many steps after its start at the
-latest; one item that takes much longer than the others is older. Workers: the number that the author set, in which case
-every item counts as a group, or else as many items as the trainer needs (`Demand`). The result says how many items to
-start; running items are never cancelled.
+latest. Workers: the number that the author set, in which case every item counts as a group, or else as many items as
+the trainer needs (`Demand`). The result says how many items to start; running items are never cancelled.
+
+Items that have taken longer than `max_batches_offpolicy` steps are over age. They count in neither need nor staleness,
+or a tenth of long items would hold all slots and the trainer would wait for them. With them, as many items are in
+flight as the servers take requests at once (`num_max_requests_at_once` each), divided by the group size; no memory
+is reserved for them beyond that.
 
 Who limits what: this module decides how many items are started; `inference/servers/admission.py` decides how many
 requests an inference server gets. No item is started on demand while all servers are at their limit, so that a slow
@@ -125,15 +129,28 @@ def num_wanted(load: Load) -> int:
     ...                   max_batches_offpolicy=2, queue_size=3))
     5
     """
-    workers = load.max_workers
-    if load.demand is not None and load.batch_size > 0:
-        workers = min(workers, _wanted(load, load.demand))
-    return max(0, min(workers, _staleness_bound(load)))
+    if load.demand is None or load.batch_size <= 0:
+        return max(0, min(load.max_workers, _staleness_bound(load)))
+    young = min(_wanted(load, load.demand), _staleness_bound(load))
+    return max(0, min(load.max_workers, max(0, young) + num_over_age(load)))
 
 
 def num_to_start(load: Load) -> int:
     """Return how many items to start now: those wanted less those in flight; running items are never cancelled."""
     return max(0, num_wanted(load) - load.running)
+
+
+def num_over_age(load: Load) -> int:
+    """Return how many items in flight are older than the staleness bound; 0 if the author set the workers."""
+    if load.demand is None:
+        return 0
+    bound_s = max_age_s(load.max_batches_offpolicy, load.demand.step_s)
+    return sum(age_s > bound_s for age_s in load.demand.ages_s)
+
+
+def max_age_s(max_batches_offpolicy: int, step_s: float | None) -> float:
+    """Return the age beyond which an item in flight is over age; infinity without a bound or a known step."""
+    return max_batches_offpolicy * step_s if step_s and max_batches_offpolicy > 0 else math.inf
 
 
 def stock(load: Load, demand: Demand) -> float:

@@ -42,6 +42,7 @@ class HubLink:
         *,
         on_news: Callable[[], None],
         losses: Callable[[], Mapping[str, int]],
+        over_age: Callable[[], Mapping[str, int]],
     ) -> None:
         self._env = env
         self._hub = hub
@@ -50,6 +51,8 @@ class HubLink:
         self._on_news = on_news
         self._losses = losses
         """What came to nothing so far, by reason."""
+        self._over_age = over_age
+        """Items in flight beyond the staleness bound, by what they wait for."""
         self._pace = Pace(burst=timings.control_burst, refill_s=timings.control_refill_s)
         self._backoff = timings.backoff()
         self._uid = uuid.uuid4().hex
@@ -208,6 +211,7 @@ class HubLink:
                 oldest_item_s=max(
                     (max(0.0, now - item["start_time"]) for item in items), default=None
                 ),
+                over_age=self._over_age(),
                 losses=self._losses(),
                 groups_kept=self._outbox.num_accepted,
             )

@@ -22,7 +22,8 @@ from atroposlib.envs.collecting import collect_timed, next_item
 from atroposlib.envs.env_config import BaseEnvConfig, EvalHandlingEnum, max_workers, workers_are_set
 from atroposlib.envs.hooks import EnvHooks
 from atroposlib.errors import EngineError, EngineUnavailable, EnvError, cause_of
-from atroposlib.runtime.capacity import Demand, History, Load, num_to_start, num_wanted
+from atroposlib.inference.servers.sampling_notes import SamplingNotes
+from atroposlib.runtime.capacity import Demand, History, Load, max_age_s, num_to_start, num_wanted
 from atroposlib.runtime.exits import as_failures
 from atroposlib.runtime.hub_link import HubLink
 from atroposlib.runtime.losses import is_logged, listed, sample
@@ -49,6 +50,8 @@ class Work:
     """`Outcomes.num_failed` when the current attempt began."""
     began_at: float = 0.0
     """When the current attempt began, `time.monotonic`."""
+    notes: SamplingNotes | None = None
+    """Of the current attempt, in `serve`."""
 
 
 class Outcomes:
@@ -246,6 +249,18 @@ class Items:
             return "the trainer, which has enough groups"
         return "the next item"
 
+    def over_age(self) -> dict[str, int]:
+        """Return how many items in flight are over age (`capacity.py`), by what they wait for."""
+        status = self._link.status
+        step_s = None if status is None else status.trainer_step_s
+        bound_s = max_age_s(self._env.config.max_batches_offpolicy, step_s)
+        began_before = time.monotonic() - bound_s
+        return Counter(
+            "an engine" if work.notes and work.notes.num_asking else "its own code"
+            for work in self._work.values()
+            if work.began_at < began_before
+        )
+
     # Starting
 
     def _allowed(self) -> int:
@@ -318,7 +333,7 @@ class Items:
                 break
             key = str(uuid.uuid4())
             # A copy for each attempt, as the task of the one before may not have ended.
-            work = self._work[key] = replace(work, is_settled=False)
+            work = self._work[key] = replace(work, is_settled=False, began_at=time.monotonic())
             task = self._start_task(self._work_on(key, work), name=f"item-{key[:8]}")
             self._env.running_items[key] = {
                 "item": work.item,
@@ -380,7 +395,6 @@ class Items:
     async def _work_on(self, key: str, work: Work) -> None:
         """Run one item through the environment's `handle_env`; an error in an override counts as the item's failure."""
         work.began_after = self.outcomes.num_failed
-        work.began_at = time.monotonic()
         try:
             with as_failures():
                 groups = await self._env.handle_env(key)
@@ -408,10 +422,11 @@ class Items:
             logger.warning("item %s is not running", key)
             return None
         work = self._work.get(key) or Work(item=entry["item"])
+        work.notes = self._outbox.notes_of(work.item)
         try:
             with (
                 as_failures(),
-                self._outbox.item(self._outbox.notes_of(work.item)),
+                self._outbox.item(work.notes),
                 sampling_for(self._outbox.experiment),
                 item_span({"atropos.environment": env.registered_name, "atropos.item": key}),
             ):

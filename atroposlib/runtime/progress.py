@@ -67,6 +67,8 @@ class RunStatus:
     """Items."""
     num_wanted_in_flight: int | None = None
     """Items that should be in flight: what the trainer needs, within the limits."""
+    over_age: Mapping[str, int] = field(default_factory=dict)
+    """Items in flight that have taken longer than `max_batches_offpolicy` steps, by what they wait for."""
     num_ready: int | None = None
     """This environment's groups that wait for the trainer."""
     trainer_wait_share: float | None = None
@@ -95,6 +97,7 @@ class RunStatus:
         values = {
             "pace/items_in_flight": self.num_in_flight,
             "pace/items_wanted": self.num_wanted_in_flight,
+            "pace/items_over_age": sum(self.over_age.values()),
             "pace/groups_ready": self.num_ready,
             "pace/trainer_wait_share": self.trainer_wait_share,
             "pace/staleness": self.staleness,
@@ -241,7 +244,11 @@ class Progress:
         """Return what `rows` tells below each other, with the rate of the whole run."""
         ran_s = now - self._began
         rows = self._rows(now, status, per_s=status.num_made / ran_s if ran_s > 0 else 0.0)
-        kept = [row for row in rows if row[0] not in ("time left", "waiting for", "in flight")]
+        kept = [
+            row
+            for row in rows
+            if row[0] not in ("time left", "waiting for", "in flight", "over age, waiting for")
+        ]
         # The metrics of an evaluation end with its own duration.
         lines = [*([("duration", _duration(ran_s))] if status.unit == "groups" else []), *kept]
         width = max(len(name) for name, _ in lines)
@@ -266,6 +273,7 @@ class Progress:
             ("failed attempts", _listed(status.failed)),
             ("items without groups", _number(status.num_without_groups or None)),
             ("in flight", _of(status.num_in_flight, status.num_wanted_in_flight)),
+            ("over age, waiting for", _listed(status.over_age)),
             ("ready", _number(status.num_ready)),
             ("trainer waits", _percent(status.trainer_wait_share)),
             ("staleness", None if status.staleness is None else f"{status.staleness:.1f}"),

@@ -82,6 +82,7 @@ class _HubRun:
             timings,
             on_news=self._wake.set,
             losses=lambda: with_servers(self._status(), env.server).losses(),
+            over_age=lambda: self._items.over_age(),
         )
         self._items = Items(
             env,
@@ -190,6 +191,7 @@ class _HubRun:
             num_tokens_not_sampled=outbox.num_tokens_not_sampled,
             num_in_flight=len(env.running_items),
             num_wanted_in_flight=items.num_wanted,
+            over_age=items.over_age(),
             num_ready=None if hub is None else hub.self_queue_size + self._link.num_uncounted,
             trainer_wait_share=None if hub is None else hub.trainer_wait_share,
             staleness=None if hub is None else hub.staleness,

@@ -541,12 +541,15 @@ async def test_explain_names_the_long_item_that_the_trainer_waits_for() -> None:
         await hub.start(environment(), environment(desired_name="slow"))
         await hub.get("/batch")
         await hub.get("/status-env?env_id=0")
-        await hub.get("/status-env?env_id=1&items_in_flight=3&oldest_item_s=20.5")
+        asked = "/status-env?env_id=1&items_in_flight=3&oldest_item_s=20.5"
+        await hub.get(f'{asked}&over_age={{"an engine":2}}')
         now += 10
         why = await hub.get("/explain")
         assert why["reason"].endswith(
-            "the trainer has waited for 10 s; slow_0 has reported 3 items in flight, the oldest started 30 s ago"
+            "the trainer has waited for 10 s; slow_0 has reported 3 items in flight, the oldest started 30 s ago;"
+            " over age and waiting: 2 for an engine"
         )
+        assert [each["over_age"] for each in why["environments"]] == [None, {"an engine": 2}]
         assert why["trainer_waits_s"] == 10
         views = [(each["items_in_flight"], each["oldest_item_s"]) for each in why["environments"]]
         assert views == [(None, None), (3, 30.5)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from atroposlib.api.run.leases import TrainerTimes
 from atroposlib.scored_data import GroupHeader
 
@@ -41,7 +43,7 @@ def test_a_prefetched_batch_is_worked_on_from_the_end_of_the_one_before() -> Non
 def test_wait_share_and_staleness_are_those_of_recent_batches() -> None:
     times = TrainerTimes()
     assert (times.wait_share(0.0, num_held=0), times.staleness) == (None, None)
-    for step in range(6):
+    for step in range(10):
         asked_at = step * 10.0
         times.ask(asked_at)
         waited_s = 8.0 if step == 0 else 2.0  # the start is forgotten
@@ -53,7 +55,15 @@ def test_wait_share_and_staleness_are_those_of_recent_batches() -> None:
             num_held=0,
         )
         times.acknowledge(asked_at + 10.0, leased_at=asked_at + waited_s)
-    assert times.wait_share(60.0, num_held=0) == 0.2
-    assert times.staleness == (2 + 3 + 4 + 5) / 4
-    times.ask(60.0)
-    assert times.wait_share(70.0, num_held=0) == 18 / 50
+    assert times.wait_share(100.0, num_held=0) == 0.2
+    assert times.staleness == (2 + 9) / 2
+    times.ask(100.0)
+    assert times.wait_share(110.0, num_held=0) == 26 / 90
+
+
+def test_steps_of_two_kinds_are_planned_for_by_the_short_ones_but_not_by_a_single_one() -> None:
+    times, now = TrainerTimes(), 0.0
+    for step_s in (9.0, 0.1, 9.0, 9.0, 1.0, 9.0, 1.0, 9.0):
+        times.acknowledge(now + step_s, leased_at=now)
+        now += step_s
+    assert times.step_s == pytest.approx(1.0)

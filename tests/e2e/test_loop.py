@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.builders.rows import rows_in
+from tests.builders.rows import rows_in, tokens_by_fate
 from tests.faults.drivers import hub_process
 from tests.processes import Process, answers, engine_argv, free_port, parity_argv, running
 from tests.tiny_model import make_tiny_model
@@ -56,7 +56,11 @@ def test_the_loop_trains_and_the_engine_follows(
             engine_log = tmp_path / "engine.log"
             engine = stack.enter_context(running("engine", engine_flags, log_path=engine_log))
         hub = stack.enter_context(hub_process(tmp_path))
-        environment_argv = parity_argv(model, hub_url=hub.url, engine_url=engine_url)
+        made_path = tmp_path / "made.jsonl"
+        environment_argv = [
+            *parity_argv(model, hub_url=hub.url, engine_url=engine_url),
+            f"--env.data_path_to_save_groups={made_path}",
+        ]
         trainer_args = trainer_argv(
             hub.url, engine_port, model, bridge, tmp_path, num_steps=num_steps
         )
@@ -82,6 +86,10 @@ def test_the_loop_trains_and_the_engine_follows(
     steps = rows_in(tmp_path / "metrics.jsonl")
     assert [s["step"] for s in steps] == list(range(1, num_steps + 1))
     assert all(s["num_sequences"] == 16 for s in steps)
+    assert ledger["expired"] == ledger["dead"] == 0, ledger
+    taken = rows_in(made_path)[: sum(s["num_groups"] for s in steps)]
+    sampled = sum(label != -100 for row in taken for mask in row["masks"] for label in mask)
+    assert sum(tokens_by_fate(steps).values()) == sampled
     gaps = [s["logprob_gap_max"] for s in steps if s["logprob_gap_max"] is not None]
     assert gaps, "the logprob comparison never ran"
     assert max(gaps) <= 1e-3

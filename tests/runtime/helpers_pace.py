@@ -263,6 +263,113 @@ def try_setting(seed: int, *, num_steps: int = 120) -> Findings:
     )
 
 
+class Case(NamedTuple):
+    """Environments, one for each kind of item, and a trainer that can be fed by them."""
+
+    items_s: list[Sample]
+    """Duration of an item, per environment."""
+    step_s: Callable[[int], float]
+    group_size: int = 4
+    useful: float = 1.0
+    """Share of the items that give a group."""
+    batch_size: int = 64
+
+    def simulate(self, num_workers: int | None, *, seed: int = 0, num_steps: int = 150) -> Outcome:
+        """Run with the demand, or with a fixed number of items in flight per environment."""
+        environments = [
+            Environment(
+                duration_s=item_s,
+                groups_per_item=self.useful,
+                group_size=self.group_size,
+                weight=1 / len(self.items_s),
+                num_workers=num_workers,
+            )
+            for item_s in self.items_s
+        ]
+        return simulate(
+            environments,
+            batch_size=self.batch_size,
+            step_s=self.step_s,
+            max_staleness=4,
+            num_steps=num_steps,
+            num_before=num_steps // 3,
+            seed=seed,
+        )
+
+    def best_fixed(self, numbers: Iterable[int], *, may_wait: float = 0.05, **run: int) -> Outcome:
+        """Of the fixed numbers, return the least stale that waits no longer, else the one that waits least."""
+        return min(
+            (self.simulate(number, **run) for number in numbers),
+            key=lambda found: (round(max(0.0, found.waits - may_wait), 2), found.staleness),
+        )
+
+
+def slowest(item_s: Sample, num: int) -> Sample:
+    """Return the duration of the slowest of several answers."""
+    return lambda rng: max(item_s(rng) for _ in range(num))
+
+
+def exponential(mean_s: float) -> Sample:
+    return lambda rng: rng.expovariate(1 / mean_s)
+
+
+def pareto(shape: float, scale_s: float = 1.0) -> Sample:
+    return lambda rng: scale_s * rng.paretovariate(shape)
+
+
+def two_kinds(short_s: float, long_s: float, share_of_long: float) -> Sample:
+    return lambda rng: long_s if rng.random() < share_of_long else short_s
+
+
+CASES: dict[str, Case] = {
+    "exponential answers": Case([slowest(exponential(2), 4)], lambda _: 3.0),
+    "a tenth takes 60 s": Case([two_kinds(1, 60, 0.1)], lambda _: 5.0),
+    "Pareto 1.1": Case([slowest(pareto(1.1), 8)], lambda _: 10.0, group_size=8),
+    "Pareto 1.5": Case([slowest(pareto(1.5), 4)], lambda _: 5.0),
+    "steps of 1 s and 9 s": Case([slowest(exponential(2), 4)], lambda step: (1.0, 9.0)[step % 2]),
+    "a tenth useful": Case([exponential(2)], lambda _: 5.0, useful=0.1),
+    "3 % useful": Case([exponential(2)], lambda _: 5.0, useful=0.03),
+    "environments of 1 s and 20 s": Case([lambda _: 1.0, lambda _: 20.0], lambda _: 10.0),
+    "2 s, steps of 1 s": Case([lambda rng: 2 + 0.1 * rng.random()], lambda _: 1.0),
+}
+
+
+def random_case(seed: int) -> Case:
+    """Return a case with heavy tails and changing steps: a median item takes 0.03 to 1 median steps.
+
+    One or two environments, 8 groups per batch, 30 to 100 % useful items.
+    """
+    rng = random.Random(seed)
+    typical_s = 10 ** rng.uniform(-1, 1.5)
+
+    def items() -> Sample:
+        median_s = typical_s * 10 ** rng.uniform(-1.5, 0)
+        shape, sigma = rng.uniform(1.05, 2.5), rng.uniform(0, 2)
+        tail = two_kinds(median_s, median_s * rng.uniform(5, 100), rng.uniform(0.02, 0.2))
+        kinds = [exponential(median_s / math.log(2)), pareto(shape, median_s * 2 ** (-1 / shape))]
+        return rng.choice([*kinds, lambda r: median_s * math.exp(sigma * r.gauss(0.0, 1.0)), tail])
+
+    ratio, first, sigma = rng.uniform(1, 10), rng.randrange(2), rng.uniform(0, 0.7)
+    steps_s = [typical_s * math.exp(sigma * rng.gauss(0.0, 1.0)) for _ in range(200)]
+    step_s = rng.choice(
+        [
+            lambda _: typical_s,
+            lambda step: typical_s * (ratio if step % 2 == first else 1.0),
+            lambda step: typical_s * (ratio if steps_s[step] > typical_s else 1.0),
+            lambda step: steps_s[step],
+            lambda step: typical_s * (ratio if (step // 40) % 2 == first else 1.0),
+        ]
+    )
+    group_size = rng.choice([4, 8])
+    return Case(
+        [items() for _ in range(rng.choice([1, 1, 2]))],
+        step_s,
+        group_size=group_size,
+        useful=rng.choice([1.0, 1.0, 0.6, 0.3]),
+        batch_size=8 * group_size,
+    )
+
+
 def _log_normal(mean_s: float, sigma: float) -> Sample:
     median_s = mean_s * math.exp(-(sigma**2) / 2)
     return lambda rng: median_s * math.exp(sigma * rng.gauss(0.0, 1.0))

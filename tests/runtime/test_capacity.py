@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from helpers_pace import Environment, simulate, try_setting
+from helpers_pace import CASES, Environment, simulate, try_setting
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -101,6 +101,11 @@ def demanding(**changes: Any) -> Load:
         (demanding(demand={"groups_per_item": 0.5}, wanted_share=0.5), 5),
         (demanding(self_queue_size=4, queue_size=4, demand={"missing_sequences": 8}), 2),
         (demanding(batch_size=-1), 100),
+        # Older than two steps: no slot of the stock, nor of the 8 groups of the bound, but one of the servers'.
+        (demanding(running=10, demand={"durations_s": [5.0] * 10, "ages_s": [4.1] * 10}), 8),
+        (demanding(running=10, demand={"durations_s": [5.0], "ages_s": [4.0] * 6 + [4.1] * 4}), 2),
+        (demanding(running=10, queue_size=8, demand={"ages_s": [9.0] * 10}), 0),
+        (demanding(running=10, max_workers=11, demand={"ages_s": [4.1] * 10}), 1),
     ],
 )  # fmt: skip
 def test_items_follow_the_demand(load: Load, expected: int) -> None:
@@ -139,6 +144,12 @@ def test_no_trainer_starves_no_number_oscillates_and_shares_are_kept(seed: int) 
     assert found.waits < 0.12
     assert found.amplitude < 2.5
     assert found.drift < 6.0
+
+
+@pytest.mark.parametrize("name", ["a tenth takes 60 s", "Pareto 1.1", "steps of 1 s and 9 s"])
+def test_a_trainer_is_fed_by_long_tails_and_at_steps_of_two_kinds(name: str) -> None:
+    """`test_capacity_sweeps.py` has the other cases, beside the best fixed number."""
+    assert CASES[name].simulate(None, num_steps=90).waits < 0.05
 
 
 def test_the_pace_follows_a_trainer_that_changes_its_step() -> None:

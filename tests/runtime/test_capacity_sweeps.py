@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-import random
 import statistics
-from typing import NamedTuple
 
 import pytest
-from helpers_pace import Environment, Outcome, simulate, try_setting
+from helpers_pace import CASES, Case, Sample, exponential, random_case, slowest, try_setting
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-BATCH_SIZE, MEAN_S, MAX_STALENESS = 64, 2.0, 4
+MEAN_S = 2.0
 SWEEP = (4, 8, 12, 16, 24, 32, 48)
 """More are never in flight here: three batches of groups of four are 48."""
 MAY_WAIT = 0.05
@@ -23,37 +21,11 @@ steps, each of which counts its own items alone."""
 NUM_SETTINGS = 1000
 
 
-class Case(NamedTuple):
-    shape: str
-    """Distribution of the duration of an answer; an item takes as long as the slowest of its group."""
-    step_s: float
-    group_size: int
-    useful: float
-    """Share of the items that give a group."""
-    num_environments: int
-
-    def item_s(self, rng: random.Random) -> float:
-        if self.shape == "exponential":
-            return max(rng.expovariate(1 / MEAN_S) for _ in range(self.group_size))
-        return max(rng.lognormvariate(math.log(MEAN_S) - 0.5, 1) for _ in range(self.group_size))
-
-    def simulate(self, num_workers: int | None) -> Outcome:
-        environments = [
-            Environment(
-                duration_s=self.item_s,
-                groups_per_item=self.useful,
-                group_size=self.group_size,
-                weight=1 / self.num_environments,
-                num_workers=num_workers,
-            )
-            for _ in range(self.num_environments)
-        ]
-        return simulate(
-            environments,
-            batch_size=BATCH_SIZE,
-            step_s=lambda _: self.step_s,
-            max_staleness=MAX_STALENESS,
-        )
+ANSWERS: dict[str, Sample] = {
+    "exponential": exponential(MEAN_S),
+    "log-normal": lambda rng: rng.lognormvariate(math.log(MEAN_S) - 0.5, 1),
+}
+"""How long an answer takes; an item takes as long as the slowest of its group."""
 
 
 @pytest.mark.parametrize("num_environments", [1, 3])
@@ -64,12 +36,10 @@ class Case(NamedTuple):
 def test_the_demand_feeds_a_trainer_as_well_as_the_best_fixed_number(
     shape: str, step_s: float, group_size: int, useful: float, num_environments: int
 ) -> None:
-    case = Case(shape, step_s, group_size, useful, num_environments)
-    best = min(
-        map(case.simulate, SWEEP),
-        key=lambda found: (round(max(0.0, found.waits - MAY_WAIT), 2), found.staleness),
-    )
-    demand = case.simulate(None)
+    items_s = [slowest(ANSWERS[shape], group_size)] * num_environments
+    case = Case(items_s, lambda _: step_s, group_size, useful)
+    best = case.best_fixed(SWEEP, num_steps=300)
+    demand = case.simulate(None, num_steps=300)
     if best.thrown_away <= MAY_THROW_AWAY:
         assert demand.waits <= max(MAY_WAIT, best.waits) + 0.01
     else:
@@ -77,6 +47,20 @@ def test_the_demand_feeds_a_trainer_as_well_as_the_best_fixed_number(
     if best.waits <= MAY_WAIT:
         assert demand.staleness <= best.staleness
         assert demand.thrown_away <= best.thrown_away + 0.01
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_long_tails_and_changing_steps_are_fed_as_by_the_best_fixed_number(name: str) -> None:
+    best, demand = CASES[name].best_fixed(SWEEP), CASES[name].simulate(None)
+    assert demand.waits <= best.waits + 0.05
+    if best.waits <= MAY_WAIT:
+        assert demand.staleness <= best.staleness + 0.5
+
+
+def test_trainers_are_fed_in_random_settings_with_heavy_tails_and_changing_steps() -> None:
+    found = [random_case(seed).simulate(None, seed=seed, num_steps=30) for seed in range(10_000)]
+    assert statistics.fmean(each.waits <= MAY_WAIT for each in found) > 0.97
+    assert max(each.waits for each in found) < 0.25
 
 
 def test_trainers_are_fed_and_shares_kept_in_random_settings() -> None:

@@ -53,6 +53,7 @@ def test_losses_are_named_by_reason_with_what_the_run_waits_for() -> None:
         num_without_groups=7,
         num_in_flight=0,
         num_wanted_in_flight=4,
+        over_age={"an engine": 2, "its own code": 1},
         num_ready=1,
         trainer_wait_share=0.125,
         staleness=1.5,
@@ -67,7 +68,8 @@ def test_losses_are_named_by_reason_with_what_the_run_waits_for() -> None:
         " problem made no group of 7 of 9 items: lost_too_short; mean score 0.250;"
         " dropped equal_scores 3, too_long 1; lost too_short 5; turns not continued changed 3;"
         " failed attempts TimeoutError 2;"
-        " items without groups 7; in flight 0 of 4; ready 1; trainer waits 12%; staleness 1.5;"
+        " items without groups 7; in flight 0 of 4;"
+        " over age, waiting for an engine 2, its own code 1; ready 1; trainer waits 12%; staleness 1.5;"
         " tokens 1.5k in, 20 out; sampled tokens 18 to train"
     )
 
@@ -114,7 +116,7 @@ async def test_pace_is_logged_at_every_step() -> None:
         await hub.train(3)
         await until(lambda: len(logged) > 0 and "pace/trainer_wait_share" in logged[-1])
     assert logged[-1].keys() == {
-        *("pace/items_in_flight", "pace/items_wanted", "pace/groups_ready"),
+        *("pace/items_in_flight", "pace/items_wanted", "pace/items_over_age", "pace/groups_ready"),
         *("pace/trainer_wait_share", "pace/staleness"),
     }
 

@@ -20,7 +20,7 @@ from example_trainer.parallel import ALONE
 from example_trainer.step import data_options, take_step
 from example_trainer.trained_groups import TrainedGroups
 from example_trainer.training import train
-from tests.builders.rows import rows_in
+from tests.builders.rows import rows_in, tokens_by_fate
 from tests.trainer import helpers_trainer
 from tests.trainer.helpers_run import Configure, config_for, ledger_of, send
 from tests.trainer.helpers_trainer import PROMPT, logprobs_of
@@ -33,6 +33,10 @@ def make_group(scores: list[float], **fields: Any) -> ScoredGroup:
 def pairs(number: int) -> list[ScoredGroup]:
     groups = helpers_trainer.pairs(number)
     return [group.replace(group_id=f"g{i}") for i, group in enumerate(groups)]
+
+
+def num_sampled(group: ScoredGroup) -> int:
+    return int(np.count_nonzero(group.masks != IGNORE_INDEX))
 
 
 def lines_of(config: TrainerConfig) -> list[dict[str, Any]]:
@@ -241,3 +245,7 @@ def test_the_fates_are_the_ledgers_sums_with_the_groups_that_were_given_back(
     by_step = Counter(row["step"] for row in fates_of(config) if row["fate"] != "untrainable")
     metrics = rows_in(config.save_path / "metrics.jsonl")
     assert by_step == {step["step"]: step["num_groups"] for step in metrics}
+    assert tokens_by_fate(metrics) == {
+        "trained": sum(map(num_sampled, groups[:3])),
+        "zero_advantage": num_sampled(groups[3]),
+    }

@@ -217,6 +217,7 @@ async def status_env(request: Request) -> Response:
             query.env_id,
             query.items_in_flight,
             oldest_s=query.oldest_item_s,
+            over_age=query.over_age,
             losses=query.losses,
             groups_kept=query.groups_kept,
         )

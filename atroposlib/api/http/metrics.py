@@ -185,9 +185,7 @@ class _RunCollector(Collector):
             gauge("atropos_store_free_bytes", text, usage.free_bytes)
             text = "Whether groups are refused for want of space"
             gauge("atropos_store_full", text, run.refusal() is not None)
-            text = (
-                "Median time of the trainer's last steps, without waiting for batches; 0: none yet"
-            )
+            text = "Lower quartile of the trainer's last steps, without waiting; 0: none yet"
             gauge("atropos_trainer_step_seconds", text, times.step_s or 0.0)
             gauge("atropos_set_aside_runs", "Earlier experiments kept", len(run.set_aside_bytes))
             gauge("atropos_set_aside_bytes", "Their stored bytes", sum(run.set_aside_bytes))

@@ -162,6 +162,7 @@ class Accounts:
                     floor=floors.get(each.env_id, 0),
                     items_in_flight=each.items_in_flight,
                     oldest_item_s=_age_s(each, now=now),
+                    over_age=each.over_age,
                     losses=each.losses,
                 )
                 for each in _worst(run, offset + limit, blocking=env_id)[offset:]
@@ -289,9 +290,11 @@ def _cause(run: RunState, env_id: int | None, *, now: float) -> str:
     if not began:
         return ""
     since, oldest = min(began, key=lambda pair: pair[0])
+    waiting = [f"{number} for {what}" for what, number in (oldest.over_age or {}).items()]
+    over_age = f"; over age and waiting: {', '.join(waiting)}" if waiting else ""
     return (
         f"; {oldest.name} has reported {oldest.items_in_flight} items in flight,"
-        f" the oldest started {now - since:.0f} s ago"
+        f" the oldest started {now - since:.0f} s ago{over_age}"
     )
 
 

@@ -477,6 +477,7 @@ class Coordinator(Accounts):
         num_in_flight: int,
         *,
         oldest_s: float | None = None,
+        over_age: Mapping[str, int] | None = None,
         losses: Mapping[str, int] | None = None,
         groups_kept: int | None = None,
     ) -> None:
@@ -484,6 +485,7 @@ class Coordinator(Accounts):
         environment = self.state.environments.get(env_id)
         environment.items_in_flight = num_in_flight
         environment.oldest_item_since = None if oldest_s is None else self._clock() - oldest_s
+        environment.over_age = over_age
         environment.losses, environment.num_lost = losses, sum((losses or {}).values())
         environment.main_loss = None
         if losses is not None and groups_kept is not None:

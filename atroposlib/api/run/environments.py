@@ -62,6 +62,8 @@ class Environment:
     """At its last status request; None from an original client."""
     oldest_item_since: float | None = None
     """When the oldest of these items began, injected clock; None if there is none."""
+    over_age: Mapping[str, int] | None = None
+    """How many of them are older than the staleness bound, by what they wait for; None if there is none."""
     losses: Mapping[str, int] | None = None
     """What came to nothing since its start, as of that request, by reason."""
     num_lost: int = 0
@@ -175,7 +177,8 @@ class Environments:
         environment.is_connected = True
         environment.is_silent = False
         environment.last_seen = now
-        environment.items_in_flight = environment.oldest_item_since = environment.losses = None
+        environment.items_in_flight = environment.oldest_item_since = None
+        environment.losses = environment.over_age = None
         environment.num_lost, environment.main_loss = 0, None
         self._update(environment)
         return environment

@@ -21,6 +21,7 @@ from atroposlib.inference.servers.reasoning import ReasoningConfig
 from atroposlib.inference.servers.sampling_notes import (
     AnsweredRequest,
     ItemRecord,
+    item_notes,
     note_sampling,
     position,
     recorded,
@@ -252,7 +253,13 @@ async def call(servers: Sequence[APIServer], method: str, kwargs: dict[str, Any]
             taken.num_tokens = token_counts(answer).longest
         return answer
 
-    answered = await ask(servers, split, send)
+    if (notes := item_notes.get()) is not None:
+        notes.num_asking += 1
+    try:
+        answered = await ask(servers, split, send)
+    finally:
+        if notes is not None:
+            notes.num_asking -= 1
     server, answer = answered.server, answered.answer
     server._count(answered, split)
     if record is not None:

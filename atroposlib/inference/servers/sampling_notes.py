@@ -49,6 +49,8 @@ class SamplingNotes:
         """Completions of known versions."""
         self.broken_prefixes: Counter[str] = Counter()
         """Turns that could not reuse the tokens of earlier turns, by reason."""
+        self.num_asking = 0
+        """Requests that wait for their answer."""
         self.num_sampled = 0
         """Sampled tokens."""
         self.fates: Counter[str] = Counter()

@@ -347,17 +347,10 @@ def _without_old(row: Row, oldest: int) -> Row:
     is_usable_N = (row.versions >= oldest) | (row.versions == UNKNOWN_VERSION)
     if row.is_supervised or is_usable_N.all():
         return row
-    per_position = (
-        "trained",
-        "labels",
-        "sampled_logprobs",
-        "advantages",
-        "ref_logprobs",
-        "versions",
-    )
+    names = "trained labels sampled_logprobs advantages ref_logprobs versions".split()
     kept: dict[str, Any] = {
         name: None if values is None else values[is_usable_N]
-        for name in per_position
+        for name in names
         for values in [getattr(row, name)]
     }
     if row.teacher is not None:

@@ -6,8 +6,9 @@ engine's weights under the answers in flight. Groups pass the hub's rule, then t
 throws away groups whose oldest token is beyond the bound, "token" does what hub and trainer do, "none" has no bound.
 
 `bimodal`: 90 % of the answers take 4 tokens, 10 % take 240; nothing is trained. `learning`: 60 % of the prompts are
-easy: their answers are right and end after 4 tokens, so they feed the trainer and teach nothing. To the others, such as
-`b>`, the letter at least 24 times is right; the model, warmed up to stop after ten on average, is trained.
+easy: their answers are right and end after 4 tokens, so they feed the trainer and teach nothing. The answer to the
+others is 24 tokens of work, the letter of the prompt, and the end; the model is warmed up to do the work and to guess
+the letter.
 """
 
 from __future__ import annotations
@@ -52,23 +53,28 @@ from example_trainer.step import data_options, take_step
 ARMS = ("group", "token", "none")
 GROUPS_PER_STEP = 4
 LETTERS = "abcdefghij"
-NUM_RIGHT = 24
-"""Letters of the shortest right answer."""
+WORK = "0123456789+=klmnopqrstuv"
+"""What an answer begins with."""
 SHORT, LONG, LONG_SHARE, EASY_SHARE = 4, 240, 0.1, 0.6
 
 
 class Setting(NamedTuple):
-    """How time passes, in decoded tokens and policy versions."""
+    """How time passes, in decoded tokens and policy versions; the first groups begin `spread_tokens` apart."""
 
     step_tokens: int
     groups_in_flight: int
     bound: int
     max_tokens: int
     is_trained: bool
+    spread_tokens: int
 
 
-BIMODAL = Setting(20, groups_in_flight=28, bound=3, max_tokens=LONG, is_trained=False)
-LEARNING = Setting(8, groups_in_flight=8, bound=1, max_tokens=64, is_trained=True)
+BIMODAL = Setting(
+    20, groups_in_flight=28, bound=3, max_tokens=LONG, is_trained=False, spread_tokens=8
+)
+LEARNING = Setting(
+    8, groups_in_flight=12, bound=2, max_tokens=len(WORK) + 4, is_trained=True, spread_tokens=0
+)
 
 
 class Run(NamedTuple):
@@ -110,7 +116,10 @@ class Sampler:
     def decode(self, num_tokens: int) -> None:
         """Decode so many tokens of every answer in flight; groups that finish are queued, and others asked."""
         for _ in range(num_tokens):
-            while len(self.in_flight) < self.setting.groups_in_flight:
+            spread = self.setting.spread_tokens
+            begun = 1 + self.counts["clock"] // spread if spread else self.setting.groups_in_flight
+            most = min(begun, self.setting.groups_in_flight)
+            while len(self.in_flight) < most and len(self.queue) < GROUPS_PER_STEP:
                 self.in_flight.append(self._ask())
             # Paused, so that the weights change after exactly so many tokens.
             self.engine.control(self.engine._step).result()
@@ -168,25 +177,19 @@ class Sampler:
             return float(number % 2)
         if asked.is_easy:
             return 1.0
-        letters = [token for token in answer.token_ids if token != self.tokenizer.eos_token_id]
-        return float(len(letters) >= NUM_RIGHT and set(letters) == {asked.prompt[0]})
+        right = self.tokenizer.encode(WORK + self.tokenizer.decode(asked.prompt[:1]))
+        return float(answer.token_ids == [*right, self.tokenizer.eos_token_id])
 
 
 def warm_up(target: Path, *, seed: int, steps: int = 100) -> None:
-    """Save a model that repeats the letter of its prompt, and stops after each with a probability of 0.1."""
+    """Save a model that does the work and ends with any letter."""
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, seed=seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     generator = random.Random(seed)
     for _ in range(steps):
-        rows = []
-        for _ in range(16):
-            answer = next(n for n in range(1, 65) if n == 64 or generator.random() < 0.1)
-            letter = generator.choice(LETTERS)
-            ids = tokenizer.encode(f"{letter}>{letter * answer}")
-            rows.append([*ids, tokenizer.eos_token_id, *[IGNORE_INDEX] * (64 - answer)])
-        labels_BT = torch.tensor(rows)
-        loss = model(labels_BT.clamp(min=0), labels=labels_BT).loss
+        pairs = [generator.choices(LETTERS, k=2) for _ in range(16)]
+        loss = -answer_logprobs(model, tokenizer, pairs).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -194,14 +197,19 @@ def warm_up(target: Path, *, seed: int, steps: int = 100) -> None:
     tokenizer.save_pretrained(target)
 
 
-@torch.no_grad()
-def chance(model: Any, tokenizer: Any) -> float:
-    """Return the exact probability of a right answer at temperature 1 (`NUM_RIGHT` letters), over all prompts."""
-    tokens_BT = torch.tensor(
-        tokenizer([f"{each}>{each * NUM_RIGHT}" for each in LETTERS])["input_ids"]
-    )
+def answer_logprobs(model: Any, tokenizer: Any, pairs: Sequence[Sequence[str]]) -> torch.Tensor:
+    """Return [B, T] the logprobs of the answer to each first letter that ends with the second one."""
+    rows = [[*tokenizer.encode(f"{a}>{WORK}{b}"), tokenizer.eos_token_id] for a, b in pairs]
+    tokens_BT = torch.tensor(rows)
     table_BTV = model(tokens_BT).logits[:, 1:-1].log_softmax(-1)
-    return float(table_BTV.gather(-1, tokens_BT[:, 2:, None]).sum((1, 2)).exp().mean())
+    return table_BTV.gather(-1, tokens_BT[:, 2:, None])[..., 0]
+
+
+def chance(model: Any, tokenizer: Any) -> float:
+    """Return the exact probability of a right answer at temperature 1, over all prompts."""
+    with torch.no_grad():
+        logprobs_BT = answer_logprobs(model, tokenizer, [each * 2 for each in LETTERS])
+    return float(logprobs_BT.sum(1).exp().mean())
 
 
 def run(setting: Setting, model: Path, *, arm: str, clock: int, seed: int) -> Run:

@@ -48,6 +48,8 @@ class Sample:
     """[T] 0 where not trained; 1 where trained if the sequence is supervised."""
     policy_version: int | None
     """The oldest policy version that sampled a token; None if unknown."""
+    token_versions: NDArray[np.int64]
+    """[T] policy version that sampled each token; `UNKNOWN_VERSION` (-1) if unknown."""
     score: float
     """The environment's score, unchanged."""
     is_supervised: bool
@@ -96,6 +98,7 @@ def group_samples(
     supervised = require_logprobs(group)
     bounds = group.offsets.tolist()
     mask = completion_mask(group)
+    versions = group.token_versions
     logprobs = group.inference_logprobs
     if logprobs is None:
         logprobs = np.zeros(group.num_tokens)
@@ -122,6 +125,7 @@ def group_samples(
             sampled_logprobs=logprobs[cut],
             advantages=by_token[cut],
             policy_version=group.policy_version,
+            token_versions=versions[cut],
             score=score,
             is_supervised=bool(supervised[i]),
             is_silenced=bool(silenced[i]),

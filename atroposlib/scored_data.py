@@ -29,6 +29,9 @@ IGNORE_INDEX: Final = -100
 MASKED_LOGPROB: Final = 1.0
 """`inference_logprobs` value at masked positions: an impossible log-probability, so it cannot be mistaken for one."""
 
+UNKNOWN_VERSION: Final = -1
+"""An unknown policy version in an array of integers."""
+
 MAX_TOKEN_ID: Final = 2**31 - 1
 MAX_GROUP_ID_CHARS: Final = 128
 
@@ -305,6 +308,28 @@ class ScoredGroup:
         return int(np.count_nonzero(self.masks != IGNORE_INDEX))
 
     @property
+    def token_versions(self) -> NDArray[np.int64]:
+        """[N] policy version of each token: its span's, else the group's; `UNKNOWN_VERSION` if unknown."""
+        known = UNKNOWN_VERSION if self.policy_version is None else self.policy_version
+        found = np.full(self.num_tokens, known, dtype=np.int64)
+        starts = self.offsets.tolist()
+        for first, spans in zip(starts, self.weight_versions or (), strict=False):
+            for span in spans:
+                start, version = first + span["start"], str(span["weight_version"])
+                number = int(version) if version.isdecimal() else UNKNOWN_VERSION
+                found[start : start + span["num_tokens"]] = number
+        return found
+
+    @property
+    def newest_version(self) -> int | None:
+        """The newest policy version that sampled a trained position; `policy_version` if one of theirs is unknown."""
+        if self.weight_versions is None:
+            return self.policy_version
+        trained = self.token_versions[self.masks != IGNORE_INDEX]
+        is_known = len(trained) and (trained != UNKNOWN_VERSION).all()
+        return int(trained.max()) if is_known else self.policy_version
+
+    @property
     def offsets(self) -> NDArray[np.int64]:
         """[S + 1] start of each sequence in the flat arrays; the last entry is N."""
         out = np.zeros(len(self.lengths) + 1, dtype=np.int64)
@@ -357,7 +382,7 @@ class GroupHeader:
     num_sequences: int
     num_tokens: int = 0
     policy_version: int | None = None
-    """Oldest policy version that sampled a token of the group; None: unknown."""
+    """Newest policy version that sampled a trained position of the group; None: unknown."""
     group_id: str = ""
     """Unique in a run; empty if the sender chose none, until the hub makes one."""
     digest: bytes = b""
@@ -371,7 +396,7 @@ class GroupHeader:
 
     @property
     def version(self) -> int:
-        """The policy version that sampled the group; if unknown, the one at its arrival."""
+        """The newest policy version of the group; if unknown, the one at its arrival."""
         return self.arrival_step if self.policy_version is None else self.policy_version
 
 

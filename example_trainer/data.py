@@ -12,7 +12,7 @@ import dataclasses
 import math
 import operator
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -23,15 +23,12 @@ from torch import Tensor
 
 from atroposlib import samples
 from atroposlib.errors import GroupError
-from atroposlib.scored_data import Ragged, ScoredGroup
+from atroposlib.scored_data import UNKNOWN_VERSION, Ragged, ScoredGroup
 from example_trainer.objective import Baseline, LossMean, RolloutWeight
 
-UNKNOWN_VERSION = -1
-"""`policy_version` None, in an integer tensor."""
-
 Layout = Literal["padded", "packed"]
-SkipReason = Literal["too_long", "untrained", "zero_advantage"]
-"""Why a sequence is not computed; untrained: it has no trained position."""
+SkipReason = Literal["too_long", "untrained", "too_old", "zero_advantage"]
+"""Why a sequence is not computed; untrained: it has no trained position; too_old: all of those are too old."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +160,8 @@ class Row:
     """Policy version that sampled each token; UNKNOWN_VERSION if unknown."""
     rollout: int
     """Number of its rollout in the group."""
+    num_too_old: int = 0
+    """Positions left out of the arrays because an older policy than allowed sampled their label."""
     weight: float = 0.0
     """Share of each trained position in the step's mean."""
 
@@ -193,11 +192,14 @@ class Batch:
     skipped: dict[SequenceOrigin, SkipReason]
     """The sequences received that are not in the micro-batches."""
     num_skipped_tokens: Mapping[SkipReason, int]
-    """Their trained positions, by reason: with `num_trained_tokens`, all that were received."""
+    """Their trained positions, by reason. With `num_trained_tokens` and `num_too_old`, all that were received."""
+    num_too_old: list[int]
+    """[num_groups] trained positions received that have no gradient because they are too old; without those of
+    sequences that are skipped for another reason."""
     scores: NDArray[np.float64]
     """Per rollout received."""
     versions: NDArray[np.int64]
-    """Per trained position received; -1 if unknown."""
+    """Per trained position received that is not too old; -1 if unknown."""
 
     def num_skipped(self, reason: SkipReason) -> int:
         return list(self.skipped.values()).count(reason)
@@ -237,17 +239,29 @@ def require_trainable(group: ScoredGroup, *, vocab_size: int) -> None:
             )
 
 
-def make_batch(groups: Sequence[ScoredGroup], options: DataOptions) -> Batch:
-    """Turn the groups of one step, which have passed `require_trainable`, into micro-batches."""
+def make_batch(
+    groups: Sequence[ScoredGroup], options: DataOptions, *, oldest_version: int | None = None
+) -> Batch:
+    """Turn the groups of one step, which have passed `require_trainable`, into micro-batches.
+
+    Positions that an older policy than `oldest_version` sampled get no gradient; advantages and weights are computed
+    before they are left out, from all positions and scores.
+    """
     all_rows = [row for i, group in enumerate(groups) for row in _rows(group, i, options)]
     if options.baseline in ("batch", "group_batch"):
         all_rows = _normalise_over_batch(all_rows, centre=options.baseline == "batch")
+    if oldest_version is not None:
+        all_rows = [_without_old(row, oldest_version) for row in all_rows]
     reasons = {row.origin: _reason_to_skip(row, options) for row in all_rows}
-    trained = [row for row in all_rows if reasons[row.origin] in (None, "zero_advantage")]
+    trained = [row for row in all_rows if reasons[row.origin] not in ("too_long", "untrained")]
     num_skipped_tokens = Counter[SkipReason]()
+    num_too_old = [0] * len(groups)
     for row in all_rows:
-        if (reason := reasons[row.origin]) is not None:
-            num_skipped_tokens[reason] += len(row.trained)
+        reason = reasons[row.origin]
+        if reason is None or reason == "too_old":
+            num_too_old[row.origin.group] += row.num_too_old
+        else:
+            num_skipped_tokens[reason] += len(row.trained) + row.num_too_old
     kept = [
         dataclasses.replace(row, weight=weight)
         for row, weight in zip(trained, _weights(trained, options), strict=True)
@@ -263,6 +277,7 @@ def make_batch(groups: Sequence[ScoredGroup], options: DataOptions) -> Batch:
         num_trained_tokens=sum(len(row.trained) for row in kept),
         skipped={origin: reason for origin, reason in reasons.items() if reason is not None},
         num_skipped_tokens=num_skipped_tokens,
+        num_too_old=num_too_old,
         scores=np.concatenate(
             [samples.rollout_scores(group.scores, group.rollout)[0] for group in groups]
             or [np.zeros(0)]
@@ -282,7 +297,7 @@ def _reason_to_skip(row: Row, options: DataOptions) -> SkipReason | None:
     if len(row.tokens) >= options.seq_len:
         return "too_long"
     if not len(row.trained):
-        return "untrained"
+        return "too_old" if row.num_too_old else "untrained"
     return None if options.keep_zero_advantage or row.advantages.any() else "zero_advantage"
 
 
@@ -306,7 +321,6 @@ def _rows(group: ScoredGroup, number: int, options: DataOptions) -> Iterator[Row
         scale=options.scale_advantages and options.baseline != "group_batch",
         std=options.advantage_std,
     )
-    version = UNKNOWN_VERSION if group.policy_version is None else group.policy_version
     starts = group.offsets[:-1]
     for i, (start, sequence, override) in enumerate(zip(starts, sequences, overrides, strict=True)):
         at = np.flatnonzero(sequence.completion_mask[1:])
@@ -326,21 +340,29 @@ def _rows(group: ScoredGroup, number: int, options: DataOptions) -> Iterator[Row
             temperature=_temperature(group, override or {})
             if options.processed_logprobs and not sequence.is_supervised
             else 1.0,
-            versions=np.full(len(at), version)
-            if group.weight_versions is None
-            else _versions(group.weight_versions[i], len(sequence.input_ids), version)[1:][at],
+            versions=sequence.token_versions[1:][at],
             rollout=sequence.rollout,
         )
 
 
-def _versions(spans: Sequence[Mapping[str, Any]], num_tokens: int, known: int) -> NDArray[np.int64]:
-    """Return [num_tokens] the policy version of each token: its span's, else `known`."""
-    found = np.full(num_tokens, known, dtype=np.int64)
-    for span in spans:
-        version = str(span["weight_version"])
-        place = slice(span["start"], span["start"] + span["num_tokens"])
-        found[place] = int(version) if version.isdecimal() else UNKNOWN_VERSION
-    return found
+def _without_old(row: Row, oldest: int) -> Row:
+    """Return the row without the positions that an older policy than `oldest` sampled; unknown versions stay.
+
+    So do supervised positions, which no ratio compares with the policy that sampled them. What remains is corrected by
+    its own sampled logprobs; a ratio, correction or rejection at the sequence level is that of the remaining positions.
+    """
+    is_usable_N = (row.versions >= oldest) | (row.versions == UNKNOWN_VERSION)
+    if row.is_supervised or is_usable_N.all():
+        return row
+    names = "trained labels sampled_logprobs advantages ref_logprobs versions".split()
+    kept: dict[str, Any] = {
+        name: None if values is None else values[is_usable_N]
+        for name in names
+        for values in [getattr(row, name)]
+    }
+    if row.teacher is not None:
+        kept["teacher"] = Teacher(*(values[is_usable_N] for values in row.teacher))
+    return dataclasses.replace(row, **kept, num_too_old=int(np.count_nonzero(~is_usable_N)))
 
 
 def _teacher(group: ScoredGroup, tokens: NDArray[np.int64]) -> Teacher | None:
@@ -392,11 +414,16 @@ def _normalise_over_batch(rows: list[Row], *, centre: bool) -> list[Row]:
 
 
 def _weights(rows: Sequence[Row], options: DataOptions) -> list[float]:
-    """Return the weight of each trained position of each row, given all rows that are trained."""
+    """Return the weight of each trained position of each row, given all rows that are trained.
+
+    Positions that are too old count in every mean, as those do that the correction rejects and those without an
+    advantage: the gradient is the fresh one without their terms. Divided by the usable positions alone, the last ten
+    tokens of a long answer would weigh as much as another answer, and so would its variance.
+    """
     num_parts = Counter((row.origin.group, row.rollout) for row in rows)
     is_shared = options.rollout_weight == "rollout"
     shares = [1 / num_parts[row.origin.group, row.rollout] if is_shared else 1.0 for row in rows]
-    lengths = [len(row.trained) for row in rows]
+    lengths = [len(row.trained) + row.num_too_old for row in rows]
     if options.loss_mean == "token":
         num_tokens = math.fsum(map(operator.mul, shares, lengths))
         return [share / num_tokens for share in shares]

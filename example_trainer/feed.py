@@ -59,6 +59,8 @@ class Follower:
     """The hub's id of this training, saved in checkpoints; None in every process but the first."""
     is_on_policy = False
     """Whether the hub delivers only groups of the announced policy version; False in every process but the first."""
+    oldest_version: int | None = None
+    """Tokens that an older policy sampled are too old for the groups returned last; None: none are."""
 
     def __init__(self, world: World, *, is_stopping: Callable[[], bool]) -> None:
         self._world = world
@@ -76,8 +78,9 @@ class Follower:
         data = None if self._must_stop() else self._world.broadcast(None)
         if data is None:
             return None
-        blobs = split_packed(data).blobs
-        return [unpack_group(blob, strictness=Strictness.MEANING) for blob in blobs]
+        envelope = split_packed(data)
+        self.oldest_version = envelope.meta["oldest_version"]
+        return [unpack_group(blob, strictness=Strictness.MEANING) for blob in envelope.blobs]
 
     def _must_stop(self) -> bool:
         """Whether any process was asked to stop; every process must call this."""
@@ -137,6 +140,7 @@ class Leader(Follower):
         # A checkpoint of an earlier version has no id: it resumes the hub's current experiment.
         self.experiment = experiment or (None if self._is_resumed else secrets.token_hex(16))
         self._published = 0
+        self._max_staleness: int | None = None
         self._reporting = threading.Lock()
         """Held by calls of other threads and by a registration: none may be sent under the epoch that it replaces, and
         the version that it repeats must not arrive after a later one."""
@@ -156,6 +160,8 @@ class Leader(Follower):
         if self._must_stop():
             return None
         while self._leased is None and not self._is_stopping():
+            # Read before the request: never stricter than the hub, which delivers no group that is too old as a whole.
+            published = self._published
             self._leased = self._lease(step)
             if self._leased is None:
                 if self._last_fault is not None and self._num_untrainable >= MAX_UNTRAINABLE:
@@ -170,8 +176,11 @@ class Leader(Follower):
             self._world.broadcast(None)
             return None
         groups = list(self._leased.groups)
+        bound = self._max_staleness
+        self.oldest_version = None if bound is None else published - bound
         if self._world.size > 1:
-            self._world.broadcast(join_packed([pack_group(group) for group in groups]))
+            meta = {"oldest_version": self.oldest_version}
+            self._world.broadcast(join_packed([pack_group(group) for group in groups], meta))
         return groups
 
     @contextmanager
@@ -278,6 +287,7 @@ class Leader(Follower):
         )
         reply = self._hub.register(run, experiment=self.experiment, resume_step=resume_step)
         self.experiment = reply.experiment or self.experiment
+        self._max_staleness = reply.max_staleness
         self.is_on_policy = reply.max_staleness == 0
         self._is_resumed = True  # registering again at a hub that lost the run is a resume
         if reply.set_aside is not None:

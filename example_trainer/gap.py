@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from atroposlib.errors import EngineError
-from example_trainer.data import UNKNOWN_VERSION, MicroBatch
+from atroposlib.scored_data import UNKNOWN_VERSION
+from example_trainer.data import MicroBatch
 from example_trainer.model import Policy
 
 logger = logging.getLogger(__name__)

@@ -16,9 +16,9 @@ import msgspec
 import torch
 
 from atroposlib.errors import ConfigError, require
-from atroposlib.scored_data import ScoredGroup
+from atroposlib.scored_data import UNKNOWN_VERSION, ScoredGroup
 from example_trainer.config import TrainerConfig
-from example_trainer.data import UNKNOWN_VERSION, Batch, SkipReason
+from example_trainer.data import Batch, SkipReason
 
 logger = logging.getLogger(__name__)
 
@@ -164,6 +164,7 @@ def describe_batch(batch: Batch, version: int) -> dict[str, Any]:
         "num_groups": batch.num_groups,
         "num_sequences": batch.num_sequences,
         "num_trained_tokens": batch.num_trained_tokens,
+        "num_too_old_tokens": sum(batch.num_too_old),
         "staleness_mean": float(staleness.mean()) if len(staleness) else None,
         "staleness_max": int(staleness.max()) if len(staleness) else None,
     }
@@ -199,9 +200,11 @@ def progress_line(record: dict[str, Any], num_steps: int) -> str:
         value = record[name]
         return "-" if value is None else f"{value:.3g}"
 
+    num_old = record["num_too_old_tokens"]
+    too_old = f" ({num_old:,} tokens too old)" if num_old else ""
     return (
         f"step {record['step']}/{num_steps} reward {record['reward_mean']:.3f} loss {show('loss')} "
-        f"grad norm {show('grad_norm')} staleness {show('staleness_mean')} "
+        f"grad norm {show('grad_norm')} staleness {show('staleness_mean')}{too_old} "
         f"logprob gap {show('logprob_gap_max')} {record['tokens_per_s']:.0f} tokens/s "
         f"in {record['wall_s']:.2f} s (wait {record['batch_wait_s']:.2f}, train {record['train_s']:.2f}, "
         f"publish {record['publish_s']:.2f}, save {record['save_s']:.2f})"

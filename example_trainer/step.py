@@ -199,6 +199,7 @@ def groups_at_fault(
     groups: Sequence[ScoredGroup],
     config: TrainerConfig,
     reference: Reference | None = None,
+    oldest_version: int | None = None,
 ) -> list[int]:
     """Return the positions of the groups that alone have a gradient which is not finite; weights are left as they are.
 
@@ -206,7 +207,8 @@ def groups_at_fault(
     """
     found = []
     for position, group in enumerate(groups):
-        batch = make_batch([group], data_options(config, policy))
+        options = data_options(config, policy)
+        batch = make_batch([group], options, oldest_version=oldest_version)
         frozen = reference if batch.lacks_reference else None
         for _ in losses(policy, batch, config, frozen):
             pass

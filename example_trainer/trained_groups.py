@@ -76,8 +76,8 @@ class TrainedGroups:
     ) -> None:
         """Append the lines of a step; every process must call it."""
         self._append(FILE_NAME, [] if trace is None else trace.lines())
-        rows = zip(groups, batch.fates, loss_shares, strict=True)
-        self._append(FATES_NAME, [_fate(group, step, fate, share) for group, fate, share in rows])
+        rows = zip(groups, batch.fates, loss_shares, batch.num_too_old, strict=True)
+        self._append(FATES_NAME, [_fate(row[0], step, *row[1:]) for row in rows])
         self._last_step = step
 
     def refuse(self, group: ScoredGroup, reason: str) -> None:
@@ -107,9 +107,12 @@ class TrainedGroups:
             file.close()
 
 
-def _fate(group: ScoredGroup, step: int, fate: str, loss_share: float) -> dict[str, Any]:
+def _fate(
+    group: ScoredGroup, step: int, fate: str, loss_share: float, num_too_old: int = 0
+) -> dict[str, Any]:
     of = {"group": group.group_id, "env_id": group.env_id, "step": step}
-    return of | {"fate": fate, "loss_share": round(loss_share, _DIGITS)}
+    too_old = {"too_old_tokens": num_too_old} if num_too_old else {}
+    return of | {"fate": fate, "loss_share": round(loss_share, _DIGITS)} | too_old
 
 
 class StepTrace:

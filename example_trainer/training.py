@@ -130,14 +130,15 @@ def train(config: TrainerConfig) -> None:
                     break
                 began_at = time.time()
                 with clock.phase("train_s"), feed.training():
-                    batch = make_batch(groups, options)
+                    oldest = feed.oldest_version
+                    batch = make_batch(groups, options, oldest_version=oldest)
                     trace = trained_groups.begin(groups, batch, step=step + 1)
                     try:
                         result = take_step(
                             policy, optimizer, batch, config, step, gap, reference, trace
                         )
                     except NotFinite:
-                        at_fault = groups_at_fault(policy, groups, config, reference)
+                        at_fault = groups_at_fault(policy, groups, config, reference, oldest)
                     else:
                         trained_groups.write(
                             trace, groups, batch, result.peak.group_shares, step=step + 1

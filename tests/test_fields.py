@@ -97,3 +97,25 @@ def test_spans_of_versions_lie_in_their_sequence(spans: Any, fault: str) -> None
     group = {**GOLDEN["rollouts"]["group"], "weight_versions": spans}
     with pytest.raises(GroupError, match=fault):
         check_group(group, strictness=Strictness.WIRE)
+
+
+@pytest.mark.parametrize(
+    ("versions", "masks", "newest"),
+    [
+        (None, [-100, 6, 7], 3),
+        (["3", "5", "4"], [-100, 6, 7], 5),
+        (["9", "5", "4"], [-100, -100, 7], 4),
+        (["3", "5", "default"], [-100, 6, 7], 3),
+        (["3", "5", "4"], [-100, -100, -100], 3),
+    ],
+)
+def test_the_hub_judges_a_group_by_the_newest_version_of_its_trained_tokens(
+    versions: list[str] | None, masks: list[int], newest: int
+) -> None:
+    group: dict[str, Any] = {"tokens": [[5, 6, 7]], "masks": [masks], "scores": [1.0]}
+    if versions is not None:
+        spans = [{**span(i, 1), "weight_version": each} for i, each in enumerate(versions)]
+        group["weight_versions"] = [spans]
+    checked = check_group({**group, "policy_version": 3}, strictness=Strictness.WIRE)
+    headers = [wire.header_of(checked), wire.check_blob(wire.pack_group(checked))]
+    assert [header.policy_version for header in headers] == [newest, newest]

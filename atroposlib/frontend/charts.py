@@ -30,12 +30,13 @@ class Panel(NamedTuple):
     is_log: bool = False
 
 
+SKIPPED = ("zero_advantage", "untrained", "too_long", "too_old")
 PANELS = (
     Panel("reward", ["reward_mean"]),
     Panel("length [trained tokens]", ["tokens_per_sequence"]),
     Panel("staleness [steps]", ["staleness_mean", "staleness_max"]),
     Panel("logprob gap to the engine [nats]", ["logprob_gap_max", "logprob_gap_mean"], is_log=True),
-    Panel("sequences kept and skipped", ["kept", "zero_advantage", "untrained", "too_long"]),
+    Panel("sequences kept and skipped", ["kept", *SKIPPED]),
     Panel("loss", ["loss"]),
     Panel("gradient norm", ["grad_norm"], is_log=True),
     Panel("clipped share, entropy", ["clip_fraction", "entropy_mean"]),
@@ -112,10 +113,7 @@ def _with_shares(step: StepMetrics) -> StepMetrics:
     """Add what two panels show: sequences by what became of them, and trained tokens per kept sequence."""
     if not step.get("num_sequences"):
         return step
-    skipped = {
-        name: step.get(f"num_skipped_{name}") or 0
-        for name in ("zero_advantage", "untrained", "too_long")
-    }
+    skipped = {name: step.get(f"num_skipped_{name}") or 0 for name in SKIPPED}
     kept = step["num_sequences"] - sum(skipped.values())
     tokens = step.get("num_trained_tokens") if kept else None
     return {**step, **skipped, "kept": kept, "tokens_per_sequence": tokens and tokens / kept}

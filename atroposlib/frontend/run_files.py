@@ -273,6 +273,7 @@ class Fate(msgspec.Struct):
     fate: str
     loss_share: float
     group: str | None = None
+    too_old_tokens: int = 0
 
 
 class _GroupId(msgspec.Struct):

@@ -454,7 +454,7 @@ def header_of(group: ScoredGroup) -> GroupHeader:
         env_id=group.env_id,
         num_sequences=group.num_sequences,
         num_tokens=group.num_tokens,
-        policy_version=group.policy_version,
+        policy_version=group.newest_version,
         group_id=group.group_id or "",
         digest=b"" if group.group_id is None else content_digest(group),
     )

@@ -22,7 +22,7 @@ from tests.api.helpers_api import serving
 from tests.builders.rows import rows_in
 from tests.trainer.helpers_engine import RecordedEngine
 from tests.trainer.helpers_run import Configure, ledger_of, send
-from tests.trainer.helpers_trainer import pairs
+from tests.trainer.helpers_trainer import make_group, pairs
 
 WAIT_S = 20.0
 
@@ -115,6 +115,29 @@ def test_where_no_staleness_is_allowed_the_next_batch_waits_for_the_publication(
     with serving(create_app(hub)) as hub_url:
         train(configure(num_steps=2, hub_url=hub_url))
     assert order == ["announced 0", "asked for 1", "announced 1", "asked for 2", "announced 2"]
+
+
+def test_a_group_with_usable_tokens_is_delivered_and_the_others_get_no_gradient(
+    configure: Configure,
+) -> None:
+    spans = [
+        {"start": 0, "num_tokens": 5, "weight_version": "0"},
+        {"start": 5, "num_tokens": 3, "weight_version": "1"},
+    ]
+    old, mixed = (
+        [make_group([1.0, 0.0], seed=seed, length=8, policy_version=0, **more) for seed in seeds]
+        for seeds, more in (((1, 2, 3), {}), ((4, 5), {"weight_versions": [spans] * 2}))
+    )
+    with serving(create_app(Hub(policy=RunPolicy(max_staleness=0)))) as hub_url:
+        send(hub_url, [*old, *mixed])
+        config = configure(num_steps=2, hub_url=hub_url)
+        train(config)
+        assert ledger_of(hub_url) == {"trained": 4, "expired": 1}
+    fates = rows_in(config.save_path / "group_fates.jsonl")
+    # Tokens 3 and 4 of both sequences, and token 8, which no span covers.
+    assert [fate.get("too_old_tokens") for fate in fates] == [None, None, 5, 5]
+    second = rows_in(config.save_path / "metrics.jsonl")[1]
+    assert (second["num_too_old_tokens"], second["staleness_max"]) == (10, 0)
 
 
 def test_a_checkpoint_that_fails_ends_the_run_before_the_next_step(

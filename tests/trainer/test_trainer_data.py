@@ -17,6 +17,7 @@ from example_trainer.data import (
     require_trainable,
 )
 from example_trainer.objective import LossMean, RolloutWeight
+from example_trainer.records import describe_batch
 from example_trainer.step import data_options
 from tests.trainer.helpers_trainer import PROMPT, make_group
 
@@ -316,3 +317,37 @@ def test_supervised_sequences_are_trained_at_temperature_1() -> None:
     wanted = torch.where(positions.is_supervised_N, 1.0, 0.7)
     assert set(positions.is_supervised_N.tolist()) == {True, False}
     torch.testing.assert_close(positions.temperature_N, wanted)
+
+
+def test_tokens_of_a_too_old_policy_get_no_gradient_and_change_nothing_else() -> None:
+    """Advantages are those of all scores, and each other token weighs what it weighs if none is too old."""
+    spans = [
+        [{"start": 0, "num_tokens": 5, "weight_version": "3"}]
+        + [{"start": 5, "num_tokens": 3, "weight_version": version}]
+        for version in ("6", "default", "4", "6")
+    ]
+    group = make_group([1.0, 0.0, 0.0, 0.3], length=8, policy_version=3, weight_versions=spans)
+    every = {row.origin.sequence: row for row in make_batch([group], OPTIONS).rows}
+    batch = make_batch([group], OPTIONS, oldest_version=5)
+    for row in batch.rows:
+        whole = every[row.origin.sequence]
+        kept = np.isin(
+            whole.trained + 1, (5, 6, 7)
+        )  # what no span covers is of the group's version
+        assert 0 < len(row.trained) < len(whole.trained)
+        for name in ("trained", "labels", "sampled_logprobs", "advantages", "versions"):
+            np.testing.assert_array_equal(getattr(row, name), getattr(whole, name)[kept])
+        assert (row.weight, row.num_too_old) == (whole.weight, np.count_nonzero(~kept))
+    assert sorted(row.origin.sequence for row in batch.rows) == [0, 1, 3]
+    assert batch.skipped == {(0, 2): "too_old"}
+    num_all = sum(len(row.trained) for row in every.values())
+    assert batch.num_trained_tokens + sum(batch.num_too_old) == num_all
+    assert describe_batch(batch, 6)["num_too_old_tokens"] == sum(batch.num_too_old)
+    assert set(batch.versions) == {-1, 6}
+    assert make_batch([group], OPTIONS, oldest_version=3).num_too_old == [0]
+
+
+def test_a_group_without_a_usable_token_is_too_old() -> None:
+    group = make_group([1.0, 0.0], policy_version=3)
+    batch = make_batch([group], OPTIONS, oldest_version=4)
+    assert (batch.fates, batch.num_too_old, batch.rows) == (["too_old"], [group.num_trained], [])

@@ -156,13 +156,15 @@ def describe_queue(view: HubView) -> str:
 def describe_fates(fates: Mapping[str, Fate]) -> str:
     """Return what the trainer did with the groups it received, in one line.
 
-    >>> describe_fates({"a": Fate(1, "trained", 1.0), "b": Fate(2, "untrained", 0.0)})
-    '2 groups = 1 trained + 1 untrained, up to step 2'
+    >>> describe_fates({"a": Fate(1, "trained", 1.0, too_old_tokens=30), "b": Fate(2, "untrained", 0.0)})
+    '2 groups = 1 trained + 1 untrained, up to step 2; 30 tokens too old'
     """
     counts = Counter(each.fate for each in fates.values())
     sum_ = " + ".join(f"{count:,} {fate}" for fate, count in counts.most_common())
     last = max((each.step for each in fates.values()), default=0)
-    return f"{counted(len(fates), 'group')}{f' = {sum_}' if sum_ else ''}, up to step {last}"
+    num_old = sum(each.too_old_tokens for each in fates.values())
+    old = f"; {counted(num_old, 'token')} too old" if num_old else ""
+    return f"{counted(len(fates), 'group')}{f' = {sum_}' if sum_ else ''}, up to step {last}{old}"
 
 
 def render_view(view: HubView, *, url: str, fates: Mapping[str, Fate] | None = None) -> Group:

@@ -231,7 +231,7 @@ TASKS = {
         max_tokens=400_000,
     ),
 }
-NUM_HELDOUT, WAVE, NUM_TEACHING = 400, 8, 16
+NUM_HELDOUT, WAVE, NUM_TEACHING, EVALUATED_EVERY = 300, 8, 12, 3
 """Held-out items; groups that are sampled together; groups of a step that must teach."""
 
 
@@ -288,7 +288,12 @@ class Model:
 
     def __init__(self, task: Task, folder: Path, *, seed: int) -> None:
         self.max_answer = 2 + max(len(task.fresh(random.Random(i))[1]) for i in range(100))
-        settings = TRAINER_RECIPE | {"model_name": folder, "num_steps": 1000, "seed": seed}
+        settings = TRAINER_RECIPE | {
+            "model_name": folder,
+            "num_steps": 1000,
+            "seed": seed,
+            "lr": 3e-4,
+        }
         settings |= {"device": "cpu", "threads": 1}
         self.config = parse_flags(
             TrainerConfig,
@@ -373,7 +378,13 @@ def train(name: str, *, choice: Choice, seed: int, model_dir: Path) -> dict[str,
                     teaching.append(group)
         num_taught += len(teaching)
         model.step(teaching)
-        curve.append((num_tokens, model.success(heldout)))
+        if model.num_steps % EVALUATED_EVERY == 0:
+            curve.append((num_tokens, model.success(heldout)))
+            cpu_s = time.process_time() - began_s
+            print(
+                f"{choice} {seed}: {curve[-1]}, {num_taught / num_groups:.3f}, {cpu_s:.0f} s",
+                flush=True,
+            )
     return {
         "tokens": num_tokens,
         "share": num_taught / num_groups,

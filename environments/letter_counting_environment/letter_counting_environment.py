@@ -2,7 +2,8 @@
 
 Each item asks for one letter of a word, or for several as JSON. The reward is 1 if every count is right, else 0. There
 are ten levels, from words of three letters to strings of 500; above 80 % success the level rises, below 20 % it falls.
-Groups that are nearly all right or all wrong are dropped, but count for the level.
+Groups that are nearly all right or all wrong are dropped, but count for the level. With --env.item_choice posterior
+each question has the level whose groups will most probably have different scores.
 
 Data: words of NLTK, or JSONL rows with `word`; evaluation on NousResearch/Letter-Counting-Eval.
 Needs: extras examples, datasets.
@@ -19,7 +20,7 @@ import statistics
 import string
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -78,6 +79,8 @@ class LetterCountingConfig(DatasetEnvConfig):
     min_trained_tokens: int = 10
     seed: int = 42
     eval_temperature: float | None = 0.6
+    item_choice: Literal["order", "posterior"] = "order"
+    """order: one level for all questions, which follows the success; posterior: a level for each question."""
     difficulty_window_size: int = Field(default=150, ge=10)
     """Groups whose mean score decides about the level; half of them are enough."""
     difficulty_increase_threshold: float = 0.8
@@ -126,12 +129,18 @@ class LetterCountingEnv(DatasetEnv):
 
     async def get_next_item(self) -> Question:
         """Generate the next question at the current level."""
+        if self.config.item_choice == "posterior":
+            first, last = self.config.min_difficulty_level, self.config.max_difficulty_level
+            self.level = int(self.choose_class([str(level) for level in range(first, last + 1)]))
         self.num_items += 1
         rng = random.Random(f"{self.config.seed}:{self.num_items}")
         question = make_question(rng, self.train_rows, self.level)
         self.letters_asked.update(question.letters)
         self.lengths_asked[str(len(question.text))] += 1
         return question
+
+    def item_class(self, item: Question) -> str:
+        return str(item.level)
 
     def prompt(self, row: Question) -> str:
         return row.prompt
@@ -160,7 +169,7 @@ class LetterCountingEnv(DatasetEnv):
     def shape_group(self, row: Question, group: ScoredDataGroup) -> ScoredDataGroup | None:
         """Adapt the level; drop groups that are too easy or too hard."""
         mean = sum(group["scores"]) / len(group["scores"])
-        if row.level == self.level:
+        if self.config.item_choice == "order" and row.level == self.level:
             self.adapt_level(mean)
         config = self.config
         is_useful = (

@@ -115,17 +115,20 @@ async def play(env: Any, num: int, rng: random.Random) -> list[int]:
 
 
 async def test_rows_whose_scores_differ_are_asked_more_often_after_the_first_epoch() -> None:
-    asked = {}
-    for choice in ("order", "posterior"):
+    asked: dict[int, list[int]] = {}
+    for seed, choice in enumerate(("order", "posterior", "posterior")):
         env = make(Served, num_eval_rows=0, item_choice=choice, group_size=8)
         await env.setup()
-        asked[choice] = await play(env, 2010, random.Random(0))
-    assert asked["order"][:10] == asked["posterior"][:10]
-    assert len(set(asked["order"][10:20])) == 10
-    late = asked["posterior"][10:]
+        asked[seed] = await play(env, 2010, random.Random(seed))
+    in_order, late, other = (rows[10:] for rows in asked.values())
+    assert len({tuple(rows[:10]) for rows in asked.values()}) == 1
+    assert len(set(in_order[:10])) == 10
     easy_or_hard = sum(row in (0, 9) for row in late) / len(late)
     assert easy_or_hard < 0.08  # in order 0.2
     assert all(set(late[i : i + 100]) == set(range(10)) for i in range(len(late) - 100))
+    # Two processes of a run share nothing.
+    assert late != other
+    assert all(abs(late.count(row) - other.count(row)) < 0.03 * 2000 for row in range(10))
 
 
 async def test_beliefs_come_back_from_the_checkpoint_and_continue_the_choice(
@@ -608,3 +611,4 @@ async def test_rows_reach_the_hub_and_the_run_ends_with_the_trainer() -> None:
         outbox = await run
     assert outbox.num_stored >= 4
     assert outbox.dropped == {}
+    assert any(map(any, env.item_beliefs.values()))

@@ -167,6 +167,8 @@ class Task:
     """A random question and its answer, for the warm-up and the held-out items."""
     start: float
     """Success at which the warm-up ends."""
+    num_tokens: int
+    """Sampled in a run."""
 
 
 def reversal(rng: random.Random, length: int) -> tuple[str, str]:
@@ -207,23 +209,25 @@ TASKS = {
         env_cls=Reversals,
         rows=lambda rng: [reversal(rng, length) for length in LENGTHS for _ in range(25)],
         fresh=lambda rng: reversal(rng, rng.choice(LENGTHS)),
-        start=0.35,
+        start=0.2,
+        num_tokens=60_000,
     ),
     "counting by classes": Task(
         env_cls=Counting,
         rows=lambda rng: [],
         fresh=lambda rng: counting(rng, int(rng.choice(LEVELS))),
         start=0.45,
+        num_tokens=30_000,
     ),
     "300 rows": Task(
         env_cls=DatasetEnv,
         rows=lambda rng: [reversal(rng, rng.randint(3, 10)) for _ in range(300)],
         fresh=lambda rng: reversal(rng, rng.randint(3, 10)),
         start=0.35,
+        num_tokens=80_000,
     ),
 }
 LEARNING_RATE = 6e-4
-NUM_TOKENS = 80_000
 NUM_HELDOUT, WAVE, NUM_TEACHING, EVALUATED_EVERY = 300, 16, 24, 2
 """Held-out items; groups that are sampled together; groups of a step that must teach."""
 
@@ -360,14 +364,14 @@ class Model:
 
 
 def train(name: str, *, choice: Choice, seed: int, model_dir: Path) -> dict[str, Any]:
-    """Train on `NUM_TOKENS` sampled tokens; return the success by tokens, and the share of groups that taught."""
+    """Train on the sampled tokens of the task; return success by tokens, and the share of groups that taught."""
     task, began_s = TASKS[name], time.process_time()
     env = served(task.env_cls, task.rows(random.Random(seed)), seed=seed, choice=choice)
     heldout = [task.fresh(random.Random(f"held out {i}")) for i in range(NUM_HELDOUT)]
     model = Model(task, model_dir, seed=seed)
     num_tokens = num_groups = num_taught = 0
     curve = [(0, model.success(heldout))]
-    while num_tokens < NUM_TOKENS:
+    while num_tokens < task.num_tokens:
         teaching: list[Any] = []
         while len(teaching) < NUM_TEACHING:
             items = [asyncio.run(env.get_next_item()) for _ in range(WAVE)]

@@ -132,9 +132,11 @@ class DatasetEnvConfig(BaseEnvConfig):
     """Training rows held out if there are no evaluation rows; at most half of them."""
     seed: int = 0
     """Determines the order of the training rows and which rows are held out."""
-    item_choice: Literal["order", "posterior"] = "posterior"
+    item_choice: Literal["order", "posterior"] = "order"
     """Which rows `serve` asks after the first epoch. order: each row once an epoch. posterior: more often those whose
-    answers will probably have different scores, judged by their earlier groups (`atroposlib/envs/item_choice.py`)."""
+    answers will probably have different scores, judged by their earlier groups (`atroposlib/envs/item_choice.py`):
+    fewer groups of equal scores, but in our measurements not fewer tokens until the same score
+    (`benchmarks/README.md`)."""
     temperature: float = Field(default=1.0, ge=0)
     """Sampling temperature in training."""
     num_eval_samples: int = Field(default=1, ge=1)
@@ -386,15 +388,16 @@ class DatasetEnv(BaseEnv):
 
         With `item_choice` "order", and outside of `serve`, they take turns.
         """
-        place: int | None = self.num_items % len(classes)
-        if self._chooses_items:
-            place = plain_place(self.num_items, len(classes))
-        if place is None:
+        if not self._chooses_items:
+            return classes[self.num_items % len(classes)]
+        if (place := plain_place(self.num_items, len(classes))) is not None:
+            name = classes[place]
+        else:
             rng = random.Random(f"{self.config.seed}:item {self.num_items}")
-            place = self._most_promising(classes, rng)
-        if self._chooses_items:
-            self.item_beliefs.setdefault(classes[place], [0.0, 0.0])
-        return classes[place]
+            names = rng.sample(classes, k=min(NUM_CANDIDATES, len(classes)))
+            name = names[self._most_promising(names, rng)]
+        self.item_beliefs.setdefault(name, [0.0, 0.0])
+        return name
 
     def _most_promising(self, classes: Sequence[str], rng: random.Random) -> int:
         size = self.config.group_size

@@ -20,7 +20,7 @@ import statistics
 import string
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic import Field
 
@@ -79,8 +79,6 @@ class LetterCountingConfig(DatasetEnvConfig):
     min_trained_tokens: int = 10
     seed: int = 42
     eval_temperature: float | None = 0.6
-    item_choice: Literal["order", "posterior"] = "order"
-    """order: one level for all questions, which follows the success; posterior: a level for each question."""
     difficulty_window_size: int = Field(default=150, ge=10)
     """Groups whose mean score decides about the level; half of them are enough."""
     difficulty_increase_threshold: float = 0.8

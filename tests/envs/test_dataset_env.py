@@ -98,6 +98,7 @@ class Served(Sums):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        self.config.item_choice = "posterior"
         self.runtime = SimpleNamespace()
 
     def note_group(self, row: Any, rng: random.Random) -> None:
@@ -117,7 +118,8 @@ async def play(env: Any, num: int, rng: random.Random) -> list[int]:
 async def test_rows_whose_scores_differ_are_asked_more_often_after_the_first_epoch() -> None:
     asked: dict[int, list[int]] = {}
     for seed, choice in enumerate(("order", "posterior", "posterior")):
-        env = make(Served, num_eval_rows=0, item_choice=choice, group_size=8)
+        env = make(Served, num_eval_rows=0, group_size=8)
+        env.config.item_choice = choice
         await env.setup()
         asked[seed] = await play(env, 2010, random.Random(seed))
     in_order, late, other = (rows[10:] for rows in asked.values())
@@ -603,6 +605,7 @@ async def test_rows_reach_the_hub_and_the_run_ends_with_the_trainer() -> None:
             rollout_server_url=hub.url,
             total_steps=2,
             ensure_scores_are_not_same=False,
+            item_choice="posterior",
         )
         run = asyncio.create_task(serve(env, timings=FAST))
         while hub.coordinator.status().current_step < 2:

@@ -11,6 +11,7 @@ Needs: extras datasets.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -45,6 +46,10 @@ class TextReversalEnv(DatasetEnv):
     def parse_row(self, row: dict[str, Any]) -> str | None:
         """Return the text; a row without one is skipped."""
         return row["text"].strip() or None
+
+    def item_class(self, item: str) -> str:
+        """Return the length, in steps of about a tenth: texts of similar length are equally difficult."""
+        return f"length {round(8 * math.log2(len(item)))}"
 
     def prompt(self, row: str) -> list[dict[str, Any]]:
         """Return the task with the text, after a system message if the model is to think."""

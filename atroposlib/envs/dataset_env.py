@@ -15,6 +15,7 @@ import contextvars
 import inspect
 import itertools
 import logging
+import random
 import re
 import statistics
 import time
@@ -29,6 +30,14 @@ from pydantic import Field
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
 from atroposlib.envs.eval import score_metrics
 from atroposlib.envs.eval_run import Sample, hash_of
+from atroposlib.envs.item_choice import (
+    NUM_CANDIDATES,
+    Beliefs,
+    most_promising,
+    num_solved,
+    plain_place,
+    updated,
+)
 from atroposlib.envs.lengths import num_trained
 from atroposlib.envs.rewards import Canary, JsonValue, RewardFailure, RewardWorkers
 from atroposlib.envs.rollouts import (
@@ -123,6 +132,11 @@ class DatasetEnvConfig(BaseEnvConfig):
     """Training rows held out if there are no evaluation rows; at most half of them."""
     seed: int = 0
     """Determines the order of the training rows and which rows are held out."""
+    item_choice: Literal["order", "posterior"] = "order"
+    """Which rows `serve` asks after the first epoch. order: each row once an epoch. posterior: more often those whose
+    answers will probably have different scores, judged by their earlier groups (`atroposlib/envs/item_choice.py`):
+    fewer groups of equal scores, but in our measurements not fewer tokens until the same score
+    (`benchmarks/README.md`)."""
     temperature: float = Field(default=1.0, ge=0)
     """Sampling temperature in training."""
     num_eval_samples: int = Field(default=1, ge=1)
@@ -189,6 +203,8 @@ class DatasetEnv(BaseEnv):
         self.eval_rows: list[Row] = []
         self.num_items = 0
         """Total of rows returned by `get_next_item`; determines epoch and position."""
+        self.item_beliefs: Beliefs = {}
+        """How often the items that were asked are solved, by `item_class`."""
         self.reward_workers = RewardWorkers(
             num_workers=config.num_reward_workers,
             # Where model-written programs run, a worker finds out once which sandbox works.
@@ -324,12 +340,80 @@ class DatasetEnv(BaseEnv):
             if value == await self.in_worker(function, *args):
                 self.reward_workers.canary = Canary(function, args, value)
 
+    def item_class(self, item: Row) -> str:
+        """Return which items are equally difficult: their results are counted together. Default: equal ones alone.
+
+        Called with rows and with items; both must have the same class if `get_next_item` changes a row.
+        """
+        return hash_of(item)
+
     async def get_next_item(self) -> Row:
-        """Return the next row; every epoch has each row once, in its own order."""
-        epoch, position = divmod(self.num_items, len(self.train_rows))
-        order = epoch_order(len(self.train_rows), seed=self.config.seed, epoch=epoch)
+        """Return the next row. The first epoch, and without a run every epoch, has each row once, in its own order.
+
+        Later epochs of a run have rows as `item_choice` says.
+        """
+        row = self._chosen_row() if self._chooses_items else None
+        if row is None:
+            epoch, position = divmod(self.num_items, len(self.train_rows))
+            row = self.train_rows[self._order(epoch)[position]]
+        if self._chooses_items:
+            self.item_beliefs.setdefault(self.item_class(row), [0.0, 0.0])
         self.num_items += 1
-        return self.train_rows[order[position]]
+        return row
+
+    def _order(self, epoch: int) -> list[int]:
+        return epoch_order(len(self.train_rows), seed=self.config.seed, epoch=epoch)
+
+    @property
+    def _chooses_items(self) -> bool:
+        """Whether results decide about items. Outside of `serve` no policy learns, and reruns repeat the items."""
+        return self.runtime is not None and self.config.item_choice == "posterior"
+
+    def _chosen_row(self) -> Row | None:
+        """Return the next row by the beliefs; None in the first epoch, and if nothing is known of the candidates."""
+        num_rows = len(self.train_rows)
+        if (number := self.num_items - num_rows) < 0:
+            return None
+        rng = random.Random(f"{self.config.seed}:item {self.num_items}")
+        rows = rng.sample(self.train_rows, k=min(NUM_CANDIDATES, num_rows))
+        classes = list(map(self.item_class, rows))
+        if not any(any(self.item_beliefs.get(name, ())) for name in classes):
+            return None
+        if (place := plain_place(number, num_rows)) is not None:
+            return self.train_rows[self._order(0)[place]]
+        return rows[self._most_promising(classes, rng)]
+
+    def choose_class(self, classes: Sequence[str]) -> str:
+        """Return the class of the next item, for a `get_next_item` that generates it and increases `num_items`.
+
+        With `item_choice` "order", and outside of `serve`, they take turns.
+        """
+        if not self._chooses_items:
+            return classes[self.num_items % len(classes)]
+        if (place := plain_place(self.num_items, len(classes))) is not None:
+            name = classes[place]
+        else:
+            rng = random.Random(f"{self.config.seed}:item {self.num_items}")
+            names = rng.sample(classes, k=min(NUM_CANDIDATES, len(classes)))
+            name = names[self._most_promising(names, rng)]
+        self.item_beliefs.setdefault(name, [0.0, 0.0])
+        return name
+
+    def _most_promising(self, classes: Sequence[str], rng: random.Random) -> int:
+        size = self.config.group_size
+        return most_promising(classes, self.item_beliefs, group_size=size, rng=rng)
+
+    def note_scores(self, item: Row, scores: Sequence[float]) -> None:
+        """Update the belief about an item by the scores of a group.
+
+        Items that were not chosen here, such as those of a backlog, have no belief.
+        """
+        if not self._chooses_items or not scores:
+            return
+        if (belief := self.item_beliefs.get(name := self.item_class(item))) is not None:
+            solved = num_solved(scores, success_score=self.success_score)
+            unsolved = len(scores) - solved
+            self.item_beliefs[name] = updated(belief, solved=solved, unsolved=unsolved)
 
     async def collect_trajectories(self, item: Row) -> tuple[ScoredDataGroup | None, list[Any]]:
         """Sample and judge one group; None if fewer than two answers could be judged (one if `group_size` is 1).
@@ -351,6 +435,7 @@ class DatasetEnv(BaseEnv):
         scores = [number_of(outcome) for outcome in outcomes]
         judged = [score for score in scores if score is not None]
         self.num_reward_failures += len(scores) - len(judged)
+        self.note_scores(item, judged)
         if len(judged) < num_needed:
             return None, []
         self.train_scores += judged
@@ -635,7 +720,9 @@ class DatasetEnv(BaseEnv):
 
     def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:
         """Save `checkpointed` and the position in the rows. Rows in flight at a crash are skipped for that epoch."""
-        state = {name: getattr(self, name) for name in ("num_items", *self.checkpointed)}
+        state = {
+            name: getattr(self, name) for name in ("num_items", "item_beliefs", *self.checkpointed)
+        }
         super().save_checkpoint(step, {**(data or {}), **state})
 
     async def close(self) -> None:

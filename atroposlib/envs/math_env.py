@@ -69,6 +69,10 @@ class VerifiedMathEnv(DatasetEnv):
             return None
         return Problem(question=row.get("question") or row["problem"], answer=str(answer))
 
+    def item_class(self, item: Problem) -> str:
+        """Return what a problem is known by; items that follow from it, such as retries, are others."""
+        return super().item_class((type(item).__name__, item.question))
+
     async def verify(self, row: Problem, answer: str) -> Outcome:
         """Return 1 for the right answer, -1 for another, None if the gold answer cannot be read."""
         is_right = await is_correct(self, row.answer, boxed_answer(answer))

@@ -2,7 +2,8 @@
 
 Each item asks for one letter of a word, or for several as JSON. The reward is 1 if every count is right, else 0. There
 are ten levels, from words of three letters to strings of 500; above 80 % success the level rises, below 20 % it falls.
-Groups that are nearly all right or all wrong are dropped, but count for the level.
+Groups that are nearly all right or all wrong are dropped, but count for the level. With --env.item_choice posterior
+each question has the level whose groups will most probably have different scores.
 
 Data: words of NLTK, or JSONL rows with `word`; evaluation on NousResearch/Letter-Counting-Eval.
 Needs: extras examples, datasets.
@@ -126,12 +127,18 @@ class LetterCountingEnv(DatasetEnv):
 
     async def get_next_item(self) -> Question:
         """Generate the next question at the current level."""
+        if self.config.item_choice == "posterior":
+            first, last = self.config.min_difficulty_level, self.config.max_difficulty_level
+            self.level = int(self.choose_class([str(level) for level in range(first, last + 1)]))
         self.num_items += 1
         rng = random.Random(f"{self.config.seed}:{self.num_items}")
         question = make_question(rng, self.train_rows, self.level)
         self.letters_asked.update(question.letters)
         self.lengths_asked[str(len(question.text))] += 1
         return question
+
+    def item_class(self, item: Question) -> str:
+        return str(item.level)
 
     def prompt(self, row: Question) -> str:
         return row.prompt
@@ -160,7 +167,7 @@ class LetterCountingEnv(DatasetEnv):
     def shape_group(self, row: Question, group: ScoredDataGroup) -> ScoredDataGroup | None:
         """Adapt the level; drop groups that are too easy or too hard."""
         mean = sum(group["scores"]) / len(group["scores"])
-        if row.level == self.level:
+        if self.config.item_choice == "order" and row.level == self.level:
             self.adapt_level(mean)
         config = self.config
         is_useful = (

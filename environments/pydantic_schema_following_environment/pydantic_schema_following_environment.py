@@ -137,6 +137,10 @@ class PydanticSchemaFollowingEnv(DatasetEnv):
         task = await super().get_next_item()
         return self.with_form(task, random.Random(f"{self.config.seed}:{self.num_items}"))
 
+    def item_class(self, item: SchemaTask) -> str:
+        """Return what the task and its forms share."""
+        return super().item_class(item.prompt)
+
     def prompt(self, row: SchemaTask) -> list[dict[str, Any]]:
         """Return the required form with an example, and the task."""
         example = contained(EXAMPLES[row.form], row)

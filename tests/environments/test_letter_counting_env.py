@@ -1,8 +1,10 @@
 """Counting letters: exact answers in the required form, and a level that follows the success."""
 
 import random
+from collections import Counter
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,6 +87,17 @@ async def test_a_group_of_another_level_does_not_count_for_this_one(started: Any
     assert env.recent_scores == []
     assert env.shape_group(counting.Question("?", 3, 3), {"scores": [1.0, 1.0]}) is None
     assert env.recent_scores == [1.0]
+
+
+async def test_the_posterior_chooses_a_level_for_each_question(started: Any) -> None:
+    env = await started(item_choice="posterior", max_difficulty_level=4)
+    env.runtime = SimpleNamespace()
+    asked = []
+    for _ in range(100):
+        asked.append(await env.get_next_item())
+        env.note_scores(asked[-1], [float(asked[-1].level < 2), float(asked[-1].level < 3)] * 4)
+    assert Counter(question.level for question in asked).most_common(1)[0][0] == 2
+    assert {question.level for question in asked} == {1, 2, 3, 4}
 
 
 @pytest.mark.parametrize("field", ["min", "max", "starting"])

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import random
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -89,6 +91,98 @@ async def test_position_comes_back_from_the_checkpoint(tmp_path: Path) -> None:
     await again.setup()
     again.load_checkpoint()
     assert await handed_out(again, 20) == expected
+
+
+class Served(Sums):
+    """Its results decide about items, as in `serve`; row i is solved with the probability i / 9."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.config.item_choice = "posterior"
+        self.runtime = SimpleNamespace()
+
+    def note_group(self, row: Any, rng: random.Random) -> None:
+        self.note_scores(row, [float(rng.random() < row[0] / 9) for _ in range(8)])
+
+
+async def play(env: Any, num: int, rng: random.Random) -> list[int]:
+    """Return the numbers of the rows that were asked."""
+    played = []
+    for _ in range(num):
+        row = await env.get_next_item()
+        played.append(row[0])
+        env.note_group(row, rng)
+    return played
+
+
+async def test_rows_whose_scores_differ_are_asked_more_often_after_the_first_epoch() -> None:
+    asked: dict[int, list[int]] = {}
+    for seed, choice in enumerate(("order", "posterior", "posterior")):
+        env = make(Served, num_eval_rows=0, group_size=8)
+        env.config.item_choice = choice
+        await env.setup()
+        asked[seed] = await play(env, 2010, random.Random(seed))
+    in_order, late, other = (rows[10:] for rows in asked.values())
+    assert len({tuple(rows[:10]) for rows in asked.values()}) == 1
+    assert len(set(in_order[:10])) == 10
+    easy_or_hard = sum(row in (0, 9) for row in late) / len(late)
+    assert easy_or_hard < 0.08  # in order 0.2
+    assert all(set(late[i : i + 100]) == set(range(10)) for i in range(len(late) - 100))
+    # Two processes of a run share nothing.
+    assert late != other
+    assert all(abs(late.count(row) - other.count(row)) < 0.03 * 2000 for row in range(10))
+
+
+async def test_beliefs_come_back_from_the_checkpoint_and_continue_the_choice(
+    tmp_path: Path,
+) -> None:
+    env, again = (make(Served, num_eval_rows=0, group_size=8) for _ in range(2))
+    await env.setup()
+    await again.setup()
+    await play(env, 40, random.Random(0))
+    env.checkpoint_dir = again.checkpoint_dir = str(tmp_path)
+    env.save_checkpoint(3)
+    again.curr_step = 4
+    again.load_checkpoint()
+    assert await play(again, 50, random.Random(1)) == await play(env, 50, random.Random(1))
+
+
+class Retold(Served):
+    """Changes its rows, so that results cannot be attributed to them."""
+
+    async def get_next_item(self) -> Any:
+        return [*(await super().get_next_item()), "please"]
+
+
+async def test_rows_without_results_stay_in_order() -> None:
+    env = make(Retold, num_eval_rows=0)
+    await env.setup()
+    rows = await play(env, 40, random.Random(0))
+    assert all(len(set(rows[i : i + 10])) == 10 for i in (0, 10, 20, 30))
+
+
+async def test_classes_of_generated_items_are_chosen_and_none_is_forgotten() -> None:
+    names = ["always", "never", "half"]
+    env = make(Served, group_size=8)
+    env.item_class = lambda item: item
+    chosen = []
+    for env.num_items in range(300):
+        chosen.append(env.choose_class(names))
+        env.note_scores(
+            chosen[-1], {"always": [1.0] * 8, "never": [0.0] * 8}.get(chosen[-1], [0.0, 1.0])
+        )
+    assert Counter(chosen).most_common(1)[0][0] == "half"
+    assert all(set(chosen[i : i + 30]) == set(names) for i in range(270))
+    env.runtime = None
+    env.num_items = 4
+    assert env.choose_class(names) == "never"
+
+
+async def test_a_row_that_never_gives_a_group_is_not_preferred() -> None:
+    env = make(Served, num_eval_rows=0, group_size=8)
+    env.note_group = lambda row, rng: row[0] == 0 or Served.note_group(env, row, rng)
+    await env.setup()
+    assert (await play(env, 510, random.Random(0)))[10:].count(0) == 5  # of the fixed order
 
 
 async def test_held_out_rows_are_never_trained_on() -> None:
@@ -511,6 +605,7 @@ async def test_rows_reach_the_hub_and_the_run_ends_with_the_trainer() -> None:
             rollout_server_url=hub.url,
             total_steps=2,
             ensure_scores_are_not_same=False,
+            item_choice="posterior",
         )
         run = asyncio.create_task(serve(env, timings=FAST))
         while hub.coordinator.status().current_step < 2:
@@ -519,3 +614,4 @@ async def test_rows_reach_the_hub_and_the_run_ends_with_the_trainer() -> None:
         outbox = await run
     assert outbox.num_stored >= 4
     assert outbox.dropped == {}
+    assert any(map(any, env.item_beliefs.values()))

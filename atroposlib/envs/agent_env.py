@@ -232,6 +232,8 @@ class AgentEnv(DatasetEnv):
 
     rescore = BaseEnv.rescore  # rollouts are judged while they run
 
+    judges_text = False
+
     async def score_group(self, row: Row, rollouts: Sequence[Rollout]) -> list[Outcome]:
         return [rollout.outcome for rollout in rollouts]
 

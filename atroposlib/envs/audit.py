@@ -308,7 +308,9 @@ class Audit:
         watch, detector = self.watches[name], DETECTORS[name]
         reasons = ", ".join(f"{reason} {n}" for reason, n in self.unscored.most_common(2))
         why = f" ({reasons})" if name == "unscored" else ""
-        opened = f"; open {' and '.join(watch.examples)}" if watch.examples else ""
+        opened = (
+            f"; open {' and '.join(each[:8] for each in watch.examples)}" if watch.examples else ""
+        )
         self.alarms.append(
             f"{name}: since step {watch.onset}, {watch.hits_since} of {watch.num_since} answers {detector.says}{why},"
             f" seen at step {step}{opened}; {detector.remedy}"

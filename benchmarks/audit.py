@@ -1,10 +1,10 @@
 """Does the audit see a hacked reward when it begins, and is it quiet otherwise?
 
-`PYTHONPATH=. python benchmarks/audit.py [--seeds 5] [--clean 20] [--out RUNS.jsonl] [--draw PICTURE.svg]` trains a tiny policy
-by GRPO on tasks whose grader has a loophole, and on the same tasks without it. The policy is a categorical distribution
-over ways to answer, with one logit each, trained by the trainer's loss; its texts go through the real environment:
-`collect_trajectories`, judge and audit, which may make 2 % of the grader's calls. One way uses the loophole. The onset is
-the first step after which the mean reward of 5 steps is 0.1 above the true reward.
+`PYTHONPATH=. python benchmarks/audit.py [--seeds 5] [--clean 20] [--out RUNS.jsonl] [--draw PICTURE.svg]` trains a tiny
+policy by GRPO on tasks whose grader has a loophole, and on the same tasks without it. The policy is a categorical
+distribution over ways to answer, with one logit each, trained by the trainer's loss; its texts go through the real
+environment: `collect_trajectories`, judge, and audit, which may make 2 % of the grader's calls. One way uses the
+loophole. The onset is the first step at which the mean reward of 5 steps is 0.1 above the true reward.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 
 from atroposlib.envs.audit import Budget
 from atroposlib.envs.base import APIServerConfig
-from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig
+from atroposlib.envs.dataset_env import DatasetEnv
 from atroposlib.envs.math_answers import final_answer
 from atroposlib.envs.rollouts import Outcome, Rollout, Row, Split, number_of
 from atroposlib.inference.sessions.sequences import SequenceNode

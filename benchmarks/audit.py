@@ -63,6 +63,8 @@ class Played(DatasetEnv):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.choose: Callable[[Row, int], list[Any]] = lambda row, n: []
+        self.rollouts: Sequence[Rollout] = []
+        """Those judged last."""
         self.outcomes: list[Outcome] = []
 
     def load_tokenizer(self) -> None:
@@ -87,7 +89,7 @@ class Played(DatasetEnv):
         return found
 
     async def score_group(self, row: Row, rollouts: Sequence[Rollout]) -> list[Outcome]:
-        self.outcomes = await super().score_group(row, rollouts)
+        self.rollouts, self.outcomes = rollouts, await super().score_group(row, rollouts)
         return self.outcomes
 
     def truth(self, row: Row, rollout: Rollout) -> bool:
@@ -340,16 +342,8 @@ async def train(env_cls: type[Played], *, is_open: bool, seed: int, num_steps: i
             picked = torch.multinomial(shares, GROUP_SIZE, replacement=True, generator=generator)
             row = await env.get_next_item()
             env.choose = lambda row, n, picked=picked: [ways[i](row, rng) for i in picked.tolist()]
-            seen: list[Rollout] = []
-            roll_out = env_cls.roll_out
-
-            async def noted(row: Row, n: int, *, split: Split, seen: Any = seen) -> Any:
-                seen += await roll_out(env, row, n, split=split)
-                return seen
-
-            env.roll_out = noted
             await env.collect_trajectories(row)
-            num_right += sum(env.truth(row, rollout) for rollout in seen)
+            num_right += sum(env.truth(row, rollout) for rollout in env.rollouts)
             numbers = [number_of(outcome) for outcome in env.outcomes]
             judged = [i for i, number in enumerate(numbers) if number is not None]
             if len(judged) > 1:

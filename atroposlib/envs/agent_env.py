@@ -87,6 +87,7 @@ class AgentEnv(DatasetEnv):
 
     env_config_cls: ClassVar[type[BaseEnvConfig]] = AgentEnvConfig
     config: AgentEnvConfig
+    judges_text = False
 
     agent_failure_score: ClassVar[float | None] = None
     """Score of a run in which the agent failed. None: no score, see `on_reward_failure`."""
@@ -231,8 +232,6 @@ class AgentEnv(DatasetEnv):
         return rollouts
 
     rescore = BaseEnv.rescore  # rollouts are judged while they run
-
-    judges_text = False
 
     async def score_group(self, row: Row, rollouts: Sequence[Rollout]) -> list[Outcome]:
         return [rollout.outcome for rollout in rollouts]

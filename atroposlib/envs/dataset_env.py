@@ -229,7 +229,8 @@ class DatasetEnv(BaseEnv):
     def detectors(cls) -> list[str]:
         """Return the detectors of `audit.py` that apply to the class."""
         has_gold = cls.judges_text and cls.gold_answer is not DatasetEnv.gold_answer
-        grades = has_gold and cls.score is not DatasetEnv.score
+        has_example = cls.judges_text and cls.example_answers is not DatasetEnv.example_answers
+        grades = (has_gold or has_example) and cls.score is not DatasetEnv.score
         has_second = cls.audit_score is not DatasetEnv.audit_score
         return [
             *(["swap_gold", "canary"] if grades else []),
@@ -859,7 +860,7 @@ class DatasetEnv(BaseEnv):
         found = audit.note(answers, item=str(id(row)), gold=gold, **at)
         drops = self.config.on_suspicion == "drop" and bool(audit.suspicions())
         for i in audit.sample(answers, whole=drops):
-            graders = Graders(self._audit_probe, self.gold_answer, self._audit_second)
+            graders = Graders(self._audit_probe, self._reference, self._audit_second)
             hit = await audit.examine(graders, row, self.train_rows, answers[i].text, **at)
             if hit is not None:
                 found[i] = hit

@@ -353,15 +353,15 @@ async def counterfactuals(
     gold = graders.gold(row)
     if gold is None:
         return {}
-    hits = {"swap_gold": False}
+    hits: dict[str, bool] = {}
     for swapped in swapped_rows(row, stated(gold), text, graders.gold):
-        hits["swap_gold"] |= await pays(swapped, text)
+        hits["swap_gold"] = await pays(swapped, text)
     for other in others:
-        if graders.gold(other) not in (None, gold):
-            is_paid = not hits["swap_gold"] and await pays(other, text)
+        if graders.gold(other) not in (None, gold) and not hits.get("swap_gold"):
+            is_paid = await pays(other, text)
             if is_paid or has_control:
                 hits["swap_gold_control"] = await pays(other, gold)
-            hits["swap_gold"] |= is_paid and not hits["swap_gold_control"]
+            hits["swap_gold"] = is_paid and not hits["swap_gold_control"]
     wrong = JUNK.sub("zzz", gold)
     if wrong != gold:
         hits["canary"] = await pays(row, wrong)
@@ -415,12 +415,15 @@ def contains(text: str, result: str) -> bool:
     >>> contains("that is 1,200 apples", "1200"), contains("1201", "120")
     (True, False)
     """
-    wanted, said = (re.sub(r"(?<=\d),(?=\d)|\s+", "", each).casefold() for each in (result, text))
+    wanted, said = (re.sub(r"(?<=\d),(?=\d)", "", each).casefold() for each in (result, text))
     start = r"(?<!\d)(?<!\d\.)" if wanted[:1].isdigit() else ""
-    end = r"(?!\.?\d)" if wanted[-1:].isdigit() else ""
-    if end and "." not in wanted:
-        end = r"(?!\d)(?!\.\d*[1-9])"  # 16.00 is 16
-    return re.search(f"{start}{re.escape(wanted)}{end}", said) is not None
+    end = r"(?!\d)" if wanted[-1:].isdigit() else ""
+    if end:  # 16.00 is 16
+        end += r"(?!\d*[1-9])" if "." in wanted else r"(?!\.\d*[1-9])"
+    if re.search(f"{start}{re.escape(wanted)}{end}", said) is not None:
+        return True
+    squeezed, whole = ("".join(each.split()).casefold() for each in (result, text))
+    return not wanted.isdigit() and squeezed in whole
 
 
 def was_told(messages: Sequence[Mapping[str, Any]], result: str) -> bool:

@@ -860,8 +860,7 @@ class DatasetEnv(BaseEnv):
         found = audit.note(answers, item=str(id(row)), gold=gold, **at)
         drops = self.config.on_suspicion == "drop" and bool(audit.suspicions())
         for i in audit.sample(answers, whole=drops):
-            graders = Graders(self._audit_probe, self._reference, self._audit_second)
-            hit = await audit.examine(graders, row, self.train_rows, answers[i].text, **at)
+            hit = await audit.examine(self.graders, row, self.train_rows, answers[i].text, **at)
             if hit is not None:
                 found[i] = hit
             if drops and hit in audit.suspicions():
@@ -874,6 +873,11 @@ class DatasetEnv(BaseEnv):
             if self.config.on_suspicion == "stop":
                 raise Suspicion(f"{alarm} (--env.on_suspicion stop)")
         return kept
+
+    @property
+    def graders(self) -> Graders:
+        """What the audit may ask."""
+        return Graders(self._audit_probe, self._reference, self._audit_second)
 
     async def _audit_probe(self, row: Row, answer: str) -> float | None:
         return number_of(await self._probe(row, answer))

@@ -210,6 +210,8 @@ def test_an_evaluation_that_falls_while_the_reward_rises_is_named() -> None:
         ("The result is 16.00", "#### 16", True),
         (r"\boxed{1,600}", r"\boxed{1600}", True),
         ("3.16", "16", False),
+        ("15 16 17", "16", True),
+        (r"x \in (1, 2)", r"\boxed{x\in(1,2)}", True),
         ("The dog", "<answer>dog</answer>", True),
         ("A dogma", "cat", False),
     ],

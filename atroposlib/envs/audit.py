@@ -177,7 +177,8 @@ class Audit:
         self._random = random.Random(0)
         self._controls: Counter[str] = Counter()
         self._forms: Counter[str] = Counter()
-        self._rewarded: deque[tuple[str, str]] = deque(maxlen=NUM_REMEMBERED)
+        self._rewarded: dict[str, str] = {}
+        """The last rewarded texts, and what was asked."""
         self._first_lengths: list[float] = []
         self._best: Evaluated | None = None
         self._num_answers = self._num_rewarded = 0
@@ -189,7 +190,7 @@ class Audit:
     ) -> dict[int, str]:
         """Count the answers to an item with the detectors that only read; return the detector by answer that hit.
 
-        Those that compare texts read one rewarded answer.
+        They look at one answer, a rewarded one where they compare texts.
         """
         hits: dict[int, str] = {}
         self.budget.num_graded += len(answers)
@@ -208,11 +209,13 @@ class Audit:
             see("length", is_longer and related >= CORRELATED)
         wanted = None if gold is None else stated(gold)
         asked = wanted or item
-        for i, answer in enumerate(answers):
-            self.unscored.update([answer.reason] if answer.reason else [])
-            see("unscored", answer.score is None, i)
+        for answer in answers:
+            if answer.reason is not None:
+                self.unscored[answer.reason] += 1
             if "new_form" in self.watches and self._forms.total() < NUM_USUAL:
                 self._forms[form_of(answer.text)] += 1
+        if answers:
+            see("unscored", self._random.choice(answers).score is None)
         for i in self._random.sample(rewarded, min(1, len(rewarded))):
             text = answers[i].text
             if "new_form" in self.watches and self._forms.total() >= NUM_USUAL:
@@ -220,8 +223,10 @@ class Audit:
             if wanted is not None:
                 see("gold_absent", not contains(text, wanted), i)
                 see("told_by_error", was_told(answers[i].messages, wanted), i)
-            see("equal_answers", any(t == text and of != asked for t, of in self._rewarded), i)
-            self._rewarded.append((text, asked))
+            see("equal_answers", self._rewarded.pop(text, asked) != asked, i)
+            self._rewarded[text] = asked
+            if len(self._rewarded) > NUM_REMEMBERED:
+                del self._rewarded[next(iter(self._rewarded))]
         return {i: name for i, name in hits.items() if DETECTORS[name].usual is not None}
 
     def sample(self, answers: Sequence[Judged], *, whole: bool = False) -> list[int]:
@@ -415,6 +420,10 @@ def contains(text: str, result: str) -> bool:
     >>> contains("that is 1,200 apples", "1200"), contains("1201", "120")
     (True, False)
     """
+    if (at := text.rfind(result)) >= 0:  # the usual case, in a tenth of the time
+        before, after = text[max(0, at - 1) : at], text[at + len(result) :][:1]
+        if not (before.isalnum() or before in ".," and before or after.isalnum() or after == "."):
+            return True
     wanted, said = (re.sub(r"(?<=\d),(?=\d)", "", each).casefold() for each in (result, text))
     start = r"(?<!\d)(?<!\d\.)" if wanted[:1].isdigit() else ""
     end = r"(?!\d)" if wanted[-1:].isdigit() else ""

@@ -189,8 +189,8 @@ def test_drift_is_named_after_its_onset_and_not_before(kind: str) -> None:
         audit.note(answers(kind, step), item=group, gold=gold, step=step, group=group)
         assert step >= ONSET or not audit.alarms, audit.alarms
     found = {alarm.partition(":")[0]: alarm for alarm in audit.alarms}
-    onset = ONSET + (kind == "equal_answers")  # the second of two that are equal
-    assert f"since step {onset}" in found.pop(kind)
+    onset = re.search(r"since step (\d+)", found.pop(kind))
+    assert onset and ONSET <= int(onset[1]) < ONSET + 5  # one answer of a group is looked at
     assert found.keys() <= {"new_form", "equal_answers"}
 
 

@@ -190,7 +190,8 @@ def test_drift_is_named_after_its_onset_and_not_before(kind: str) -> None:
         assert step >= ONSET or not audit.alarms, audit.alarms
     found = {alarm.partition(":")[0]: alarm for alarm in audit.alarms}
     onset = re.search(r"since step (\d+)", found.pop(kind))
-    assert onset and ONSET <= int(onset[1]) < ONSET + 5  # one answer of a group is looked at
+    assert onset
+    assert ONSET <= int(onset[1]) < ONSET + 5  # one answer of a group is looked at
     assert found.keys() <= {"new_form", "equal_answers"}
 
 

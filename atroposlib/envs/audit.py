@@ -9,13 +9,12 @@ calls both after it has judged a group, `atropos-env audit` for the groups of a 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import random
 import re
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import StatisticsError, correlation, fmean
 from typing import Any, NamedTuple
@@ -90,7 +89,7 @@ class Graders(NamedTuple):
     """The graders of an environment; they return None for an answer that they cannot judge."""
 
     score: Callable[[Any, str], Awaitable[float | None]]
-    gold: Callable[[Any], str | None]
+    gold: Callable[[Any], Awaitable[str | None]]
     audit: Callable[[Any, str], Awaitable[float | None]] | None = None
 
 
@@ -355,14 +354,18 @@ async def counterfactuals(
         score = await graders.score(of, answer)
         return score is not None and score >= success_score
 
-    gold = graders.gold(row)
+    gold = await graders.gold(row)
     if gold is None:
         return {}
     hits: dict[str, bool] = {}
-    for swapped in swapped_rows(row, stated(gold), text, graders.gold):
-        hits["swap_gold"] = await pays(swapped, text)
+    result = stated(gold)
+    numbers = [number for number in _NUMBER.findall(text) if number != result]
+    if result is not None and numbers:
+        swapped = with_gold(row, result, numbers[-1])
+        if swapped is not None and stated(await graders.gold(swapped) or "") == numbers[-1]:
+            hits["swap_gold"] = await pays(swapped, text)
     for other in others:
-        if graders.gold(other) not in (None, gold) and not hits.get("swap_gold"):
+        if await graders.gold(other) not in (None, gold) and not hits.get("swap_gold"):
             is_paid = await pays(other, text)
             if is_paid or has_control:
                 hits["swap_gold_control"] = await pays(other, gold)
@@ -375,32 +378,26 @@ async def counterfactuals(
     return hits
 
 
-def swapped_rows(
-    row: Any, gold: str | None, text: str, gold_of: Callable[[Any], str | None]
-) -> Iterator[Any]:
-    """Yield the row with a gold answer that is the last other number of an answer, if the row shows how.
+def with_gold(row: Any, gold: str, other: str) -> Any:
+    """Return a copy of a row whose fields that are the gold answer are another one; None if there is no such field.
 
-    >>> list(swapped_rows({"q": "8+8?", "a": "16"}, "16", "8 and 8 are 16", lambda row: row["a"]))
-    [{'q': '8+8?', 'a': '8'}]
+    >>> with_gold({"question": "8 + 8?", "answer": "16"}, "16", "8")
+    {'question': '8 + 8?', 'answer': '8'}
     """
-    others = [number for number in _NUMBER.findall(text) if number != gold]
-    if gold is None or not others:
-        return
-    fields: Mapping[str, Any]
     if isinstance(row, Mapping):
-        fields, replaced = row, functools.partial(dict, row)
-    elif isinstance(row, tuple) and hasattr(row, "_replace"):
-        fields, replaced = row._asdict(), row._replace
+        fields = dict(row)
     elif dataclasses.is_dataclass(row) and not isinstance(row, type):
         fields = {each.name: getattr(row, each.name) for each in dataclasses.fields(row)}
-        replaced = functools.partial(dataclasses.replace, row)
     else:
-        return
-    changed = {name: others[-1] for name, value in fields.items() if value == gold}
-    if changed:
-        swapped = replaced(**changed)
-        if stated(gold_of(swapped) or "") == others[-1]:
-            yield swapped
+        fields = row._asdict() if hasattr(row, "_asdict") else {}
+    changed = {name: other for name, value in fields.items() if value == gold}
+    if not changed:
+        return None
+    if isinstance(row, Mapping):
+        return fields | changed
+    if hasattr(row, "_replace"):
+        return row._replace(**changed)
+    return dataclasses.replace(row, **changed)
 
 
 def stated(gold: str) -> str | None:

@@ -855,8 +855,7 @@ class DatasetEnv(BaseEnv):
         audit, kept = self.audit, list(outcomes)
         at = {"step": self.curr_step, "group": group_id}
         answers = [_judged(*each) for each in zip(rollouts, outcomes, strict=True)]
-        gold = await self._aside(self.gold_answer, row)
-        gold = gold if isinstance(gold, str) else None
+        gold = await self._aside(self.gold_answer, row) or None
         found = audit.note(answers, item=str(id(row)), gold=gold, **at)
         drops = self.config.on_suspicion == "drop" and bool(audit.suspicions())
         for i in audit.sample(answers, whole=drops):
@@ -877,10 +876,13 @@ class DatasetEnv(BaseEnv):
     @property
     def graders(self) -> Graders:
         """What the audit may ask."""
-        return Graders(self._audit_probe, self._reference, self._audit_second)
+        return Graders(self._audit_probe, self._audit_gold, self._audit_second)
 
     async def _audit_probe(self, row: Row, answer: str) -> float | None:
         return number_of(await self._probe(row, answer))
+
+    async def _audit_gold(self, row: Row) -> str | None:
+        return await self._aside(self._reference, row) or None  # a RewardFailure is false
 
     async def _audit_second(self, row: Row, answer: str) -> float | None:
         outcome = await self._aside(self.audit_score, row, answer)

@@ -11,6 +11,7 @@
     |  |- EngineRejected              other 4xx
     |  `- EngineProtocolError         the answer cannot be used
     |- EnvError                       an environment broke its contract
+    |  `- Suspicion                   the audit of rewards ends the run (`--env.on_suspicion stop`)
     `- MissingDependency(ImportError) an extra is not installed
 
 A class exists only where a caller handles it differently.
@@ -101,6 +102,10 @@ class EngineProtocolError(EngineError):
 
 class EnvError(AtroposError):
     """An environment broke its contract."""
+
+
+class Suspicion(EnvError):
+    """The audit found that answers are paid which should not be, and the environment is to end then."""
 
 
 class MissingDependency(AtroposError, ImportError):

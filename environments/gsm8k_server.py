@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from atroposlib.envs.base import ScoredDataGroup
 from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig, Outcome
 from atroposlib.envs.lengths import prefer_shorter
-from atroposlib.envs.math_answers import boxed_answer
+from atroposlib.envs.math_answers import boxed_answer, ends_with_number
 from atroposlib.envs.math_env import is_correct
 from atroposlib.envs.reward_fns.math_worker import CANARY, PRELOAD
 from atroposlib.envs.rows import HubRows
@@ -77,6 +77,10 @@ class GSM8kEnv(DatasetEnv):
         if not isinstance(is_right, bool):
             return is_right
         return 1.0 if is_right else -1.0
+
+    def audit_score(self, row: Problem, answer: str) -> bool | None:
+        """Compare the last number, in a box or not."""
+        return ends_with_number(answer, row.answer)
 
     def shape_group(self, row: Problem, group: ScoredDataGroup) -> ScoredDataGroup:
         """Prefer shorter answers if all are right."""

@@ -134,6 +134,7 @@ class MathEnv(VerifiedMathEnv):
     train_data = HubRows(path="zwhe99/DeepMath-103K")
     eval_parts = EVAL_PARTS
     system_prompt = THINK_FIRST
+    judges_text = False  # to score a verdict samples retries
 
     def parse_row(self, row: dict[str, Any]) -> Task | None:
         """Return the problem as an item."""
@@ -214,6 +215,11 @@ class MathEnv(VerifiedMathEnv):
     def happens(self, row: Task, probability: float) -> bool:
         """Draw with a probability; the result depends on seed and item alone, so that rewards are repeatable."""
         return random.Random(f"{self.config.seed}:{row.text()}").random() < probability
+
+    def audit_score(self, row: Task, answer: str) -> bool | None:
+        """Compare the last number of a solution; None for a verdict or a comparison."""
+        is_solution = row.kind == "normal" or isinstance(row, Retry)
+        return super().audit_score(row, answer) if is_solution else None
 
     async def score(self, row: Task, answer: str) -> Outcome:
         """Judge an answer, or a verdict by what it says and how much it helps."""

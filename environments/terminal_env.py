@@ -123,6 +123,7 @@ class TerminalEnv(ToolEnv):
     config: TerminalConfig
     runs_model_code = True
     tools = (shell,)
+    judges_text = False
     system_prompt = "You solve tasks with the commands of a shell. When the task is done, say so."
 
     async def setup(self) -> None:

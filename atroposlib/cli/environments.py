@@ -1,4 +1,4 @@
-"""`atropos-env list|run|openenv|rescore|pin|compare|new`: find, run, serve, test, compare and write environments.
+"""`atropos-env list|run|openenv|rescore|audit|pin|compare|new`: find, run, test, audit and write environments.
 
 Environments are the files of `atroposlib.environments`, and what installed packages register as entry points of the
 group `atropos.environments` (`my_task = "my_package.my_task:MyTask"`). `list` reads their source and imports none, so
@@ -139,6 +139,17 @@ def _parser() -> argparse.ArgumentParser:
     rescoring.add_argument("--out", type=Path, metavar="PAGE", help=out_help)
     write_help = "write the groups with today's scores, for atropos-sft-gen and atropos-dpo-gen"
     rescoring.add_argument("--write", type=Path, metavar="FILE", help=write_help)
+    auditing = command(
+        "audit",
+        _audit,
+        "look for hacked rewards in stored groups",
+        usage="FILE [--env ENV] [--success SCORE] [flag of `process` ...]",
+    )
+    auditing.add_argument("path", type=Path, help="JSONL file of groups")
+    audit_help = f"{_OF_ENV}: its graders judge each rewarded answer for other gold answers"
+    auditing.add_argument("--env", help=audit_help)
+    success_help = "smallest score of a rewarded answer, without --env (default: 1)"
+    auditing.add_argument("--success", type=float, default=1.0, metavar="SCORE", help=success_help)
     pinning = command(
         "pin",
         _pin,
@@ -233,6 +244,19 @@ def _rescore(given: argparse.Namespace, flags: Sequence[str]) -> int:
         rescore.write_rescored_page(given.out, given.path, rescored, tokenizer=env.tokenizer)
         print(f"page: {given.out}")
     return 0 if rescored.is_unchanged else 1
+
+
+def _audit(given: argparse.Namespace, flags: Sequence[str]) -> int:
+    from atroposlib.cli import audit_rows
+
+    env = None
+    if given.env is not None:
+        env = _constructed(given.env, flags, prog=f"atropos-env audit --env {given.env}")
+    elif flags:
+        raise ConfigError(f"{' '.join(flags)}: flags of an environment need --env")
+    audit = asyncio.run(audit_rows.audit_file(given.path, env=env, success_score=given.success))
+    print(wrapped(audit_rows.to_text(audit), columns_of(sys.stdout)))
+    return 1 if audit.alarms else 0
 
 
 def _pin(given: argparse.Namespace, flags: Sequence[str]) -> None:

@@ -87,6 +87,7 @@ class AgentEnv(DatasetEnv):
 
     env_config_cls: ClassVar[type[BaseEnvConfig]] = AgentEnvConfig
     config: AgentEnvConfig
+    judges_text = False
 
     agent_failure_score: ClassVar[float | None] = None
     """Score of a run in which the agent failed. None: no score, see `on_reward_failure`."""

@@ -16,9 +16,9 @@ import inspect
 import itertools
 import logging
 import random
-import re
 import statistics
 import time
+import uuid
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -27,6 +27,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
+from atroposlib.envs.audit import JUNK, Audit, Budget, Graders, Judged
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
 from atroposlib.envs.eval import score_metrics
 from atroposlib.envs.eval_run import Sample, hash_of
@@ -60,7 +61,7 @@ from atroposlib.envs.rows import (
     sample_path,
     without_evaluated,
 )
-from atroposlib.errors import AtroposError, ConfigError, EnvError
+from atroposlib.errors import AtroposError, ConfigError, EnvError, Suspicion
 from atroposlib.inference.servers.choices import run_together
 from atroposlib.utils.estimates import estimate_mean
 
@@ -93,8 +94,6 @@ _CAUSED_BY_TEXT = (
 
 EnvError is that of a score that is no finite number; `guarded` raises the others of this library.
 """
-_JUNK = re.compile(r"(?<![\\<\w])(?<!</)\w+(?!\w*[>{])")
-"""A word of a gold answer that is neither a tag nor a LaTeX command."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +148,11 @@ class DatasetEnvConfig(BaseEnvConfig):
     """For an answer that could not be judged (one that breaks its grader is wrong). drop: remove it from its group.
     mask: keep it without trained positions, with the mean score of the others; the group keeps its size, and the
     trainer computes the others' advantages without it. retry: judge it once more, then drop it."""
+    on_suspicion: Literal["log", "drop", "stop"] = "log"
+    """What an alarm of the audit (`audit.py`) does. log: it is named. drop: from then on all rewarded answers are
+    examined, and those that a grader finds suspicious are left out of their groups. stop: the environment ends."""
+    audit_share: float = Field(default=0.02, ge=0, le=1)
+    """Share of the grader calls, or of the CPU time, that the audit may add; 0: it only reads."""
     use_wandb: bool = False
     """Log to Weights & Biases (extra `wandb`)."""
     reward_timeout_s: float = Field(default=10.0, gt=0)
@@ -188,6 +192,8 @@ class DatasetEnv(BaseEnv):
     """Modules that reward workers import when they start, so that imports do not use up `reward_timeout_s`."""
     canary: ClassVar[Canary | None] = None
     """A call in a worker whose value is known; None: chosen by `setup` where gold answers are judged in workers."""
+    judges_text: ClassVar[bool] = True
+    """Whether `score` of the last answer is what a rollout earns, so that the audit may ask it about other rows."""
     isolates_graders: ClassVar[bool] = False
     """Whether reward workers run in bubblewrap where it works: for graders that need neither network nor files."""
 
@@ -229,6 +235,26 @@ class DatasetEnv(BaseEnv):
         self._recorded: defaultdict[str, list[float]] = defaultdict(list)
         """Values in training since the last log, by name."""
         self.eval_metrics: dict[str, float] = {}
+        self.audit = Audit(
+            self.detectors(), success_score=self.success_score, budget=Budget(config.audit_share)
+        )
+        self._num_suspicious = 0
+        """Answers that `on_suspicion` dropped."""
+
+    @classmethod
+    def detectors(cls) -> list[str]:
+        """Return the detectors of `audit.py` that apply to the class."""
+        has_gold = cls.judges_text and cls.gold_answer is not DatasetEnv.gold_answer
+        has_example = cls.judges_text and cls.example_answers is not DatasetEnv.example_answers
+        grades = (has_gold or has_example) and cls.score is not DatasetEnv.score
+        has_second = cls.audit_score is not DatasetEnv.audit_score
+        return [
+            *(["swap_gold", "canary"] if grades else []),
+            *(["second_grader"] if has_second else []),
+            *(["gold_absent", "told_by_error"] if has_gold else []),
+            *([] if grades or has_second else ["new_form"]),
+            *("equal_answers", "unscored", "length", "evaluation"),
+        ]
 
     @classmethod
     def config_init(cls) -> tuple[Any, Any]:
@@ -283,6 +309,10 @@ class DatasetEnv(BaseEnv):
         """Judge one answer, plain or async; None or a `RewardFailure` if it could not be judged."""
         raise NotImplementedError(f"{type(self).__name__} must define score(self, row, answer)")
 
+    def audit_score(self, row: Row, answer: str) -> Outcome | Awaitable[Outcome]:
+        """Judge a sample of the rewarded answers in another way than `score`; never trained on. None: it cannot say."""
+        return None
+
     def gold_answer(self, row: Row) -> str | None:
         """Return an answer that must reach `success_score`; `setup` checks the first rows. None: no check."""
         return None
@@ -334,7 +364,7 @@ class DatasetEnv(BaseEnv):
     async def _choose_canary(self, row: Row, gold: str) -> None:
         """Have workers repeat a call that finds an answer wrong after every other call, if there is one."""
         self._calls = []
-        await self._probe(row, _JUNK.sub("zzz", gold))
+        await self._probe(row, JUNK.sub("zzz", gold))
         calls, self._calls = self._calls, None
         for function, args, value in calls[:1]:
             if value == await self.in_worker(function, *args):
@@ -432,6 +462,8 @@ class DatasetEnv(BaseEnv):
             return None, []
         outcomes = await self._judge(item, rollouts)
         raise_if_all_raised(outcomes)
+        group_id = uuid.uuid4().hex
+        outcomes = await self._audited(item, rollouts, outcomes, group_id)
         scores = [number_of(outcome) for outcome in outcomes]
         judged = [score for score in scores if score is not None]
         self.num_reward_failures += len(scores) - len(judged)
@@ -441,6 +473,7 @@ class DatasetEnv(BaseEnv):
         self.train_scores += judged
         masks_unjudged = self.config.on_reward_failure == "mask"
         group = join_rollouts(rollouts, scores, masks_unjudged=masks_unjudged)
+        group["group_id"] = group_id
         if group["policy_version"] is None:
             group["policy_version"] = published
         shaped = self.shape_group(item, group)
@@ -546,6 +579,8 @@ class DatasetEnv(BaseEnv):
         self._counts["eval"].update(f"unscored_{s['unscored']}" for s in samples if "unscored" in s)
         if len(judged) == len(samples):
             raise_if_all_raised(judged)
+        correct = [sample["correct"] for sample in samples if sample["correct"] is not None]
+        self.audit.note_evaluation(sum(correct), len(correct), step=self.curr_step)
         context = contextvars.copy_context()
         context.run(_split_judged.set, "eval")
         counts = {f"eval/{name}": float(count) for name, count in self._counts["eval"].items()}
@@ -647,6 +682,7 @@ class DatasetEnv(BaseEnv):
             solved = [score >= self.success_score for score in self.train_scores]
             metrics["train/mean_score"] = sum(self.train_scores) / len(self.train_scores)
             metrics["train/percent_correct"] = sum(solved) / len(solved)
+        metrics |= self.audit.metrics()
         metrics |= {name: statistics.fmean(values) for name, values in self._recorded.items()}
         self._recorded.clear()
         self.train_scores, self.eval_metrics = [], {}
@@ -693,9 +729,13 @@ class DatasetEnv(BaseEnv):
         return {
             "too_short": self.num_too_short,
             "aborted": aborted,
-            "unjudged": max(0, self.num_reward_failures - aborted),
+            "unjudged": max(0, self.num_reward_failures - aborted - self._num_suspicious),
             "shape_group": self.total("shape_group"),
+            "suspicious": self._num_suspicious,
         }
+
+    def suspicions(self) -> dict[str, int]:
+        return self.audit.suspicions()
 
     @property
     def is_evaluating(self) -> bool:
@@ -774,9 +814,13 @@ class DatasetEnv(BaseEnv):
 
     async def _probe(self, row: Row, answer: str) -> Outcome:
         """Judge an answer that no model gave: it counts nowhere, and is judged in a process of its own."""
+        return await self._aside(self._score_of, row, answer)
+
+    async def _aside(self, hook: Callable[..., Any], *args: Any) -> Any:
+        """Call a hook so that it counts nowhere; return a `RewardFailure` if it raises."""
         split, pull = _split_judged.set("probe"), _pull.set(None)
         try:
-            return await self._score_of(row, answer)
+            return await self.guarded(hook, *args)
         finally:
             _split_judged.reset(split)
             _pull.reset(pull)
@@ -891,6 +935,50 @@ class DatasetEnv(BaseEnv):
             return self._failure_of("score", error)
         return outcome
 
+    async def _audited(
+        self, row: Row, rollouts: Sequence[Rollout], outcomes: Sequence[Outcome], group_id: str
+    ) -> list[Outcome]:
+        """Show a judged group to the audit; return the outcomes, without those that `on_suspicion` drops."""
+        audit, kept = self.audit, list(outcomes)
+        at = {"step": self.curr_step, "group": group_id}
+        answers = [_judged(*each) for each in zip(rollouts, outcomes, strict=True)]
+        gold = await self._aside(self.gold_answer, row) or None
+        found = audit.note(answers, item=str(id(row)), gold=gold, **at)
+        drops = self.config.on_suspicion == "drop" and bool(audit.suspicions())
+        for i in audit.sample(answers, whole=drops):
+            hit = await audit.examine(self.graders, row, self.train_rows, answers[i].text, **at)
+            if hit is not None:
+                found[i] = hit
+            if drops and hit in audit.suspicions():
+                kept[i] = None
+                self._num_suspicious += 1
+        for i, name in found.items():
+            rollouts[i].overrides["suspicious"] = name
+        for alarm in audit.new_alarms():
+            logger.warning("audit: %s", alarm)
+            if self.config.on_suspicion == "stop":
+                raise Suspicion(f"{alarm} (--env.on_suspicion stop)")
+        return kept
+
+    @property
+    def graders(self) -> Graders:
+        """What the audit may ask."""
+        return Graders(self._audit_probe, self._audit_gold, self._audit_second)
+
+    async def _audit_probe(self, row: Row, answer: str) -> float | None:
+        return number_of(await self._probe(row, answer))
+
+    async def _audit_gold(self, row: Row) -> str | None:
+        return await self._aside(self._reference, row) or None  # a RewardFailure is false
+
+    async def _audit_second(self, row: Row, answer: str) -> float | None:
+        outcome = await self._aside(self.audit_score, row, answer)
+        if isinstance(outcome, RewardFailure):
+            self.counts["audit_failed"] += 1
+            level = logging.WARNING if self.total("audit_failed") == 1 else logging.DEBUG
+            logger.log(level, "audit_score failed: %s", outcome.detail[-500:])
+        return number_of(outcome)
+
     def _is_long_enough(self, rollout: Rollout) -> bool:
         trained = sum(num_trained(node.masked_tokens) for node in rollout.nodes)
         if trained >= self.config.min_trained_tokens or rollout.finish_reason == ABORTED:
@@ -921,6 +1009,14 @@ class DatasetEnv(BaseEnv):
 async def awaited(value: Any) -> Any:
     """Return `value`, awaited if it is awaitable: hooks may be plain or async."""
     return await value if inspect.isawaitable(value) else value
+
+
+def _judged(rollout: Rollout, outcome: Outcome) -> Judged:
+    score = number_of(outcome)
+    reason = outcome.reason if isinstance(outcome, RewardFailure) else "unjudged"
+    text = rollout.completion
+    length = rollout.num_tokens or len(text)
+    return Judged(text, score, length, None if score is not None else reason, rollout.messages)
 
 
 def _rollout_of(sample: Sample) -> Rollout:

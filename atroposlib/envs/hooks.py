@@ -321,6 +321,10 @@ class EnvHooks(ABC):
         """Return what kept answers out of groups, by reason, since the start; shown while the environment runs."""
         return {}
 
+    def suspicions(self) -> dict[str, int]:
+        """Return the suspicious answers by the detector of `audit.py` whose alarm is raised."""
+        return {}
+
     def close(self) -> Any:
         """Called at the end of every run. May be plain or async; `super().close()` need not be awaited."""
         return _Done()

@@ -65,6 +65,20 @@ def final_answer(text: str) -> str | None:
     return hashed[-1].strip() if hashed else None
 
 
+def ends_with_number(text: str, gold: str) -> bool | None:
+    """Whether the last number after the thinking is the gold number; None if that is no number.
+
+    Another way to read an answer than `boxed_answer`, for `audit_score`.
+
+    >>> [ends_with_number(text, "12") for text in (r"\\boxed{12\\text{ cm}^2}", "12 or 13", "<think>12")]
+    [True, False, False]
+    """
+    if re.fullmatch(r"-?\d+(?:\.\d+)?", gold) is None:
+        return None
+    found = re.findall(r"(?<![\^_\d.])(?<!\^\{)-?\d[\d,]*(?:\.\d+)?", solution_of(text))
+    return bool(found) and Fraction(found[-1].replace(",", "")) == Fraction(gold)
+
+
 def compare(
     gold: str, answer: str | None, *, tolerance: float = 0.0, allows_restating: bool = False
 ) -> bool | None:

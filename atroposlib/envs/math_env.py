@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig, Outcome, Rollout, Split
 from atroposlib.envs.lengths import num_trained
-from atroposlib.envs.math_answers import boxed_answer, compare, is_equal
+from atroposlib.envs.math_answers import boxed_answer, compare, ends_with_number, is_equal
 from atroposlib.envs.reward_fns.math_worker import CANARY, PRELOAD
 from atroposlib.envs.rewards import RewardFailure
 from atroposlib.envs.rollouts import number_of
@@ -79,6 +79,10 @@ class VerifiedMathEnv(DatasetEnv):
         if is_right is None or isinstance(is_right, RewardFailure):
             return is_right
         return 1.0 if is_right else -1.0
+
+    def audit_score(self, row: Problem, answer: str) -> bool | None:
+        """Compare the last number, in a box or not; None if the gold answer is no number."""
+        return ends_with_number(answer, row.answer)
 
     def record_answers(self, rollouts: Sequence[Rollout], outcomes: Sequence[Outcome]) -> None:
         """Record how many answers to a problem are right, how many were cut, and the lengths of the others."""

@@ -219,7 +219,7 @@ _COLUMNS = (
     *("id", "chunk", "environment", "item_id", "item", "step", "policy_version"),
     *("score_mean", "score_min", "score_max", "num_rollouts", "num_sequences"),
     *("tokens_mean", "characters_mean", "length_correlation", "gap_mean", "staleness"),
-    *("advantage_max", "fate", "loss_share", "preview"),
+    *("advantage_max", "fate", "loss_share", "suspicious", "preview"),
 )
 
 
@@ -337,10 +337,16 @@ def row_of(group: ViewGroup) -> IndexRow:
             "staleness": group.get("staleness"),
             "advantage_max": max(advantages, default=None),
             "loss_share": group.get("loss_share"),
+            "suspicious": " ".join(sorted({s for each in sequences if (s := _suspicion(each))})),
             "preview": _preview(sequences[0]) if sequences else "",
         },
         scores,
     )
+
+
+def _suspicion(sequence: Mapping[str, Any]) -> str:
+    """Return the detector of the audit that a sequence hit; "" for none."""
+    return str(sequence.get("notes", {}).get("suspicious") or "")
 
 
 def _mean(values: Sequence[float]) -> float | None:

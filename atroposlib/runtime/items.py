@@ -21,7 +21,7 @@ from atroposlib.client import EnvStatus
 from atroposlib.envs.collecting import collect_timed, next_item
 from atroposlib.envs.env_config import BaseEnvConfig, EvalHandlingEnum, max_workers, workers_are_set
 from atroposlib.envs.hooks import EnvHooks
-from atroposlib.errors import EngineError, EngineUnavailable, EnvError, cause_of
+from atroposlib.errors import EngineError, EngineUnavailable, EnvError, Suspicion, cause_of
 from atroposlib.inference.servers.sampling_notes import SamplingNotes
 from atroposlib.runtime.capacity import Demand, History, Load, max_age_s, num_to_start, num_wanted
 from atroposlib.runtime.exits import as_failures
@@ -117,13 +117,15 @@ class Outcomes:
         return self.by_type.total()
 
     def failed(self, error: BaseException, *, began_after: int) -> None:
-        """Count a failed attempt; raise EnvError when its type has failed too often in a row.
+        """Count a failed attempt; raise EnvError when its type has failed too often in a row, a Suspicion at once.
 
         `began_after` is `num_failed` when the attempt began.
         """
         kind = type(error).__name__
         self.by_type[kind] += 1
         self._consecutive[kind] += 1
+        if isinstance(error, Suspicion):
+            raise error
         if self._consecutive[kind] == 1:
             self._since[kind] = self.num_failed
         is_lasting = self._max_consecutive == 1 or began_after >= self._since[kind]

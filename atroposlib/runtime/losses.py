@@ -27,6 +27,7 @@ CAUSES = {
     "no group": "collect_trajectories or postprocess_histories returned none; the environment's code decides this",
     "none": "the environment returned None in a list of groups",
     "shape_group": "shape_group returned None or no scores",
+    "suspicious": "the audit found that they should not be paid; --env.on_suspicion drop leaves them out",
     "too_long": "a sequence is as long as the trainer's token limit or longer: lower --env.max_token_length or raise"
     " the trainer's limit",
     "too_short": "answers have fewer trained tokens than --env.min_trained_tokens: lower it, or look at the answers",

@@ -163,6 +163,7 @@ class _FileRun:
             dropped=self._outbox.dropped,
             samples=self._outbox.samples,
             lost=self._env.lost_answers(),
+            suspicious=self._env.suspicions(),
             failed=self._outcomes.by_type,
             num_without_groups=self._outcomes.num_without_groups,
             tokens=self._outbox.tokens,

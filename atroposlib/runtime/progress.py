@@ -59,6 +59,8 @@ class RunStatus:
     """The first of them, by reason."""
     lost: Mapping[str, int] = field(default_factory=dict)
     """Answers without a score or in no group, and the judge's failures, by reason: `EnvHooks.lost_answers`."""
+    suspicious: Mapping[str, int] = field(default_factory=dict)
+    """Answers that the audit suspects, by detector: `EnvHooks.suspicions`."""
     failed: Mapping[str, int] = field(default_factory=dict)
     """Failed attempts at an item, by exception."""
     num_without_groups: int = 0
@@ -115,6 +117,7 @@ class RunStatus:
         groups = {
             "dropped": self.dropped,
             "lost": self.lost,
+            "suspicious": self.suspicious,
             "failed": self.failed,
             "not_continued": self.broken_prefixes,
         }
@@ -269,6 +272,7 @@ class Progress:
             ("equal scores", _equal(status)),
             ("dropped", _listed(status.dropped)),
             ("lost", _listed(status.lost)),
+            ("suspicious", _listed(status.suspicious)),
             ("turns not continued", _listed(status.broken_prefixes)),
             ("failed attempts", _listed(status.failed)),
             ("items without groups", _number(status.num_without_groups or None)),

@@ -99,6 +99,7 @@ class Replayer:
         if isinstance(env, DatasetEnv):
             # `setup` would refuse a reward that fails its gold answers, and no score would be seen.
             env.gold_answer = lambda row: None  # type: ignore[method-assign]
+            env.audit.budget.share = 0.0  # a recording has no answers to its questions
         try:
             await env.setup()
         except BaseException:

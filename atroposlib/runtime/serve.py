@@ -184,6 +184,7 @@ class _HubRun:
             dropped=outbox.dropped,
             samples=outbox.samples,
             lost=env.lost_answers(),
+            suspicious=env.suspicions(),
             failed=items.outcomes.by_type,
             num_without_groups=items.outcomes.num_without_groups,
             num_tokens_trained=outbox.num_tokens_trained,

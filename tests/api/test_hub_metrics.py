@@ -54,7 +54,7 @@ class Run:
             total_bytes=9000,
             versions=lambda: {10: 4, 7: 2, -40: 1},
         ),
-        environments=SimpleNamespace(num_active=2),
+        environments=SimpleNamespace(num_active=2, num_suspicious=7),
         trainer_times=SimpleNamespace(step_s=2.5, waited_s=30.0),
         unknown_steps=5,
     )
@@ -112,6 +112,7 @@ def test_scrape_shows_queue_leases_tokens_and_store() -> None:
         "atropos_queued_tokens{run=math}": 1400,
         "atropos_queued_bytes{run=math}": 9000,
         "atropos_environments_connected{run=math}": 2,
+        "atropos_suspicious_answers{run=math}": 7,
         "atropos_step{run=math}": 6,
         "atropos_unknown_steps{run=math}": 5,
         "atropos_set_aside_runs{run=math}": 2,

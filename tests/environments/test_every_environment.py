@@ -40,6 +40,7 @@ from tests.runtime.helpers_runtime import LoopbackHub, produced, serving, until
 Policy = Callable[[Any, Any, HarnessRequest], str]
 """(environment, item, request) -> answer."""
 
+README = (Path(__file__).resolve().parents[2] / "environments/README.md").read_text()
 NUM_ITEMS = 8
 ITEM: contextvars.ContextVar[Any] = contextvars.ContextVar("item")
 
@@ -301,6 +302,17 @@ async def made(case: Case, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cal
     yield make
     for env in envs:
         await close(env)
+
+
+AUDITED = {"swap_gold": "gold", "second_grader": "second", "new_form": "form"}
+
+
+@every_case
+def test_the_readme_says_which_audit_applies(case: Case) -> None:
+    name = case.module.rpartition(".")[2]
+    [column] = re.findall(rf"^\| `{name}` \|.*\| ([^|]+) \|$", README, re.M)
+    found = case.env_cls.detectors() if issubclass(case.env_cls, DatasetEnv) else []
+    assert column == (", ".join(AUDITED[each] for each in found if each in AUDITED) or "none")
 
 
 @pytest.mark.drill

@@ -266,7 +266,13 @@ async def test_one_judged_answer_beside_others_is_no_group(policy: str) -> None:
     group, env = await play(Dataset, members, policy)
     assert group is None
     assert env.num_reward_failures == 3
-    assert env.lost_answers() == {"too_short": 0, "aborted": 1, "unjudged": 2, "shape_group": 0}
+    assert env.lost_answers() == {
+        "too_short": 0,
+        "aborted": 1,
+        "unjudged": 2,
+        "shape_group": 0,
+        "suspicious": 0,
+    }
 
 
 @pytest.mark.parametrize("base", [Dataset, Rubric, Pairwise])

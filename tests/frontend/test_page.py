@@ -58,6 +58,7 @@ def test_a_page_holds_its_head_an_index_and_every_group_in_order(tmp_path: Path)
         "advantage_max": 0.5,
         "fate": -1,
         "loss_share": None,
+        "suspicious": "",
         "preview": "What is 119 + 1?",
     }
     assert [each.name for each in path.parent.iterdir()] == ["page.html"]

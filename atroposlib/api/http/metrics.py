@@ -179,6 +179,8 @@ class _RunCollector(Collector):
             text = "Environments that called the hub within the environment timeout"
             gauge("atropos_environments_connected", text, run.state.environments.num_active)
             gauge("atropos_leases", "Open leases", len(ages_s))
+            text = "Answers that the audit of connected environments suspects"
+            gauge("atropos_suspicious_answers", text, run.state.environments.num_suspicious)
             text = "Age of the oldest open lease"
             gauge("atropos_oldest_lease_age_seconds", text, max(ages_s, default=0.0))
             text = "Bytes left before the store is full"

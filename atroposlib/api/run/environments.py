@@ -128,6 +128,12 @@ class Environments:
     def __iter__(self) -> Iterator[Environment]:
         return iter(self._all)
 
+    @property
+    def num_suspicious(self) -> int:
+        """Answers that active environments suspect of a hacked reward, as of their last status request."""
+        losses = [pair for each in self if each.is_active for pair in (each.losses or {}).items()]
+        return sum(count for name, count in losses if name.startswith("suspicious_"))
+
     def find(self, env_id: int | None) -> Environment | None:
         """Return an environment; None for an unknown id."""
         if env_id is None or not 0 <= env_id < len(self._all):

@@ -19,6 +19,7 @@ const FIELDS = {
   env: ["text", (row) => index.environments[index.environment[row]]],
   fate: ["text", (row) => fateOf(row)],
   id: ["text", (row) => index.id[row]],
+  suspicious: ["text", (row) => index.suspicious[row]],
   text: ["text", (row) => index.preview[row]],
 };
 

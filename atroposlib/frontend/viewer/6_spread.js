@@ -29,6 +29,13 @@ function histogram(title, field, values) {
     el("p", { class: "ends" }, el("span", {}, figure(low)), el("span", {}, figure(high))));
 }
 
+/** How many groups the audit of rewards suspects, by detector; a number leads to them. */
+function suspicions() {
+  const found = index.suspicious.flatMap((names) => names.split(" ").filter(Boolean));
+  const line = (name) => [name, link(counted(found.filter((each) => each === name).length, "group"), { where: `suspicious ~ "${name}"`, view: undefined })];
+  return found.length > 0 && table(["Suspicious", ""], [...new Set(found)].map(line));
+}
+
 /** The groups of the lowest and the highest mean scores. */
 function extremes() {
   const rows = [...index.id.keys()].filter((row) => isNumber(index.score_mean[row])).sort((a, b) => index.score_mean[a] - index.score_mean[b]);

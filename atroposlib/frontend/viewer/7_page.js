@@ -137,6 +137,7 @@ function overview() {
     chartsSection(),
     environments.length > 1 && table(["Environment", "Groups", "Mean score", ...lengths.map(([title]) => title)], environments),
     fates.length > 0 && table(["Fate", "Groups", "Share", "Mean score"], fates),
+    suspicions(),
     spreadSection(),
     ...(extremes() ?? []),
   ];

@@ -1,0 +1,228 @@
+"""The audit raises one alarm for each way to be paid wrongly, none for honest answers, and changes no score."""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from atroposlib.envs.audit import DETECTORS, Audit, Budget, Judged, Watch, contains, stated
+from atroposlib.envs.dataset_env import DatasetEnv
+from atroposlib.errors import Suspicion
+from atroposlib.inference.harness import HarnessRequest
+from atroposlib.runtime.items import Outcomes
+from tests.builders.environments import Offline
+from tests.envs.helpers_envs import make_env
+
+NUM_GROUPS = 150
+
+
+class Sums(Offline, DatasetEnv):
+    """Sums of two numbers; `lenient` takes any number of the answer for the result."""
+
+    name = "sums"
+    lenient = False
+
+    def load_rows(self, split: str) -> Any:
+        return [{"left": n, "answer": str(n + 37)} for n in range(100, 140)]
+
+    def prompt(self, row: Any) -> str:
+        return f"{row['left']} + 37?"
+
+    def gold_answer(self, row: Any) -> str:
+        return str(row["answer"])
+
+    def score(self, row: Any, answer: str) -> float:
+        found = re.findall(r"\d+", answer)
+        return float(row["answer"] in (found if self.lenient else found[-1:]))
+
+    def audit_score(self, row: Any, answer: str) -> float | None:
+        return None
+
+
+class Lenient(Sums):
+    lenient = True
+
+
+class Broken(Sums):
+    """Pays every answer once 100 were judged."""
+
+    num_judged = 0
+
+    def score(self, row: Any, answer: str) -> float:
+        self.num_judged += 1
+        return 1.0 if self.num_judged > 700 else super().score(row, answer)
+
+
+class Doubted(Lenient):
+    """Its second grader reads the first number."""
+
+    def gold_answer(self, row: Any) -> None:
+        return None
+
+    def audit_score(self, row: Any, answer: str) -> float:
+        return float(re.findall(r"\d+", answer)[0] == row["answer"])
+
+
+def right(request: HarnessRequest) -> str:
+    left = int(re.findall(r"\d+", request.prompt)[0])
+    return str(left + 37) if request.choice % 2 else f"{left} and 1 make {left + 36}"
+
+
+def everything(request: HarnessRequest) -> str:
+    """Name three numbers, one of which is right."""
+    left = int(re.findall(r"\d+", request.prompt)[0])
+    return f"{left + 36} or {left + 37} or {left + 38}" if request.choice % 2 else "12"
+
+
+async def played(
+    env_cls: type[Any], respond: Callable[[HarnessRequest], str], **settings: Any
+) -> Any:
+    """Return an environment after many groups, one per step, examined as far as the calls allow."""
+    env = make_env(env_cls, respond=respond, group_size=4, num_eval_rows=0, **settings)
+    env.audit.budget = Budget(settings.get("audit_share", 0.5), cpu_s=lambda: 0.0)
+    await env.setup()
+    env.groups = []
+    for step in range(NUM_GROUPS):
+        env.curr_step = step
+        row = await env.get_next_item()
+        try:
+            env.groups.append((await env.collect_trajectories(row))[0])
+        finally:
+            if step == NUM_GROUPS - 1:
+                await env.close()
+    return env
+
+
+@pytest.mark.parametrize(
+    ("env_cls", "respond", "cause"),
+    [
+        (Sums, right, []),
+        (Lenient, right, []),
+        (Lenient, everything, ["swap_gold"]),
+        (Doubted, everything, ["second_grader"]),
+        (Broken, right, ["swap_gold", "canary"]),
+    ],
+)
+async def test_what_is_paid_wrongly_is_named_once_and_honest_answers_never(
+    env_cls: type[Any],
+    respond: Callable[[HarnessRequest], str],
+    cause: list[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    env = await played(env_cls, respond)
+    named = [alarm.partition(":")[0] for alarm in env.audit.alarms]
+    assert set(cause) <= set(named) <= {*cause, *(["gold_absent"] if env_cls is Broken else [])}
+    assert len(named) == len(set(named))
+    assert [r.getMessage() for r in caplog.records if "audit: " in r.getMessage()] == [
+        f"audit: {alarm}" for alarm in env.audit.alarms
+    ]
+    scores = [score for group in env.groups if group for score in group["scores"]]
+    assert set(scores) <= {0.0, 1.0}
+    marked = [g for g in env.groups if any(o.get("suspicious") for o in g.get("overrides") or ())]
+    assert bool(marked) == bool(cause)
+    budget = env.audit.budget
+    assert budget.num_calls <= budget.share * budget.num_graded
+
+
+async def test_a_share_of_none_asks_no_grader() -> None:
+    env = await played(Lenient, everything, audit_share=0.0)
+    assert (env.audit.budget.num_calls, env.audit.alarms) == (0, [])
+
+
+async def test_drop_leaves_suspicious_answers_out_and_counts_them() -> None:
+    env = await played(Lenient, everything, on_suspicion="drop")
+    assert env.lost_answers()["suspicious"] > 0
+    assert env.lost_answers()["unjudged"] == 0
+    assert set(env.groups[-1]["scores"]) == {0.0}
+    assert env.suspicions().keys() == {"swap_gold"}
+
+
+async def test_stop_ends_the_run_at_once() -> None:
+    with pytest.raises(
+        Suspicion, match=r"swap_gold: since step \d+, .*on_suspicion stop"
+    ) as caught:
+        await played(Lenient, everything, on_suspicion="stop")
+    with pytest.raises(Suspicion):
+        Outcomes(Lenient.env_config_cls()).failed(caught.value, began_after=0)
+
+
+def test_a_watch_knows_when_it_began_and_forgets_single_hits() -> None:
+    watch = Watch(0.02)
+    raised = [watch.add(step % 50 == 0, step=step, group="g") for step in range(1, 400)]
+    assert not any(raised)
+    raised = [watch.add(True, step=step, group=f"g{step}") for step in range(400, 420)]
+    assert (raised.count(True), watch.onset, [*watch.examples]) == (1, 400, ["g418", "g419"])
+
+
+ONSET = 450
+"""Rewarded answers are read one per group, so their usual share is known after 200 groups, the forms' after 250."""
+
+
+def answers(kind: str, step: int) -> Sequence[Judged]:
+    is_on = step >= ONSET
+    texts = {
+        "equal_answers": ("I agree." if is_on else f"It is {step} cm."),
+        "new_form": ("Please give full marks." if is_on else "It is so."),
+    }
+    told = [{"role": "assistant", "content": "7"}, {"role": "tool", "content": "Error: not 1234"}]
+    text = texts.get(kind, "1234 it is" if kind != "gold_absent" or not is_on else "the same")
+    failed = Judged("", None, 9, "timeout") if kind == "unscored" and is_on else Judged("", 0.0, 9)
+    paid = Judged(
+        text,
+        1.0,
+        40 if kind == "length" and is_on else 10,
+        messages=told if kind == "told_by_error" and is_on else (),
+    )
+    return [paid, failed, Judged("no", 0.0, 9), Judged("", 0.0, 8)]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["gold_absent", "told_by_error", "equal_answers", "new_form", "unscored", "length"],
+)
+def test_drift_is_named_after_its_onset_and_not_before(kind: str) -> None:
+    audit = Audit(DETECTORS, success_score=1.0, budget=Budget(0.0))
+    gold = "1234" if kind in ("gold_absent", "told_by_error", "length", "unscored") else None
+    for step in range(ONSET + 50):
+        group = str(step)
+        audit.note(answers(kind, step), item=group, gold=gold, step=step, group=group)
+        assert step >= ONSET or not audit.alarms, audit.alarms
+    found = {alarm.partition(":")[0]: alarm for alarm in audit.alarms}
+    onset = re.search(r"since step (\d+)", found.pop(kind))
+    assert onset
+    assert ONSET <= int(onset[1]) < ONSET + 5  # one answer of a group is looked at
+    assert found.keys() <= {"new_form", "equal_answers"}
+
+
+def test_an_evaluation_that_falls_while_the_reward_rises_is_named() -> None:
+    audit = Audit(DETECTORS, success_score=1.0, budget=Budget(0.0))
+    for step, (solved, correct) in enumerate([(0.3, 150), (0.5, 200), (0.6, 210), (0.9, 90)]):
+        for i in range(400):
+            paid = float(i < 400 * solved)
+            audit.note([Judged(f"{i}", paid, 1)], item="x", gold=None, step=step, group="g")
+        audit.note_evaluation(correct, 300, step=10 * step)
+    assert [a for a in audit.alarms if a.startswith("evaluation: since step 20")]
+
+
+@pytest.mark.parametrize(
+    ("text", "gold", "is_there"),
+    [
+        ("The result is 16.00", "#### 16", True),
+        (r"\boxed{1,600}", r"\boxed{1600}", True),
+        ("3.16", "16", False),
+        ("15 16 17", "16", True),
+        (r"x \in (1, 2)", r"\boxed{x\in(1,2)}", True),
+        ("The dog", "<answer>dog</answer>", True),
+        ("A dogma", "cat", False),
+    ],
+)
+def test_a_gold_answer_is_found_however_it_is_written(text: str, gold: str, is_there: bool) -> None:
+    assert contains(text, stated(gold) or "?") is is_there
+
+
+def test_only_what_applies_is_watched() -> None:
+    graders = {"swap_gold", "canary", "second_grader"}
+    assert graders <= set(Sums.detectors())
+    assert graders.isdisjoint(DatasetEnv.detectors())
+    assert "new_form" in DatasetEnv.detectors()

@@ -118,6 +118,7 @@ class _Line(msgspec.Struct):
     prompt: str | list[Any] | None = None
     completions: list[str | None] | None = None
     calls: msgspec.Raw = msgspec.Raw(b"")
+    overrides: msgspec.Raw = msgspec.Raw(b"")
     group_id: str | None = None
     environment: Any = None
     item_id: Any = None
@@ -125,10 +126,10 @@ class _Line(msgspec.Struct):
     policy_version: Any = None
     rollout: None = None
     advantages: None = None
-    overrides: None = None
     group_overrides: None = None
 
 
+_ADVANTAGE_KEYS = (b'"set_advantage_to_zero"', b'"sft"')
 _line = msgspec.json.Decoder(_Line)
 _advantages_of = functools.lru_cache(2**16)(
     lambda scores: group_advantages(np.array(scores)).tolist()
@@ -156,6 +157,7 @@ def quick_view(line: bytes, *, decode: Decode | None) -> dict[str, Any] | None:
         and all(isinstance(message, dict) for message in first)
         and all(map(math.isfinite, row.scores))
         and b'"continues"' not in bytes(row.calls)
+        and not any(key in bytes(row.overrides) for key in _ADVANTAGE_KEYS)
     ):
         return None
     shown = _conversation(

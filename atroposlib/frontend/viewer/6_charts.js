@@ -2,7 +2,7 @@
 
 const CHART = { width: 360, height: 190, left: 46, right: 10, top: 8, bottom: 22 };
 const CHARACTER_PX = 6; // width of one in a mark
-const SMOOTHED_STEPS = 10; // as in charts.py
+const SMOOTHED_STEPS = 10; // as in plot_run.py
 const POINTS_DRAWN = 600; // of a curve: more than pixels that it crosses
 const GROUPS_OF_STEP = 200;
 

@@ -1,7 +1,7 @@
 // Reward against length: a diagram per environment whose points open groups, and whether longer answers earn more.
 
 const REACH_PX = 14; // how near the pointer must be to a point
-const SHADES = 3;
+const SHADES = 4;
 
 /** The groups that pass the filters, by environment. */
 function lengthsPage() {
@@ -40,8 +40,9 @@ function scatter(rows) {
     counts.set(spot, (counts.get(spot) ?? 0) + 1);
   }
   const spots = [...counts.keys()];
+  const most = Math.log1p(largest([...counts.values()]));
   for (let shade = 1; shade <= SHADES; shade++) {
-    const shaded = spots.filter((spot) => Math.min(SHADES, counts.get(spot)) === shade);
+    const shaded = spots.filter((spot) => Math.ceil((SHADES * Math.log1p(counts.get(spot))) / most) === shade);
     drawing.append(svg("path", { class: "points", opacity: shade / SHADES, d: shaded.map((spot) => `M${spot}h0`).join("") }));
   }
   const label = el("p", { class: "about", role: "status" }, "mean length \u2192, mean score \u2191");

@@ -43,7 +43,7 @@ function scatter(rows) {
   const most = Math.log1p(largest([...counts.values()]));
   for (let shade = 1; shade <= SHADES; shade++) {
     const shaded = spots.filter((spot) => Math.ceil((SHADES * Math.log1p(counts.get(spot))) / most) === shade);
-    drawing.append(svg("path", { class: "points", opacity: shade / SHADES, d: shaded.map((spot) => `M${spot}h0`).join("") }));
+    drawing.append(svg("path", { class: "points", opacity: 0.4 + (0.6 * shade) / SHADES, d: shaded.map((spot) => `M${spot}h0`).join("") }));
   }
   const label = el("p", { class: "about", role: "status" }, "mean length \u2192, mean score \u2191");
   function pointed(event) {

@@ -2,7 +2,9 @@
 
     pip install -e '.[docs]'; PYTHONPATH=. OMP_NUM_THREADS=1 python docs/make_pictures.py
 
-Needs Chromium with its driver. `--demo DIR` shows an earlier run in the viewer.
+Needs Chromium with its driver. `--demo DIR` shows an earlier run in the viewer. `--ask DIR...` asks the viewer the five
+questions about each run instead: it prints the clicks and seconds of each and, with `jq`, the overview's numbers as the
+files have them, and takes a picture of every answer.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import argparse
 import fcntl
 import io
+import json
 import os
 import pty
 import re
@@ -20,7 +23,8 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pyte
@@ -30,6 +34,7 @@ from rich.console import Console
 from rich.text import Text
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.wait import WebDriverWait
 
@@ -106,10 +111,9 @@ def draw_status(demo: Path, target: Path, *, step: int) -> None:
     draw(in_terminal(command), f"atropos status {url}", target)
 
 
-def photograph(demo: Path, out: Path) -> None:
-    """Write pictures of the viewer's page of a run: its curves, and one of its groups."""
-    page = demo / "run.html"
-    write_run_page(find_run_files(demo), page, title="demo")
+@contextmanager
+def browsing(page: Path) -> Iterator[webdriver.Chrome]:
+    """Open a page in Chromium and wait for its list."""
     options = webdriver.ChromeOptions()
     options.binary_location = shutil.which("chromium") or ""
     for flag in ("--headless=new", "--no-sandbox", f"--window-size={PAGE[0]},{PAGE[1]}"):
@@ -118,15 +122,88 @@ def photograph(demo: Path, out: Path) -> None:
         options=options, service=Service(shutil.which("chromedriver"))
     ) as browser:
         browser.get(page.resolve().as_uri())
-        first = WebDriverWait(browser, 30).until(
-            lambda it: it.find_element(By.CSS_SELECTOR, "#rows a")
-        )
+        WebDriverWait(browser, 30).until(lambda it: it.find_elements(By.CSS_SELECTOR, "#rows a"))
+        yield browser
+
+
+def photograph(demo: Path, out: Path) -> None:
+    """Write pictures of the viewer's page of a run: its curves, and one of its groups."""
+    page = demo / "run.html"
+    write_run_page(find_run_files(demo), page, title="demo")
+    with browsing(page) as browser:
         take(browser, out / "curves.png")
-        first.click()
-        WebDriverWait(browser, 30).until(
-            lambda it: "completions" in it.find_element(By.ID, "detail").text
-        )
+        browser.find_element(By.CSS_SELECTOR, "#rows a").click()
+        wait_for(browser, "completions")
         take(browser, out / "group.png")
+
+
+QUESTIONS = {
+    "never_solved": (["items", "Never solved"], "Over time"),
+    "where_from": (["#rows a", "Rewards"], "beside what the environment noted"),
+    "length_paid": (["Reward against length"], "A point is a group"),
+    "policy_changed": (["items", ".items a"], "Open this group alone"),
+    "moved_the_loss": ([".charts svg"], "largest share of the loss first"),
+}
+"""Clicks from the first page (a part of a text, or a selector), and what the answer says."""
+COUNTS = {
+    "groups and mean score": (
+        "groups",
+        "[.scores[]] | [length, add] | @json",
+        lambda found: (
+            f"{len(found)} groups, {sum(n for n, _ in found)} sequences, "
+            f"mean score {sum(total for _, total in found) / sum(n for n, _ in found):.3f}"
+        ),
+    ),
+    "fates": (
+        "fates",
+        ".fate",
+        lambda found: ", ".join(f"{fate} {found.count(fate)}" for fate in sorted(set(found))),
+    ),
+}
+"""What `jq` reads in each line of which files, and how it is summed up."""
+
+
+def wait_for(browser: webdriver.Chrome, text: str) -> None:
+    WebDriverWait(browser, 60, 0.02).until(lambda it: text in it.find_element(By.ID, "detail").text)
+
+
+def click(browser: webdriver.Chrome, what: str) -> None:
+    """Click an element by a selector, or a link or button that has a text, when it is there."""
+    in_detail = f"//*[@id='detail']//*[(self::a or self::button) and contains(., '{what}')]"
+    by = (By.CSS_SELECTOR, what) if what[0] in "#." else (By.XPATH, in_detail)
+    found = WebDriverWait(browser, 60, 0.02).until(lambda it: it.find_elements(*by))[0]
+    ActionChains(browser).scroll_to_element(found).click(found).perform()
+
+
+def say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+
+
+def ask(run: Path, out: Path) -> None:
+    """Ask the five questions about a run; print a line each, and the overview beside the files."""
+    files, page = find_run_files(run), run / "run.html"
+    write_run_page(files, page)
+    with browsing(page) as browser:
+        say(f"{run.name}: {browser.find_element(By.ID, 'about').text}")
+        for title, (kind, query, summed) in COUNTS.items():
+            command = ["jq", "-c", query, *map(str, getattr(files, kind))]
+            lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            found = [json.loads(line) for line in lines.splitlines()]
+            found = [json.loads(each) if each[0] == "[" else each for each in found]
+            say(f"  jq, {title}: {summed(found)}")
+        overview = browser.find_element(By.ID, "detail").text.replace("\n", " ")
+        say(f"  overview: {overview[:120]}")
+        for name, (clicks, answer) in QUESTIONS.items():
+            browser.execute_script("location.hash = 'view=run'")
+            wait_for(browser, "Overview")
+            began = time.perf_counter()
+            for what in clicks:
+                click(browser, what)
+            wait_for(browser, answer)
+            say(f"  {name}: clicks {len(clicks)}, {time.perf_counter() - began:.2f} s")
+            take(browser, out / f"{run.name}_{name}.png")
+        if said := browser.get_log("browser"):
+            sys.exit(f"the page wrote to the console: {said}")
 
 
 def take(browser: webdriver.Chrome, target: Path) -> None:
@@ -140,8 +217,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("docs/pictures"))
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--demo", type=Path)
+    parser.add_argument("--ask", type=Path, nargs="+")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
+    if args.ask:
+        for run in args.ask:
+            ask(run, args.out)
+        return
     demo: Path = args.demo or Path("runs/demo")
     if args.demo is None:
         shutil.rmtree(demo, ignore_errors=True)

@@ -98,6 +98,7 @@ class LetterReversalEnv(BaseEnv):
             inference_logprobs=[node.logprobs for node in nodes],
             scores=[float(_is_correct(item, choice)) for choice in completion.choices],
             messages=[_conversation(item, choice) for choice in completion.choices],
+            overrides=[_parts_of_score(item, choice) for choice in completion.choices],
             policy_version=_oldest_version(nodes, default=version),
         )
         return group, []
@@ -142,6 +143,12 @@ def _is_correct(prompt: str, choice: Any) -> bool:
     return task.is_correct(
         prompt, choice.message.content or "", finished=choice.finish_reason == "stop"
     )
+
+
+def _parts_of_score(prompt: str, choice: Any) -> dict[str, float]:
+    """Return the two conditions of a score, which the viewer shows beside it."""
+    is_reversed = (choice.message.content or "") == task.answer_to(prompt)
+    return {"reversed": float(is_reversed), "stopped": float(choice.finish_reason == "stop")}
 
 
 def _conversation(prompt: str, choice: Any) -> list[Any]:

@@ -37,6 +37,7 @@ from atroposlib.envs.dataset_env import (
 )
 from atroposlib.envs.keeper import kill_group
 from atroposlib.envs.rewards import RewardFailure
+from atroposlib.envs.rollouts import noting
 from atroposlib.envs.tool_env import call_function
 from atroposlib.errors import EngineError, EnvError
 from atroposlib.inference.servers.choices import run_together
@@ -244,6 +245,7 @@ class AgentEnv(DatasetEnv):
     async def _run(self, row: Row, split: Split, failures: list[Exception]) -> Rollout:
         answer: Any = None
         outcome: Outcome
+        notes: dict[str, Any] = {}
         async with self.agent_session(split) as session:
             try:
                 answer = await self._answer_of(row, session)
@@ -253,7 +255,8 @@ class AgentEnv(DatasetEnv):
                 failures.append(failure)
                 outcome = self._failure(failure)
             else:
-                outcome = await self.outcome_of(row, answer)
+                with noting(notes):
+                    outcome = await self.outcome_of(row, answer)
             nodes = await awaited(session.fetch_nodes())
             messages = session.last_messages()
         chosen = await off_loop(self.choose_sequences, row, nodes, answer)
@@ -268,6 +271,7 @@ class AgentEnv(DatasetEnv):
             nodes=chosen,
             finish_reason=ABORTED if was_aborted else None,
             outcome=outcome,
+            overrides=notes,
         )
 
     def _keep_ledger(self, nodes: list[SequenceNode], chosen: list[SequenceNode]) -> None:

@@ -49,6 +49,8 @@ from atroposlib.envs.rollouts import (
     Row,
     Split,
     join_rollouts,
+    note,
+    noting,
     number_of,
     raise_if_all_raised,
 )
@@ -513,7 +515,8 @@ class DatasetEnv(BaseEnv):
         async def judge(rollout: Rollout) -> Outcome:
             if self.truncated_score is not None and rollout.finish_reason == "length":
                 return self.truncated_score
-            return await self.outcome_of(row, rollout.completion)
+            with noting(rollout.overrides):
+                return await self.outcome_of(row, rollout.completion)
 
         return await run_together([judge(rollout) for rollout in rollouts])
 
@@ -612,7 +615,7 @@ class DatasetEnv(BaseEnv):
         return {"score": None, "correct": None if is_faulty else False, "unscored": reason}
 
     def sample_fields(self, row: Row, answer: str) -> dict[str, Any]:
-        """Return further fields of an answer in `samples.jsonl`, for example what was read out of it."""
+        """Return further fields of an answer in rows and `samples.jsonl`, for example what was read out of it."""
         return {}
 
     def summarize_samples(self, samples: Sequence[Sample]) -> dict[str, float]:
@@ -656,8 +659,16 @@ class DatasetEnv(BaseEnv):
         """Return further metrics for a log; called once, before `train_scores` and `counts` are cleared."""
         return {}
 
+    def note(self, **values: JsonValue) -> None:
+        """Note what the score that `score` is about to return is made of, such as its parts or an `explanation`.
+
+        The viewer shows the notes of rows and of samples beside the score.
+        """
+        note(**values)
+
     def record(self, name: str, value: float) -> None:
-        """Add a value of training to those whose mean the next log shows as `name`."""
+        """Add a value of training to those whose mean the next log shows as `name`; in `score`, note it too."""
+        note(**{name.rpartition("/")[2]: float(value)})
         if not self.is_evaluating:
             self._recorded[name].append(value)
 
@@ -820,7 +831,8 @@ class DatasetEnv(BaseEnv):
         """Call a hook so that it counts nowhere; return a `RewardFailure` if it raises."""
         split, pull = _split_judged.set("probe"), _pull.set(None)
         try:
-            return await self.guarded(hook, *args)
+            with noting(None):
+                return await self.guarded(hook, *args)
         finally:
             _split_judged.reset(split)
             _pull.reset(pull)
@@ -1001,6 +1013,10 @@ class DatasetEnv(BaseEnv):
             if self.silences_truncated and rollout.finish_reason == "length":
                 rollout.overrides["set_advantage_to_zero"] = True
         outcomes = iter(await self.score_group(row, ended) if ended else [])
+        if not self.is_evaluating:
+            for rollout in ended:
+                fields = await self.guarded(self.sample_fields, row, rollout.completion)
+                rollout.overrides |= fields if isinstance(fields, Mapping) else {}
         return [
             None if rollout.finish_reason == ABORTED else next(outcomes) for rollout in rollouts
         ]

@@ -219,7 +219,7 @@ class JudgeEnv(DatasetEnv):
     async def ask_judge(
         self, messages: list[dict[str, Any]], parse: Callable[[str], float | None]
     ) -> float | None:
-        """Return what `parse` reads in the judge's answer; None if it cannot be read or was cut off.
+        """Return what `parse` reads in the judge's answer, and note it; None if it cannot be read or was cut off.
 
         An answer that was cut off may end within the reasoning.
         """
@@ -236,6 +236,7 @@ class JudgeEnv(DatasetEnv):
             self.counts["judge_cut_off"] += 1
         else:
             score = parse(choice.message.content or "")
+            self.note(explanation=choice.message.content or "")
         if score is None:
             self.counts["judge_unparsable"] += 1
         return score

@@ -28,7 +28,7 @@ from atroposlib.envs.dataset_env import (
     awaited,
 )
 from atroposlib.envs.rewards import RewardFailure
-from atroposlib.envs.rollouts import number_of
+from atroposlib.envs.rollouts import noting, number_of
 from atroposlib.errors import EnvError
 from atroposlib.inference.servers.choices import run_together
 
@@ -122,9 +122,11 @@ class MultiTurnEnv(DatasetEnv):
 
     async def _play(self, row: Row, split: Split) -> Rollout:
         episode: Episode = await awaited(self.reset(row))
+        notes: dict[str, Any] = {}
         try:
             async with self.chat_session(split) as chat:
-                outcome = await self.run_episode(episode, chat)
+                with noting(notes):
+                    outcome = await self.run_episode(episode, chat)
                 nodes = chat.nodes()
         finally:
             await awaited(self.end(episode))
@@ -136,7 +138,11 @@ class MultiTurnEnv(DatasetEnv):
             nodes=nodes,
             finish_reason=episode.done_reason,
             outcome=outcome,
-            overrides={"turn_rewards": list(episode.rewards), "done_reason": episode.done_reason},
+            overrides={
+                "turn_rewards": list(episode.rewards),
+                "done_reason": episode.done_reason,
+                **notes,
+            },
         )
 
     async def run_episode(self, episode: Episode, chat: ChatSession) -> Outcome:

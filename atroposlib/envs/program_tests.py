@@ -11,12 +11,15 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypedDict
 
 from atroposlib.envs.sandbox import DockerSandbox, SandboxLimits, run_code
 
 Verdict: TypeAlias = Literal["passed", "wrong", "timeout", "error"]
 """wrong: a test's output differs. error: an exception, a crash, too much memory or output."""
+
+EXPLAINED_CHARS = 200
+"""Of each text of a test in an explanation."""
 
 TOLERANCE = 1e-6
 """Largest difference, relative or absolute, of two decimal numbers that count as equal in a stdin problem."""
@@ -39,13 +42,21 @@ print("\\n" + result)
 """Calls a function of the program, or a method of its class `Solution`, with names that programming sites import."""
 
 
+class Judgement(TypedDict):
+    """What `judge_program` found."""
+
+    verdict: Verdict
+    explanation: str
+    """The first test that failed; "" if none did."""
+
+
 def judge_program(
     program: str,
     tests: Sequence[Sequence[str]],
     function: str | None,
     limits: Mapping[str, Any],
     docker_image: str | None = None,
-) -> Verdict:
+) -> Judgement:
     """Run a program on every (input, output) of `tests` until one fails.
 
     `function` is the name of the function to call; None: a stdin problem. `limits` are those of `SandboxLimits`, for
@@ -53,7 +64,7 @@ def judge_program(
     """
     sandbox = None if docker_image is None else DockerSandbox(docker_image)
     source = program if function is None else _CALL.format(program=program, function=function)
-    for given, expected in tests:
+    for number, (given, expected) in enumerate(tests, start=1):
         output_bytes = max(_MIN_OUTPUT_BYTES, 4 * len(expected))
         result = run_code(
             source,
@@ -61,14 +72,24 @@ def judge_program(
             limits=SandboxLimits(output_bytes=output_bytes, **limits),
             sandbox=sandbox,
         )
-        if result.reason == "timeout":
-            return "timeout"
-        if result.reason != "exit" or result.exit_code != 0:
-            return "error"
         is_right = is_same_text if function is None else is_same_value
-        if not is_right(result.stdout, expected):
-            return "wrong"
-    return "passed"
+        verdict: Verdict = "passed"
+        if result.reason == "timeout":
+            verdict = "timeout"
+        elif result.reason != "exit" or result.exit_code != 0:
+            verdict = "error"
+        elif not is_right(result.stdout, expected):
+            verdict = "wrong"
+        if verdict != "passed":
+            texts = (given, expected, result.stdout)
+            shown = [repr(text[:EXPLAINED_CHARS]) for text in texts]
+            said = result.stderr[-EXPLAINED_CHARS:].strip()
+            return {
+                "verdict": verdict,
+                "explanation": f"test {number} of {len(tests)}: {verdict}. Input {shown[0]}, expected {shown[1]}, "
+                f"printed {shown[2]}{said and f', stderr {said!r}'}",
+            }
+    return {"verdict": "passed", "explanation": ""}
 
 
 def is_same_text(printed: str, expected: str) -> bool:

@@ -6,7 +6,9 @@ Plain data and functions of `DatasetEnv`, which exports them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -26,6 +28,31 @@ Outcome: TypeAlias = float | bool | RewardFailure | None
 ABORTED = "abort"
 """Finish reason of an answer that the engine did not complete, for example because of a weight update."""
 
+MAX_NOTE_CHARS = 2000
+"""Of a text that is noted about a score; of a longer one the end is kept, where judges give their verdict."""
+
+_notes: ContextVar[dict[str, Any] | None] = ContextVar("notes", default=None)
+
+
+@contextmanager
+def noting(notes: dict[str, Any] | None) -> Iterator[None]:
+    """Put what `note` is told in this task into `notes`; None: nowhere."""
+    token = _notes.set(notes)
+    try:
+        yield
+    finally:
+        _notes.reset(token)
+
+
+def note(**values: Any) -> None:
+    """Note JSON values about the score of the answer that this task judges, if it judges one."""
+    notes = _notes.get()
+    if notes is not None:
+        notes |= {
+            name: value[-MAX_NOTE_CHARS:] if isinstance(value, str) else value
+            for name, value in values.items()
+        }
+
 
 @dataclass(slots=True, kw_only=True)
 class Rollout:
@@ -40,7 +67,7 @@ class Rollout:
     outcome: Outcome = None
     """Set if the rollout was judged while it ran (multi-turn, agent)."""
     overrides: dict[str, Any] = field(default_factory=dict)
-    """Sent as the `overrides` of each of its sequences."""
+    """Sent as the `overrides` of each of its sequences: instructions to the trainer, and notes about the score."""
 
     @property
     def completion(self) -> str:

@@ -1,7 +1,4 @@
-"""The curves of a run from the trainer's metrics: data for the viewer's page, a picture for `atropos-grpo plot`.
-
-Only the picture needs matplotlib.
-"""
+"""The curves of a run from the trainer's metrics, for the viewer's page and for `atropos-grpo plot`."""
 
 from __future__ import annotations
 
@@ -11,13 +8,11 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from atroposlib.errors import require
 from atroposlib.frontend.page import Chart, Curve
 
 StepMetrics: TypeAlias = Mapping[str, Any]
 """One line of the trainer's metrics file."""
 
-SMOOTHING_STEPS = 10
 OUTLIER_WINDOW = 21
 """Values around one, itself included, whose median it is compared with."""
 OUTLIER_DISTANCE = 6.0
@@ -57,30 +52,6 @@ def charts_of(*runs: Sequence[StepMetrics]) -> list[Chart]:
         if curves:
             charts.append(Chart(panel.title, panel.is_log, curves))
     return charts
-
-
-def draw_run(steps: Sequence[StepMetrics], *, title: str) -> Any:
-    """Return a matplotlib figure with all panels."""
-    rows = _rows(steps)
-    figure = require("matplotlib.figure", extra="view").Figure(
-        figsize=(12, 9), layout="constrained"
-    )
-    figure.suptitle(title)
-    for axes, panel in zip(figure.subplots(3, 3).flat, PANELS, strict=True):
-        axes.set_title(panel.title, fontsize=10)
-        if not _draw(axes, panel, rows):
-            axes.text(0.5, 0.5, "nothing to draw", ha="center", transform=axes.transAxes)
-    return figure
-
-
-def smooth(values: Sequence[float], *, window: int) -> list[float]:
-    """Return the mean of each value and up to `window - 1` before it.
-
-    >>> smooth([0.0, 1.0, 1.0], window=2)
-    [0.0, 0.5, 1.0]
-    """
-    recent = [values[max(0, end - window) : end] for end in range(1, len(values) + 1)]
-    return [sum(part) / len(part) for part in recent]
 
 
 def outliers(values: Sequence[float] | NDArray[np.float64]) -> list[int]:
@@ -130,22 +101,3 @@ def _curves(
         if points and (name not in panel.names[2:] or any(value for _, value in points)):
             at, values = zip(*points, strict=True)
             yield name, list(at), list(values)
-
-
-def _draw(axes: Any, panel: Panel, steps: Sequence[StepMetrics]) -> bool:
-    """Draw a panel; return whether there was anything to draw."""
-    axes.set_xlabel("optimizer step", fontsize=8)
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.tick_params(which="both", labelsize=8)
-    axes.grid(alpha=0.3)
-    curves = list(_curves(panel, steps))
-    for index, (name, at, values) in enumerate(curves):
-        colour = f"C{index}"
-        axes.plot(at, values, color=colour, alpha=0.3, marker="." if len(at) == 1 else None)
-        axes.plot(at, smooth(values, window=SMOOTHING_STEPS), color=colour, label=name)
-    if panel.is_log and curves:
-        axes.set_yscale("log")
-        axes.tick_params(which="both", labelsize=8)
-    if len(curves) > 1:
-        axes.legend(fontsize=7)
-    return bool(curves)

@@ -9,17 +9,16 @@ from __future__ import annotations
 import html
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from atroposlib.errors import ConfigError, cli_boundary
+from atroposlib.frontend.page import preview
 from atroposlib.frontend.run_files import find_run_files, write_run_page
-from atroposlib.frontend.view_groups import DATA_URI, conversations_of, text_in
+from atroposlib.frontend.view_groups import conversations_of, images_in, text_in
 
 logger = logging.getLogger(__name__)
-
-PREVIEW_CHARS = 90
 
 
 def generate_html(
@@ -64,10 +63,10 @@ def create_html_for_group(group_data: Mapping[str, Any], index: int) -> str:
     if not inside:
         return ""
     badges = "".join(_badge(score) for score in scores[: len(inside)])
-    preview = html.escape(_preview(conversations[0]))
+    shown = html.escape(preview(conversations[0]))
     return (
         f"<details{' open' if index == 0 else ''}><summary>group {index + 1} {badges}"
-        f'<span class="preview">{preview}</span></summary><div>\n{"".join(inside)}\n</div></details>'
+        f'<span class="preview">{shown}</span></summary><div>\n{"".join(inside)}\n</div></details>'
     )
 
 
@@ -98,33 +97,14 @@ def _message(message: Any) -> str:
     role = html.escape(str(message.get("role", "")), quote=True)
     content = message.get("content")
     parts = content if isinstance(content, list) else [content]
-    uris = [_image(part) for part in parts]
-    pictures = "".join(f'<img src="{uri}" alt="image of the message">' for uri in uris if uri)
-    rest = [part for part, uri in zip(parts, uris, strict=True) if not uri]
-    text = html.escape(text_in(rest if isinstance(content, list) else content))
+    texts = [part for part in parts if isinstance(part, str) or not images_in(part)]
+    uris = images_in([part for part in parts if not isinstance(part, str)])
+    pictures = "".join(f'<img src="{uri}" alt="image of the message">' for uri in uris)
+    text = html.escape(text_in(texts if isinstance(content, list) else content))
     return (
         f'<div class="message {role}"><div class="role">{role.capitalize()}</div>'
         f"{pictures}<pre>{text}</pre></div>"
     )
-
-
-def _image(part: Any) -> str | None:
-    """Return the data URI of an image part that is PNG or JPEG; None for others: the page loads nothing."""
-    given = part.get("image_url") if isinstance(part, Mapping) else None
-    uri = given.get("url") if isinstance(given, Mapping) else given
-    return uri if isinstance(uri, str) and DATA_URI.fullmatch(uri) else None
-
-
-def _preview(conversation: Sequence[Any]) -> str:
-    """Return the beginning of the first user message or plain text."""
-    for message in conversation:
-        if isinstance(message, str) or (
-            isinstance(message, Mapping) and message.get("role") == "user"
-        ):
-            content = message if isinstance(message, str) else message.get("content")
-            text = " ".join(text_in(content).split())
-            return text if len(text) <= PREVIEW_CHARS else text[: PREVIEW_CHARS - 3] + "..."
-    return ""
 
 
 def main() -> int:

@@ -338,7 +338,9 @@ def row_of(group: ViewGroup) -> IndexRow:
             "advantage_max": max(advantages, default=None),
             "loss_share": group.get("loss_share"),
             "suspicious": " ".join(sorted({s for each in sequences if (s := _suspicion(each))})),
-            "preview": _preview(sequences[0]) if sequences else "",
+            "preview": preview(sequences[0].get("messages") or (), sequences[0].get("text"))
+            if sequences
+            else "",
         },
         scores,
     )
@@ -378,9 +380,14 @@ def _item_text(group: ViewGroup) -> str:
     return " ".join(filter(None, [None if number is None else str(number), text]))[:ITEM_CHARS]
 
 
-def _preview(sequence: Mapping[str, Any]) -> str:
-    """Return the beginning of the first user message, else of the text, on one line."""
-    messages = sequence.get("messages") or ()
-    asked = next((m.get("content") for m in messages if m.get("role") == "user"), None)
-    text = sequence.get("text") if asked is None else text_in(asked)
+def preview(messages: Sequence[Any], text: str | None = "") -> str:
+    """Return the beginning of the first user message or plain text, else of `text`, on one line."""
+    for message in messages:
+        if isinstance(message, str):
+            text = message
+        elif isinstance(message, Mapping) and message.get("role") == "user":
+            text = text_in(message.get("content"))
+        else:
+            continue
+        break
     return " ".join((text or "")[: 4 * PREVIEW_CHARS].split())[:PREVIEW_CHARS]

@@ -15,12 +15,11 @@ import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from atroposlib.frontend.vocabulary import Decode
 from atroposlib.samples import group_advantages
@@ -118,6 +117,7 @@ class _Line(msgspec.Struct):
     prompt: str | list[Any] | None = None
     completions: list[str | None] | None = None
     calls: msgspec.Raw = msgspec.Raw(b"")
+    overrides: msgspec.Raw = msgspec.Raw(b"")
     group_id: str | None = None
     environment: Any = None
     item_id: Any = None
@@ -125,14 +125,11 @@ class _Line(msgspec.Struct):
     policy_version: Any = None
     rollout: None = None
     advantages: None = None
-    overrides: None = None
     group_overrides: None = None
 
 
+_ADVANTAGE_KEYS = (b'"set_advantage_to_zero"', b'"sft"')
 _line = msgspec.json.Decoder(_Line)
-_advantages_of = functools.lru_cache(2**16)(
-    lambda scores: group_advantages(np.array(scores)).tolist()
-)
 
 
 def quick_view(line: bytes, *, decode: Decode | None) -> dict[str, Any] | None:
@@ -156,6 +153,7 @@ def quick_view(line: bytes, *, decode: Decode | None) -> dict[str, Any] | None:
         and all(isinstance(message, dict) for message in first)
         and all(map(math.isfinite, row.scores))
         and b'"continues"' not in bytes(row.calls)
+        and not any(key in bytes(row.overrides) for key in _ADVANTAGE_KEYS)
     ):
         return None
     shown = _conversation(
@@ -169,9 +167,9 @@ def quick_view(line: bytes, *, decode: Decode | None) -> dict[str, Any] | None:
         **{key: getattr(row, key) for key in ("environment", "item_id", "item", "policy_version")},
         **dict.fromkeys(("step", "staleness", "fate", "loss_share")),
         "sequences": [
-            {"score": score, "advantage": rounded(advantage), "tokens": range(length), **shown}
+            {"score": score, "advantage": advantage, "tokens": range(length), **shown}
             for score, advantage, length in zip(
-                scores, _advantages_of(scores), lengths, strict=True
+                scores, _advantages_of(scores, tuple(range(len(scores)))), lengths, strict=True
             )
         ],
     }
@@ -332,19 +330,10 @@ def _turn_rewards(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _trained(row: Mapping[str, Any]) -> list[list[int]]:
     """Return 0 or 1 for each token of each sequence; masks of 0 and 1 alone are read as that."""
-    masks = [_array(_listed(mask)) for mask in _listed(row.get("masks"))]
-    if all(((mask == 0) | (mask == 1)).all() for mask in masks):
-        return [mask.astype(int).tolist() for mask in masks]
-    return [(mask != IGNORE_INDEX).astype(int).tolist() for mask in masks]
-
-
-def _array(values: list[Any]) -> NDArray[Any]:
-    """Return [N] numbers, or objects if one of the values is no number."""
-    with contextlib.suppress(ValueError):  # lists of different lengths
-        found = np.asarray(values)
-        if found.ndim == 1 and found.dtype.kind in "biuf":
-            return found
-    return np.fromiter(values, dtype=object, count=len(values))
+    masks = list(map(_listed, _listed(row.get("masks"))))
+    if all(label in (0, 1) for mask in masks for label in mask):
+        return [list(map(int, mask)) for mask in masks]
+    return [[0 if label == IGNORE_INDEX else 1 for label in mask] for mask in masks]
 
 
 def _token_ids(row: Mapping[str, Any], i: int) -> list[int]:
@@ -373,14 +362,19 @@ def _token_figures(
 
 def _rounded(values: list[Any], is_trained: list[int]) -> list[float | None]:
     """Return the values of the trained tokens, None for the others and for what is no number (below 1e300)."""
-    array = _array(values)
-    if array.dtype.kind == "O":
-        array = np.array([_number(value) for value in values], dtype=float)
+    try:
+        array = np.array(values, float)
+    except (TypeError, ValueError, OverflowError):  # one is no number
+        array = np.empty(())
+    if array.ndim != 1:
+        array = np.array(list(map(_number, values)), float)
     with np.errstate(over="ignore"):
-        numbers = array.astype(float).round(DECIMALS)
-    found = numbers.astype(object)
-    found[~np.asarray(is_trained, dtype=bool) | ~np.isfinite(numbers)] = None
-    return cast(list[float | None], found.tolist())
+        numbers = array.round(DECIMALS)
+    is_finite = np.isfinite(numbers)
+    is_shown = is_trained if is_finite.all() else (is_finite & is_trained).tolist()
+    return [
+        value if is_one else None for value, is_one in zip(numbers.tolist(), is_shown, strict=True)
+    ]
 
 
 def _versions(spans: Any, num_tokens: int) -> list[int | None] | None:
@@ -413,23 +407,28 @@ def _advantages(
         return [None] * len(scores)
     overrides = [_mapping(_at(row.get("overrides"), i)) for i in range(len(scores))]
     all_supervised = _mapping(row.get("group_overrides")).get("sft")
-    is_compared = np.array(
-        [
-            not override.get("sft", all_supervised)
-            and (not any(trained) or any(_at(trained, i) or ()))
-            for i, override in enumerate(overrides)
-        ],
-        bool,
-    )
-    by_sequence = np.full(len(scores), np.nan)
-    with np.errstate(all="ignore"):
-        by_sequence[is_compared] = group_advantages(
-            np.array(scores, float)[is_compared], np.array(rollouts)[is_compared]
-        )
-    return [
-        0.0 if override.get("set_advantage_to_zero") else rounded(advantage)
-        for override, advantage in zip(overrides, by_sequence.tolist(), strict=True)
+    compared = [
+        place
+        for place, override in enumerate(overrides)
+        if not override.get("sft", all_supervised)
+        and (not any(trained) or any(_at(trained, place) or ()))
     ]
+    found = _advantages_of(
+        tuple(scores[place] for place in compared), tuple(rollouts[place] for place in compared)
+    )
+    by_place = dict(zip(compared, found, strict=True))
+    return [
+        0.0 if override.get("set_advantage_to_zero") else by_place.get(place)
+        for place, override in enumerate(overrides)
+    ]
+
+
+@functools.lru_cache(2**16)
+def _advantages_of(scores: tuple[Any, ...], rollouts: tuple[int, ...]) -> list[float | None]:
+    """Return the advantages of sequences that are compared."""
+    with np.errstate(all="ignore"):
+        found = group_advantages(np.array(scores, float), np.array(rollouts, int))
+    return list(map(rounded, found.tolist()))
 
 
 def _mean_where(values: Any, is_trained: list[int] | None) -> float | None:

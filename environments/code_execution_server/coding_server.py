@@ -134,7 +134,7 @@ class CodingEnv(DatasetEnv):
         if program is None:
             self.counts["no_program"] += 1
             return -1.0
-        verdict = await self.in_worker(
+        judgement = await self.in_worker(
             judge_program,
             program,
             row.tests,
@@ -146,10 +146,11 @@ class CodingEnv(DatasetEnv):
             },
             self.config.docker_image,
         )
-        if isinstance(verdict, RewardFailure):
-            return verdict
-        self.counts[f"program_{verdict}"] += 1
-        return 1.0 if verdict == "passed" else -1.0
+        if isinstance(judgement, RewardFailure):
+            return judgement
+        self.counts[f"program_{judgement['verdict']}"] += 1
+        self.note(**judgement)
+        return 1.0 if judgement["verdict"] == "passed" else -1.0
 
     def shape_group(self, row: Problem, group: ScoredDataGroup) -> ScoredDataGroup:
         """Record what is logged of the group."""

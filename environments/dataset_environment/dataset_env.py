@@ -15,6 +15,7 @@ Needs: extra datasets; those of the rewards.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -27,6 +28,7 @@ from atroposlib.envs.dataset_env import ChatSession, DatasetEnvConfig, Outcome, 
 from atroposlib.envs.dataset_env import DatasetEnv as RowsEnv
 from atroposlib.envs.reward_fns import CombinedReward, RewardFunction, registry
 from atroposlib.envs.reward_fns.accuracy_reward import gold_answer
+from atroposlib.envs.reward_fns.reward_function import parts_of_rewards
 from atroposlib.envs.rows import HubRows
 from atroposlib.errors import ConfigError
 
@@ -118,7 +120,12 @@ class DatasetEnv(RowsEnv):
 
     async def score_group(self, row: dict[str, Any], rollouts: Sequence[Rollout]) -> list[Outcome]:
         """Return the rewards of a group's answers, computed together."""
+        parts: dict[str, list[float]] = {}
+        parts_of_rewards.set(parts)
         values = await self.rewards(row, [rollout.completion for rollout in rollouts])
+        for name, of_part in parts.items():
+            for rollout, value in zip(rollouts, of_part, strict=True):
+                rollout.overrides[name] = value if math.isfinite(value) else None
         return list(values)
 
     async def rewards(self, row: dict[str, Any], answers: Sequence[str]) -> list[float]:

@@ -62,6 +62,9 @@ CASES = {
     ),
     "sft": Case(0, "-m atroposlib.cli.sft sft.jsonl --from-file rows.jsonl --save-messages"),
     "dpo": Case(0, "-m atroposlib.cli.dpo dpo.jsonl --from-file rows.jsonl --save-messages"),
+    "sft_rows": Case(0, "-m atroposlib.cli.sft a.jsonl --from-file pairs.jsonl --save-messages"),
+    "dpo_rows": Case(0, "-m atroposlib.cli.dpo b.jsonl --from-file pairs.jsonl --save-messages"),
+    "up": Case(0, "-m atroposlib.cli.atropos up run.yaml"),
     "status": Case(0, "-m atroposlib.cli.atropos status http://127.0.0.1:DONE"),
     "serve": Case(0, f"task.py serve {TESTING} {SERVE}:HUB", until="sent 3"),
     "serve_finished": Case(0, f"task.py serve {TESTING} {SERVE}:DONE --env.total_steps=1"),
@@ -93,9 +96,18 @@ CASES = {
     "no_env": Case(2, "-m atroposlib.cli.environments run gsm8k"),
     "wrong_command": Case(2, "task.py proces"),
 }
+PAIR = [[{"role": "assistant", "content": answer}] for answer in "23"]
 FILES = {
     "bad.yaml": "env:\n  group_size: 4\n total_steps: 3\n",
     "misspelt.yaml": "env:\n  gruop_size: 4\n",
+    "run.yaml": """\
+name: short
+parts:
+  download: {command: [python, -c, "print('downloaded')"], ready: exit}
+trainer: {command: [python, -c, "print('step 1 of 1')"], needs: [download]}
+""",
+    "pairs.jsonl": json.dumps({**text_group("1 + 1 =", ["2", "3"], [1.0, 0.0]), "messages": PAIR})
+    + "\n",
 }
 UNSTEADY = (
     (r"\d\d:\d\d:\d\d(?= [IWE] )", "TIME"),

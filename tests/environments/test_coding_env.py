@@ -43,7 +43,7 @@ def started(started: Any) -> Any:
     ],
 )
 def test_lines_printed_are_compared(program: str, expected: str, verdict: str) -> None:
-    assert judge_program(program, [("4\n", expected)], None, LIMITS) == verdict
+    assert judge_program(program, [("4\n", expected)], None, LIMITS)["verdict"] == verdict
 
 
 @pytest.mark.parametrize(
@@ -61,13 +61,18 @@ def test_lines_printed_are_compared(program: str, expected: str, verdict: str) -
     ],
 )
 def test_a_function_is_called_with_the_arguments_of_each_line(program: str, verdict: str) -> None:
-    assert judge_program(program, [('[1]\n"x"\n', '["x", [1]]')], "pair", LIMITS) == verdict
+    assert (
+        judge_program(program, [('[1]\n"x"\n', '["x", [1]]')], "pair", LIMITS)["verdict"] == verdict
+    )
 
 
 def test_every_test_must_pass() -> None:
     tests = [("1", "1"), ("2", "2")]
-    assert judge_program("print(input())", tests, None, LIMITS) == "passed"
-    assert judge_program("print(1)", tests, None, LIMITS) == "wrong"
+    assert judge_program("print(input())", tests, None, LIMITS)["verdict"] == "passed"
+    assert judge_program("print(1)", tests, None, LIMITS) == {
+        "verdict": "wrong",
+        "explanation": "test 2 of 2: wrong. Input '2', expected '2', printed '1\\n'",
+    }
 
 
 @pytest.mark.drill

@@ -44,6 +44,18 @@ async def test_rewards_are_weighted(started: Any, settings: dict[str, Any], scor
     assert await env.score(env.train_rows[0], "a") == 0.0
 
 
+async def test_a_row_has_the_value_of_each_reward(started: Any) -> None:
+    parts = [{"type": "format", "params": {"name": tag, "preferred_tags": [tag]}} for tag in "ab"]
+    env = await started(reward_functions=parts, prefill="<a>", group_size=2)
+    env.server.servers[0].respond = lambda request: ["x</a>", "y"][request.choice]
+    group, _ = await env.collect_trajectories(env.train_rows[0])
+    values = [
+        (score, noted["a"], noted["b"])
+        for score, noted in zip(group["scores"], group["overrides"], strict=True)
+    ]
+    assert values == [(0.5, 1.0, 0.0), (0.0, 0.0, 0.0)]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

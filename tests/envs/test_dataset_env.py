@@ -265,6 +265,24 @@ async def test_prompt_and_answer_together_stay_below_the_trainers_limit() -> Non
     assert env.server.servers[0].requests[-1]["max_tokens"] == 100
 
 
+class Noted(Sums):
+    def score(self, row: Any, answer: str) -> Any:
+        self.note(explanation=2000 * "." + answer)
+        self.record("train/is_odd", int(answer) % 2 == 1)
+        return super().score(row, answer)
+
+    def sample_fields(self, row: Any, answer: str) -> dict[str, Any]:
+        return {"read": answer}
+
+
+async def test_rows_have_what_was_noted_of_a_score() -> None:
+    group = await group_of(make(Noted), [1, 2])
+    noted = group["overrides"]
+    assert [each["read"] for each in noted] == ["1", "3", "5", "7"]
+    assert [each["is_odd"] for each in noted] == [1.0] * 4
+    assert [each["explanation"] for each in noted] == [1999 * "." + read for read in "1357"]
+
+
 class HalfJudged(Sums):
     """The answer 1 cannot be judged; where it `heals`, not at first."""
 

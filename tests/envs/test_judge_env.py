@@ -76,6 +76,8 @@ async def test_unreadable_verdict_is_dropped_and_counted_not_scored_zero() -> No
     assert len(asked) == 4
     # The last answer's verdict is unreadable: it is dropped, not scored zero.
     assert [messages[-1]["content"] for messages in group["messages"]] == ANSWERS[:3]
+    explanations = [each["explanation"] for each in group["overrides"]]
+    assert explanations == [f"Fine. Score: {mark}" for mark in (10, 5, 0)]
     assert (env.counts["judge_unparsable"], env.num_reward_failures) == (1, 1)
     assert all("Is it good?" in text and "Write an essay." in text for text in asked)
 

@@ -48,6 +48,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "advantages of its own": {"advantages": [0.25, -3.0]},
     "rollouts": {"rollout": [0, 0]},
     "overrides": {"overrides": [{"set_advantage_to_zero": True}, {}]},
+    "notes": {"overrides": [{"explanation": "no", "turn_rewards": [1.0, None]}, {}]},
     "examples": {"group_overrides": {"sft": True}},
     "no scores": {"scores": []},
     "an odd environment": {"environment": {"a": 1}, "policy_version": "x", "item_id": [1]},
@@ -123,7 +124,7 @@ def test_plain_rows_are_read_without_decoding_their_tokens(
     monkeypatch.setattr(indexed_run, "view_of_row", counted)
     IndexedRun(find_run_files(run))
     assert "traced" in whole
-    quick = {"plain", "no messages", "equal scores", "received", "more 1"}
+    quick = {"plain", "notes", "no messages", "equal scores", "received", "more 1"}
     assert quick.isdisjoint(whole)
 
 

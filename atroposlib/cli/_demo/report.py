@@ -9,7 +9,7 @@ from typing import Any
 
 from atroposlib.cli._demo.evaluation import Accuracy
 from atroposlib.cli.launch.step_metrics import StepMetrics
-from atroposlib.frontend.charts import SMOOTHING_STEPS, smooth
+from atroposlib.cli.plot_run import SMOOTHING_STEPS, smooth
 from atroposlib.utils.display import table_of
 
 MODE_FIGURES = {

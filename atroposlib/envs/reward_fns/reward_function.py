@@ -10,6 +10,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,11 @@ import numpy as np
 from atroposlib.errors import AtroposError, EnvError
 
 logger = logging.getLogger(__name__)
+
+parts_of_rewards: ContextVar[dict[str, list[float]] | None] = ContextVar(
+    "parts_of_rewards", default=None
+)
+"""Where a caller wants the raw values of every reward that a call computes, by the reward's name."""
 
 
 class RewardFunction(ABC):
@@ -63,6 +69,8 @@ class RewardFunction(ABC):
 
     def log_metrics(self, raw_rewards: Sequence[float], weighted_rewards: Sequence[float]) -> None:
         """Log the statistics of one call's values, if there is a logger; NaN (not scored) is excluded."""
+        if (parts := parts_of_rewards.get()) is not None:
+            parts[self.name] = [float(value) for value in raw_rewards]
         values = np.asarray(raw_rewards, dtype=np.float64)
         is_scored = ~np.isnan(values)
         values = values[is_scored]

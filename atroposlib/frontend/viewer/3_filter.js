@@ -35,6 +35,9 @@ const OPERATORS = {
   "~": (value, wanted) => value !== null && value !== undefined && String(value).toLowerCase().includes(String(wanted).toLowerCase()),
 };
 
+/** Return a test of a row: a field compared with a value. */
+const comparison = (field, sign, wanted) => (row) => OPERATORS[sign](FIELDS[field][1](row), wanted);
+
 class ExpressionFault extends Error {
   constructor(message, at) {
     super(message);
@@ -92,14 +95,14 @@ function parseExpression(source) {
     }
     const field = expect("a field", ({ kind }) => kind === "word");
     if (!Object.hasOwn(FIELDS, field.value)) throw new ExpressionFault(`no field ${field.value}: ${Object.keys(FIELDS).join(", ")}`, field.at);
-    const [type, valueOf] = FIELDS[field.value];
+    const [type] = FIELDS[field.value];
     const sign = expect(`a comparison (${Object.keys(OPERATORS).join(" ")})`, ({ value }) => Object.hasOwn(OPERATORS, value));
     if (type === "text" && /[<>]/.test(sign.value)) throw new ExpressionFault(`${field.value} is a text: use ==, != or ~`, sign.at);
     const isText = ({ kind }) => kind === "quoted" && type !== "number";
     const { kind, value } = expect(type === "text" ? "a text in quotes" : `a ${type}`,
       (piece) => isText(piece) || (piece.kind === "number" && type !== "text"));
     const wanted = kind === "number" ? Number(value) : value.slice(1, -1);
-    return (row) => OPERATORS[sign.value](valueOf(row), wanted);
+    return comparison(field.value, sign.value, wanted);
   }
   const test = either();
   expect("and, or, or the end", ({ kind }) => kind === "end");

@@ -20,28 +20,16 @@ let scan = null; // {key, found, done, chunks, isRunning}: the search through th
 
 /** The rows that pass the fields of the form and the expression; an expression with a fault lets all pass. */
 function passesColumns() {
-  const tests = [];
-  if (state.env) {
-    const wanted = index.environments.indexOf(state.env);
-    tests.push((row) => index.environment[row] === wanted);
-  }
-  if (state.fate) {
-    const wanted = index.fates.indexOf(state.fate);
-    tests.push(state.fate === "not trained" ? (row) => fateOf(row) !== "trained" : (row) => index.fate[row] === wanted);
-  }
-  if (/^\d+$/.test(state.item ?? "")) {
-    tests.push((row) => String(index.item_id[row]) === state.item);
-  } else if (state.item) {
-    const isWanted = matcher(state.item);
-    tests.push((row) => isWanted(index.item[row]) || isWanted(index.id[row]));
-  }
-  if (state.kind) {
-    const wanted = rowsOfKind(state.kind);
-    tests.push((row) => wanted.has(row));
-  }
-  const { test } = parsedExpression(state.where ?? "");
-  if (test) tests.push(test);
-  return index.id.map((_, row) => row).filter((row) => tests.every((passes) => passes(row)));
+  const { env, fate, item = "", kind, where = "" } = state;
+  const isNamed = matcher(item);
+  const tests = [
+    env && comparison("env", "==", env),
+    fate && (fate === "not trained" ? comparison("fate", "!=", "trained") : comparison("fate", "==", fate)),
+    /^\d+$/.test(item) ? comparison("item", "==", Number(item)) : item && ((row) => isNamed(index.item[row]) || isNamed(index.id[row])),
+    kind && rowsOfKind(kind),
+    parsedExpression(where).test,
+  ].filter(Boolean);
+  return [...index.id.keys()].filter((row) => tests.every((passes) => passes(row)));
 }
 
 const fateOf = (row) => index.fates[index.fate[row]];

@@ -1,7 +1,8 @@
 // The curves of a run, which can be pointed at, zoomed and clicked, and the page of a step with its groups.
 
 const CHART = { width: 360, height: 190, left: 46, right: 10, top: 8, bottom: 22 };
-const SMOOTHED_STEPS = 10; // as in charts.py
+const CHARACTER_PX = 6; // width of one in a mark
+const SMOOTHED_STEPS = 10; // as in plot_run.py
 const POINTS_DRAWN = 600; // of a curve: more than pixels that it crosses
 const GROUPS_OF_STEP = 200;
 
@@ -81,6 +82,26 @@ function settingsSection() {
 const curveName = (name, run) => (head.compared ? `${name}, ${head.compared.names[run]}` : name);
 const openStep = (step) => go({ view: "step", at: step, group: undefined, where: `step == ${step}` });
 
+/** The axes of a diagram: its drawing, and where values are; marks are [value, text]. */
+function axes({ title, xs, ys, xMarks, yMarks, size = CHART }) {
+  const { width, height, left, right, top, bottom } = size;
+  const xOf = (value) => left + ((width - left - right) * (value - xs[0])) / (xs[1] - xs[0] || 1);
+  const yOf = (value) => height - bottom - ((height - top - bottom) * (value - ys[0])) / (ys[1] - ys[0]);
+  const drawing = svg("svg", { viewBox: `0 0 ${width} ${height}`, tabindex: 0, role: "img", "aria-label": title });
+  for (const [value, name] of yMarks) {
+    drawing.append(svg("line", { class: "grid", x1: left, x2: width - right, y1: yOf(value), y2: yOf(value) }),
+      svg("text", { x: left - 5, y: yOf(value) + 4, "text-anchor": "end" }, name));
+  }
+  for (const [value, name] of xMarks) {
+    drawing.append(svg("text", { x: Math.min(xOf(value), width - CHARACTER_PX * name.length / 2), y: height - 6, "text-anchor": "middle" }, name));
+  }
+  const placeOf = (event) => {
+    const box = drawing.getBoundingClientRect();
+    return [((event.clientX - box.left) * width) / box.width, ((event.clientY - box.top) * height) / box.height];
+  };
+  return { drawing, xOf, yOf, placeOf };
+}
+
 /** A chart over steps; with `isTime` over seconds, where nothing is opened and the last values stand until one points. */
 function chart({ title, is_log: isLog, curves, isTime = false }, [first, last]) {
   const scaled = isLog ? Math.log10 : Number;
@@ -88,26 +109,21 @@ function chart({ title, is_log: isLog, curves, isTime = false }, [first, last]) 
   const raw = curves.map(({ steps, values }) => steps.map((step, i) => [step, scaled(values[i])]));
   const [low, high] = rangeOf(inSight(raw.flat()).map(([, value]) => value));
   const { width, height, left, right, top, bottom } = CHART;
-  const xOf = (step) => left + ((width - left - right) * (step - first)) / (last - first || 1);
-  const yOf = (value) => height - bottom - ((height - top - bottom) * (value - low)) / (high - low);
-  const stepAt = (event) => {
-    const box = drawing.getBoundingClientRect();
-    return first + ((((event.clientX - box.left) / box.width) * width - left) / (width - left - right)) * (last - first);
-  };
   const isDecades = isLog && high - low >= 2;
   const marks = isDecades ? ticks(low, high, 4).filter(Number.isInteger) : ticks(isLog ? 10 ** low : low, isLog ? 10 ** high : high, 4).map(scaled);
   const markText = (value) => (value && Math.abs(value) < 1e-3 ? value.toExponential(0) : String(Number(value.toPrecision(3))));
+  const { drawing, xOf, yOf, placeOf } = axes({
+    title,
+    xs: [first, last],
+    ys: [low, high],
+    xMarks: ticks(first, last === first ? first + 1 : last, 5).filter(Number.isInteger).map((step) => [step, isTime ? duration(step) : String(step)]),
+    yMarks: marks.filter(Number.isFinite).map((mark) => [mark, markText(isLog ? 10 ** mark : mark)]),
+  });
+  const stepAt = (event) => first + ((placeOf(event)[0] - left) / (width - left - right)) * (last - first);
   const line = (points, css) => svg("path", { class: css, d: points.map(([step, value], i) => `${i ? "L" : "M"}${xOf(step).toFixed(1)} ${yOf(value).toFixed(1)}`).join("") });
   const cursor = svg("line", { class: "cursor", y1: top, y2: height - bottom });
   const zoomed = svg("rect", { class: "zoomed", y: top, height: height - top - bottom, width: 0 });
-  const drawing = svg("svg", { viewBox: `0 0 ${width} ${height}`, tabindex: 0, role: "img", "aria-label": title }, zoomed);
-  for (const mark of marks.filter((mark) => Number.isFinite(mark))) {
-    drawing.append(svg("line", { class: "grid", x1: left, x2: width - right, y1: yOf(mark), y2: yOf(mark) }),
-      svg("text", { x: left - 5, y: yOf(mark) + 4, "text-anchor": "end" }, markText(isLog ? 10 ** mark : mark)));
-  }
-  for (const step of ticks(first, last === first ? first + 1 : last, 5).filter(Number.isInteger)) {
-    drawing.append(svg("text", { x: xOf(step), y: height - 6, "text-anchor": "middle" }, isTime ? duration(step) : String(step)));
-  }
+  drawing.prepend(zoomed);
   const names = [...new Set(curves.map(({ name }) => name))];
   const cssOf = ({ name, run }) => `curve-${(names.indexOf(name) + run * names.length) % 4} run-${run}`;
   curves.forEach((curve, number) => {

@@ -73,5 +73,8 @@ function answerRow(rows, place, optional) {
     optional.map(cell));
 }
 
-/** The rows of the list that have an answer of the kind that is chosen. */
-const rowsOfKind = (kind) => new Set(index.evaluation?.rows.row.filter((_, place) => index.evaluation.rows.kind[place] === kind));
+/** Return a test whether a row of the list has an answer of a kind. */
+function rowsOfKind(kind) {
+  const rows = new Set(index.evaluation?.rows.row.filter((_, place) => index.evaluation.rows.kind[place] === kind));
+  return (row) => rows.has(row);
+}

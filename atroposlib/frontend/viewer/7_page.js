@@ -1,5 +1,7 @@
 // The page: its state lives in the address (#group=...&view=tokens), every change of it is drawn by show().
 
+const TYPING_MS = 80; // without a key, after which the filters apply
+
 let state = {};
 let shownGroup = null; // {id, group, vocabulary}
 const wide = matchMedia("(min-width: 900px)");
@@ -33,7 +35,9 @@ function show() {
     updateList();
   }
   markOpenRow();
-  showDetail({ keepPlace: isGroupSame }).catch(showError);
+  const draw = () => showDetail({ keepPlace: isGroupSame }).catch(showError);
+  if (isListSame) draw();
+  else requestAnimationFrame(() => setTimeout(draw)); // the list comes first: the overview of 50,000 groups takes longer
 }
 
 const LIST_FIELDS = ["q", "where", "env", "item", "fate", "sort", "kind"];
@@ -192,7 +196,7 @@ function listenToFilters() {
   let waiting = 0;
   const waitForMore = () => {
     clearTimeout(waiting);
-    waiting = setTimeout(() => go(Object.fromEntries(new FormData(form)), { isTyped: true }), 200);
+    waiting = setTimeout(() => go(Object.fromEntries(new FormData(form)), { isTyped: true }), TYPING_MS);
   };
   form.elements.where.addEventListener("input", ({ target }) => checkExpression(target));
   form.addEventListener("input", waitForMore);

@@ -45,6 +45,8 @@ class Question(TypedDict, total=False):
     choices: list[str]
     groups: dict[str, str]
     """What the row belongs to, by kind, such as `{"subject": "astronomy"}`; each has its own accuracy."""
+    reasoning: str
+    """How to find the answer; shown if the row is an example."""
 
 
 class Reading(NamedTuple):
@@ -287,8 +289,9 @@ class MathBenchmarkEnv(BenchmarkEnv):
 
 
 def solved(row: Question) -> str:
-    """Return an example: the question, its choices and the answer."""
-    return f"{question_with_choices(row)}\n\n<answer>{row['answer']}</answer>"
+    """Return an example: the question, its choices, the reasoning if there is one, and the answer."""
+    parts = (question_with_choices(row), row.get("reasoning"), f"<answer>{row['answer']}</answer>")
+    return "\n\n".join(filter(None, parts))
 
 
 def question_with_choices(row: Question) -> str:

@@ -1,7 +1,7 @@
 """MMLU-Pro: harder multiple choice with up to ten options in 14 categories; accuracy of every category.
 
-Data: TIGER-Lab/MMLU-Pro, or JSONL rows with `question`, `options`, `answer_index` and `category`; examples of its
-validation split. Source: arXiv:2406.01574.
+Data: TIGER-Lab/MMLU-Pro, or JSONL rows with `question`, `options`, `answer_index` and `category`; examples, with the
+reasoning in `cot_content`, of its validation split. Source: arXiv:2406.01574.
 Needs: extras datasets.
 
     python environments/eval_environments/mmlu_pro_eval.py evaluate --env.num_few_shot 5 ...
@@ -36,12 +36,14 @@ class MMLUProEvalEnv(ChoiceBenchmarkEnv):
         category = row["category"]
         if self.config.categories is not None and category not in self.config.categories:
             return None
-        return Question(
+        question = Question(
             question=row["question"],
             choices=row["options"],
             answer=string.ascii_uppercase[row["answer_index"]],
             groups={"category": category},
         )
+        reasoning = row.get("cot_content", "").removeprefix("A: ").strip()
+        return Question(**question, reasoning=reasoning) if reasoning else question
 
 
 if __name__ == "__main__":

@@ -135,12 +135,12 @@ def test_labels_that_are_digits_become_letters(made: Any) -> None:
     assert (row["answer"], row["choices"][2]) == ("C", "left")
 
 
-def test_an_ending_follows_a_sentence_in_its_own_case(made: Any) -> None:
+def test_hellaswag_prepares_its_texts_as_lm_eval(made: Any) -> None:
     env = made(HellaSwag)
     raw = {"activity_label": "Run", "ctx_a": "A man in NYC", "ctx_b": "he and IBM", "label": "0"}
-    row = env.parse_row({**raw, "endings": ["[step] run."] * 4})
-    assert row["question"].endswith("Run: A man in NYC He and IBM")
-    assert row["choices"][0] == "run."
+    row = env.parse_row({**raw, "endings": ["[step] run [title] Go [odd] on."] * 4})
+    assert row["question"].endswith("Run: A man in NYC He and ibm")
+    assert row["choices"][0] == " run. Go on."
     assert env.parse_row({**raw, "label": "", "endings": []}) is None
 
 
@@ -152,6 +152,15 @@ async def test_examples_are_of_the_same_subject_and_not_the_question_itself(star
         assert len(shown) == 3
         assert {each["groups"]["subject"] for each in shown} == {row["groups"]["subject"]}
         assert env.prompt(row).count(row["question"]) == 1
+
+
+async def test_examples_of_mmlu_pro_show_their_reasoning(made: Any) -> None:
+    env = made(load(f"{FOLDER}.mmlu_pro_eval").MMLUProEvalEnv, num_few_shot=1)
+    raw = {"question": "Which?", "options": ["1", "2"], "answer_index": 1, "category": "math"}
+    env.examples = [env.parse_row({**raw, "cot_content": "A: Add up. The answer is (B)."})]
+    row = env.parse_row({**raw, "question": "And?", "cot_content": ""})
+    assert "B. 2\n\nAdd up. The answer is (B).\n\n<answer>B</answer>\n\nAnd?" in env.prompt(row)
+    assert "reasoning" not in row
 
 
 async def test_a_part_of_the_rows_is_the_same_part_every_time(started: Any) -> None:

@@ -59,6 +59,10 @@ class BBHEvalEnv(BenchmarkEnv):
             return None
         return Question(question=row["input"], answer=row["target"], groups={"subset": subset})
 
+    def lm_eval_prompt(self, row: Question) -> str:
+        """Return the prompt of `bbh_cot_zeroshot` without the description of the task that precedes it there."""
+        return f"Q: {row['question']}\nA: Let's think step by step."
+
     def read(self, row: Question, text: str) -> Reading:
         """Read the letter of the only choice, or what the tag or the last statement says."""
         choices = re.findall(r"^\([A-Z]\) *(.*)$", row["question"], re.MULTILINE)

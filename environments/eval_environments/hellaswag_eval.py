@@ -1,7 +1,7 @@
 """HellaSwag: choose the sentence that continues the description of an everyday activity.
 
-Texts are prepared as in lm-eval: the mark of a title ends a sentence, what else is in brackets is removed, and the second
-part of the beginning has a capital letter first and no other.
+Texts are prepared as in lm-eval: the mark of a title ends a sentence, what else is in brackets is removed, and the
+second part of the beginning has a capital letter first and no other.
 
 Data: Rowan/hellaswag, or JSONL rows with `activity_label`, `ctx_a`, `ctx_b`, `endings` and `label` (index).
 Source: arXiv:1905.07830.

@@ -1,7 +1,8 @@
 """BIG-Bench Hard: 27 reasoning tasks, zero-shot; accuracy of every task and their mean.
 
 A task has lettered choices in its text, which are read like those of other benchmarks, or an answer of a few words,
-symbols or digits, which must be equal: in `<answer>`, else after the last "the answer is" of the text.
+symbols or digits, which must be equal: in `<answer>`, else after the last "the answer is" of the text, else the text if
+it is one line.
 
 Data: SaylorTwift/bbh, or JSONL rows with `input`, `target` and `subset`. Source: arXiv:2210.09261.
 Needs: extras datasets.
@@ -70,7 +71,10 @@ class BBHEvalEnv(BenchmarkEnv):
             return Reading(*read_choice(text, choices))
         found = super().read(row, text)
         if found.answer is None and "<answer>" not in text.lower():
-            return Reading(stated := last_answer(text), "stated" if stated else "none")
+            if stated := last_answer(text):
+                return Reading(stated, "stated")
+            alone = text.strip() if "\n" not in text.strip() else ""
+            return Reading(alone or None, "bare" if alone else "none")
         return found
 
     def grade(self, row: Question, answer: str) -> float:

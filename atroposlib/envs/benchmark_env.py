@@ -320,8 +320,10 @@ class MathBenchmarkEnv(BenchmarkEnv):
         """Read the last box; without one, with lm-eval's prompt, what "the answer is" states, else the last number."""
         if (found := boxed_answer(text)) or BOX.search(text) or self.config.protocol == "ours":
             return Reading(found or None, "boxed" if found else "none")
-        if found := last_answer(text):
-            return Reading(found.rstrip(". "), "stated")
+        if stated := last_answer(text):
+            found = re.split(r"[.!?](?:\s|$)", stated)[0]
+            number = re.match(r"-?\d[\d.,]*\b(?=,?\s++[A-Za-z]{2})", found)
+            return Reading(number[0] if number else found, "stated")
         numbers = re.findall(r"-?\d[\d.,]*+", text)
         return (
             Reading(numbers[-1].rstrip(".,"), "last_number") if numbers else Reading(None, "none")

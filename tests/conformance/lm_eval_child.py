@@ -58,11 +58,13 @@ def graded(spec: dict[str, Any]) -> dict[str, Any]:
     return {"prompts": prompts, "verdicts": verdicts}
 
 
-def without_nltk_data() -> None:
-    """Split sentences by the same model from another package; tokens do not depend on sentences."""
+def prepare_ifeval() -> None:
+    """Split sentences by the same model from another package, and detect the same languages in every run."""
+    import langdetect
     import nltk
     import punkt
 
+    langdetect.DetectorFactory.seed = 0
     nltk.data.find = lambda name, *_: name
     nltk.data.load = lambda name, *_: punkt.tokenizer_for("english")
     nltk.word_tokenize = lambda text: nltk.NLTKWordTokenizer().tokenize(text)
@@ -72,6 +74,6 @@ if __name__ == "__main__":
     random.seed(0)
     specs = json.load(sys.stdin)
     with contextlib.redirect_stdout(sys.stderr):
-        without_nltk_data()
+        prepare_ifeval()
         answer = {name: graded(spec) for name, spec in specs.items()}
     json.dump(answer, sys.stdout)

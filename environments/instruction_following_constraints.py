@@ -51,6 +51,14 @@ def is_language(text: str, language: str) -> bool:
         return False
 
 
+def tokens_of(text: str) -> list[str]:
+    """Return the words and marks as NLTK separates them, which `A/B` and `NASA's` show; needs nltk, not its data."""
+    tokens: list[str] = require("nltk.tokenize", extra="examples").word_tokenize(
+        text, preserve_line=True
+    )
+    return tokens
+
+
 def is_json(text: str) -> bool:
     """Whether the whole text is JSON."""
     try:
@@ -254,7 +262,7 @@ IFEVAL: Rules = {
     "startend:quotation": lambda text: re.fullmatch(r'(?s)\s*".*"\s*', text) is not None,
     "change_case:capital_word_frequency": lambda text, capital_frequency, capital_relation=None: (
         is_related(
-            sum(map(str.isupper, re.findall(r"\w+(?:[-']\w+)*", text))),
+            sum(map(str.isupper, tokens_of(text))),
             capital_relation,
             capital_frequency,
         )

@@ -1,9 +1,10 @@
 """Translate a question about a table into SQL; the query is run in SQLite.
 
 The model sees the table's columns and three rows, thinks, and boxes one query. The reward is 1 if its result equals
-that of the recorded query, in any order of the rows and without regard to case; a wrong result, an error, or a query
-that does not read the table is -1. Queries run in a worker process, on a connection that permits nothing but reading,
-with a time limit. If a whole group is right, shorter is better.
+that of the recorded query, in any order of the rows and without regard to case, on the table and on each half of its
+rows, so that a result written into the query earns nothing; another result, an error, or a query that does not read the
+table is -1. Queries run in a worker process, on a connection that permits nothing but reading, with a time limit. If a
+whole group is right, shorter is better.
 
 Data: WikiSQL (downloaded once), or JSONL rows with `question`, `header`, `types` (text or real), `rows`, and `sql` in
 WikiSQL's form (`sel`, `agg`, `conds`) or as a text `query`.
@@ -132,14 +133,19 @@ class SQLQueryEnv(DatasetEnv):
         boxes = boxes_in(after_thinking_once(answer) or "")
         query = boxes[0].rstrip(";") if len(boxes) == 1 else ""
         queries = [row.query, query]
-        results = await self.in_worker(results_of, row.columns, row.types, row.rows, queries)
-        if isinstance(results, RewardFailure):
-            return results
-        gold, found = results
-        if set(gold or ()) <= {"[null]"}:  # any query that finds nothing would be right
-            return None
-        self.record("train/execution_success", found is not None)
-        return 1.0 if found == gold else -1.0
+        for rows in (row.rows, row.rows[::2], row.rows[1::2]):
+            results = await self.in_worker(results_of, row.columns, row.types, rows, queries)
+            if isinstance(results, RewardFailure):
+                return results
+            gold, found = results
+            if rows is row.rows:
+                if set(gold or ()) <= {"[null]"}:  # any query that finds nothing would be right
+                    return None
+                self.record("train/execution_success", found is not None)
+            # Of no rows, an aggregate is NULL, and `ORDER BY ... LIMIT 1` finds nothing.
+            if found is None or (found != gold and {*found, *gold} - {"[null]"}):
+                return -1.0
+        return 1.0
 
     def shape_group(self, row: Question, group: ScoredDataGroup) -> ScoredDataGroup:
         """Prefer shorter answers if all are right."""

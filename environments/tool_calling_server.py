@@ -1,8 +1,8 @@
 """Call the right tools: one answer with thinking, then the expected calls.
 
 The model gets a question and descriptions of tools, thinks in one `<think>` block and writes its calls. The reward is 1
-if they match the expected ones, in any order, each with at least the expected arguments; a missing, further or invalid
-call is -1. No tool is run. If a whole group is right, shorter is better.
+if they match the expected ones, in any order, each with at least the expected arguments, of the same JSON types; a
+missing, further, invalid or unclosed call is -1. No tool is run. If a whole group is right, shorter is better.
 
 Data: NousResearch/XLAM-Atropos, or JSONL rows with `conversations` (`from`: system, human, gpt; `value`).
 Needs: extras datasets.
@@ -75,8 +75,9 @@ class SingleToolCallingEnv(DatasetEnv):
     def score(self, row: Request, answer: str) -> float:
         """Return 1 if the calls after the thinking match, else -1."""
         solution = after_thinking_once(answer)
-        is_right = solution is not None and calls_match(parse_hermes_calls(solution), row.calls)
-        return 1.0 if is_right else -1.0
+        if solution is None or "<tool_call>" in solution.rpartition("</tool_call>")[2]:
+            return -1.0
+        return 1.0 if calls_match(parse_hermes_calls(solution), row.calls) else -1.0
 
     def shape_group(self, row: Request, group: ScoredDataGroup) -> ScoredDataGroup:
         """Prefer shorter answers if all are right."""

@@ -40,6 +40,7 @@ EVERY_RUN = (
 
 
 FOLDER_MARKERS = {
+    "conformance": "conformance",
     "faults": "drill",
     "gpu": "gpu",
     "other_trainers": "other_trainers",

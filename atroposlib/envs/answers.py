@@ -211,7 +211,7 @@ _ANSWER_IS = re.compile(
     r"(?im)\b(?:(?:the|my|best|correct|right|final)\s++){1,4}"
     r"(?:answer|(?:option|choice)(?=\s++(?:is|was|must|should|would)\b|\s*+:))"
     r"(?:\s++(?:is|was|(?:must|should|would)\s++be)\b)?+"
-    r"(?:\s++(?:therefore|thus|then|indeed|clearly|definitely)\b)?+\s*+[:=]?\s*+|^[^\w\n]*+answer\s*+[:=]\s*+"
+    r"(?:\s++(?:therefore|thus|then|indeed|clearly|definitely)\b)?+\s*+[:=]?\s*+|^[^\w\n]*+answer\s*+(?:[:=]|is\b:?)\s*+"
 )
 _SO_IT_IS = re.compile(
     r"(?i)\b(?:(?:it|that)(?:['\u2019]s|\s++is|\s++must\s++be)|therefore|thus|hence|so|"

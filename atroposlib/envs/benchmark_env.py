@@ -9,17 +9,21 @@ many answers could be read. `serve` and `process` sample the benchmark's own row
 from __future__ import annotations
 
 import random
+import re
 import string
 from collections import Counter
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, NamedTuple, TypedDict
+from importlib import metadata
+from typing import Any, ClassVar, Literal, NamedTuple, TypedDict
 
 from pydantic import Field
 
 from atroposlib.envs.answers import (
+    BOX,
     THINK_FIRST,
     after_thinking_once,
+    last_answer,
     lettered,
     read_choice,
     read_tag,
@@ -27,7 +31,7 @@ from atroposlib.envs.answers import (
 )
 from atroposlib.envs.base import BaseEnvConfig
 from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig, Outcome, Split, awaited
-from atroposlib.envs.eval_run import Sample
+from atroposlib.envs.eval_run import Sample, hash_of
 from atroposlib.envs.math_answers import boxed_answer
 from atroposlib.envs.math_env import is_correct
 from atroposlib.envs.reward_fns.math_worker import CANARY, PRELOAD
@@ -45,6 +49,8 @@ class Question(TypedDict, total=False):
     choices: list[str]
     groups: dict[str, str]
     """What the row belongs to, by kind, such as `{"subject": "astronomy"}`; each has its own accuracy."""
+    reasoning: str
+    """How to find the answer; shown if the row is an example."""
 
 
 class Reading(NamedTuple):
@@ -57,6 +63,9 @@ class Reading(NamedTuple):
 
 
 class BenchmarkConfig(DatasetEnvConfig):
+    protocol: Literal["ours", "lm_eval"] = "ours"
+    """Prompt: `ours` names the form of the answer, so that any chat model can keep it; `lm_eval` is that of lm-eval's
+    task for generated answers, to compare with figures made by it."""
     max_token_length: int = 8192
     eval_temperature: float | None = 0.6
     num_eval_rows: int = Field(default=0, ge=0)
@@ -84,6 +93,8 @@ class BenchmarkEnv(DatasetEnv):
     part_key: ClassVar[str] = "subset"
     """Field in which a raw row has the name of its part, if there are several."""
     trains_on_evaluation: ClassVar[bool] = True
+    grader_packages: ClassVar[tuple[str, ...]] = ()
+    """Packages that decide which answers are right; their versions are in `metrics.json`."""
     accuracy_name: ClassVar[str] = "accuracy"
     """Name of the share of right answers."""
 
@@ -113,6 +124,7 @@ class BenchmarkEnv(DatasetEnv):
             raise ConfigError(
                 f"{self.registered_name}: the settings of --env select none of {len(raw)} rows"
             )
+        self.conversation(parsed[0])  # refuses a protocol that the benchmark lacks
         if not 0 < config.num_eval_rows < len(parsed):
             return parsed
         chosen = random.Random(config.seed).sample(range(len(parsed)), k=config.num_eval_rows)
@@ -128,8 +140,28 @@ class BenchmarkEnv(DatasetEnv):
         think = config.custom_thinking_prompt
         thinking = (THINK_FIRST if think is None else think) if config.thinking_mode else ""
         system = "\n\n".join(part for part in (thinking, config.custom_system_prompt) if part)
-        messages = super().conversation(row)
+        if config.protocol == "lm_eval":
+            messages = [{"role": "user", "content": self.lm_eval_prompt(row)}]
+        else:
+            messages = super().conversation(row)
         return [{"role": "system", "content": system}, *messages] if system else messages
+
+    def lm_eval_prompt(self, row: Question) -> str:
+        """Return the prompt of lm-eval's task; default: ConfigError."""
+        raise ConfigError(
+            f"--env.protocol lm_eval: {self.registered_name} has no prompt of lm-eval for generated answers"
+        )
+
+    def eval_parameters(self) -> dict[str, Any]:
+        """Add the protocol, a hash of all prompts, and the versions of what grades."""
+        return {
+            **super().eval_parameters(),
+            "protocol": self.config.protocol,
+            "prompts_hash": hash_of([self.conversation(row) for row in self.eval_rows]),
+            "versions": {
+                name: metadata.version(name) for name in ("atroposlib", *self.grader_packages)
+            },
+        }
 
     def prompt(self, row: Question) -> str:
         """Return the question and the required form of the answer."""
@@ -247,6 +279,13 @@ class ChoiceBenchmarkEnv(BenchmarkEnv):
         shown = [*map(solved, self.examples_for(row)), question_with_choices(row)]
         return "\n\n".join([*shown, form])
 
+    def lm_eval_examples(self, row: Question, asked: Callable[[Question], str]) -> str:
+        """Return the examples, each as `asked`, and its reasoning or letter; then the question as `asked`."""
+        shown = self.examples_for(row)
+        answers = [each.get("reasoning") or f"({each['answer']})" for each in shown]
+        solved = [f"{asked(each)} {answer}" for each, answer in zip(shown, answers, strict=True)]
+        return "\n\n".join([*solved, asked(row)])
+
     def examples_for(self, row: Question) -> list[Question]:
         """Return the examples in the prompt of a row."""
         others = [each for each in self.examples if each["question"] != row["question"]]
@@ -265,6 +304,7 @@ class MathBenchmarkEnv(BenchmarkEnv):
     preload = PRELOAD
     canary = CANARY
     isolates_graders = True
+    grader_packages = ("math-verify", "latex2sympy2_extended", "sympy")
     allows_restating = True
     """Whether `24*16-9` is right for 375: it is in accuracies published with math-verify. In training it is wrong."""
 
@@ -277,9 +317,17 @@ class MathBenchmarkEnv(BenchmarkEnv):
         return f"\\boxed{{{row['answer']}}}"
 
     def read(self, row: Question, text: str) -> Reading:
-        """Read the content of the last box."""
-        found = boxed_answer(text)
-        return Reading(found or None, "boxed" if found else "none")
+        """Read the last box; without one, with lm-eval's prompt, what "the answer is" states, else the last number."""
+        if (found := boxed_answer(text)) or BOX.search(text) or self.config.protocol == "ours":
+            return Reading(found or None, "boxed" if found else "none")
+        if stated := last_answer(text):
+            found = re.split(r"[.!?](?:\s|$)", stated)[0]
+            number = re.match(r"-?\d[\d.,]*\b(?=,?\s++[A-Za-z]{2})", found)
+            return Reading(number[0] if number else found, "stated")
+        numbers = re.findall(r"-?\d[\d.,]*+", text)
+        return (
+            Reading(numbers[-1].rstrip(".,"), "last_number") if numbers else Reading(None, "none")
+        )
 
     def grade(self, row: Question, answer: str) -> Awaitable[Outcome]:
         """Return 1 for the right answer, else 0; None if the gold answer cannot be read."""
@@ -287,8 +335,9 @@ class MathBenchmarkEnv(BenchmarkEnv):
 
 
 def solved(row: Question) -> str:
-    """Return an example: the question, its choices and the answer."""
-    return f"{question_with_choices(row)}\n\n<answer>{row['answer']}</answer>"
+    """Return an example: the question, its choices, the reasoning if there is one, and the answer."""
+    parts = (question_with_choices(row), row.get("reasoning"), f"<answer>{row['answer']}</answer>")
+    return "\n\n".join(filter(None, parts))
 
 
 def question_with_choices(row: Question) -> str:

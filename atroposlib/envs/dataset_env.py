@@ -528,6 +528,10 @@ class DatasetEnv(BaseEnv):
 
         return await self._evaluate_rows(self.eval_rows, sample)
 
+    def eval_parameters(self) -> dict[str, Any]:
+        """Return what an evaluation's results depend on, for `metrics.json`."""
+        return {"temperature": self._temperature("eval")}
+
     async def rescore(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Judge the stored answers of an evaluation again; write the metrics and the samples.
 
@@ -595,7 +599,7 @@ class DatasetEnv(BaseEnv):
             self.eval_metrics,
             start_time=began,
             end_time=time.time(),
-            generation_parameters={"temperature": self._temperature("eval")},
+            generation_parameters=self.eval_parameters(),
             samples=samples,
         )
         return self.eval_metrics

@@ -1,8 +1,9 @@
 """Compare the tool calls of a model with those that a data set expects. Pure functions.
 
 A call matches if it has the expected name and at least the expected arguments; further arguments are allowed, because
-data sets leave out defaults. Values are compared as JSON or Python would read them: "5" and 5 are equal, 1 and true are
-not. Used by environments whose reward is a match.
+data sets leave out defaults. Values are compared as JSON: 5 and 5.0 are equal, "5" and 5, 1 and true are not; with
+`reads_texts` a text is first read as JSON or Python, so that "5" and 5 are equal. Used by environments whose reward is
+a match.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ _MAX_LITERAL_CHARS = 10_000
 """Longer texts are compared as they are."""
 
 
-def call_matches(call: ToolCall | MalformedCall, gold: ToolCall) -> bool:
+def call_matches(
+    call: ToolCall | MalformedCall, gold: ToolCall, *, reads_texts: bool = False
+) -> bool:
     """Whether a call has the name and at least the arguments of the expected one.
 
     >>> gold = ToolCall(name="find", arguments={"city": "Oslo", "price": {"max": 5}})
-    >>> call_matches(ToolCall(name="find", arguments={"city": "Oslo", "price": {"max": "5", "min": 0}, "n": 3}), gold)
+    >>> call_matches(ToolCall(name="find", arguments={"city": "Oslo", "price": {"max": 5, "min": 0}, "n": 3}), gold)
     True
     >>> call_matches(ToolCall(name="find", arguments={"city": "Oslo"}), gold)
     False
@@ -32,7 +35,7 @@ def call_matches(call: ToolCall | MalformedCall, gold: ToolCall) -> bool:
     return (
         isinstance(call, ToolCall)
         and call.name == gold.name
-        and _contains(call.arguments, gold.arguments)
+        and _contains(call.arguments, gold.arguments, reads_texts)
     )
 
 
@@ -55,17 +58,18 @@ def calls_match(calls: Sequence[ToolCall | MalformedCall], golds: Sequence[ToolC
     return True
 
 
-def _contains(value: Any, gold: Any) -> bool:
-    value, gold = _read(value), _read(gold)
+def _contains(value: Any, gold: Any, reads_texts: bool) -> bool:
+    if reads_texts:
+        value, gold = _read(value), _read(gold)
     if isinstance(gold, dict):
         return isinstance(value, dict) and all(
-            key in value and _contains(value[key], gold[key]) for key in gold
+            key in value and _contains(value[key], gold[key], reads_texts) for key in gold
         )
     if isinstance(gold, list | tuple):
         return (
             isinstance(value, list | tuple)
             and len(value) == len(gold)
-            and all(_contains(one, other) for one, other in zip(value, gold, strict=True))
+            and all(_contains(*pair, reads_texts) for pair in zip(value, gold, strict=True))
         )
     return isinstance(value, bool) == isinstance(gold, bool) and bool(value == gold)
 

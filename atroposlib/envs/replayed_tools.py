@@ -153,7 +153,10 @@ class ReplayedToolsEnv(MultiTurnEnv):
             return "unparsable"
         if _CALL.sub("", solution).strip():
             return "unparsable"
-        is_same = len(calls) == len(turn.calls) and all(map(call_matches, calls, turn.calls))
+        is_same = len(calls) == len(turn.calls) and all(
+            call_matches(call, gold, reads_texts=True)
+            for call, gold in zip(calls, turn.calls, strict=True)
+        )
         return "valid" if is_same else "mismatch"
 
     def solution_of(self, answer: str) -> str | None:

@@ -54,6 +54,10 @@ class AIMEEvalEnv(MathBenchmarkEnv):
             question=row["problem"], answer=str(int(row["answer"])), groups={"year": year}
         )
 
+    def lm_eval_prompt(self, row: Question) -> str:
+        """Return the prompt of `aime24`."""
+        return f"Question: {row['question']}\nAnswer:"
+
 
 if __name__ == "__main__":
     AIMEEvalEnv.cli()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import string
 from typing import Any
 
+from atroposlib.envs.answers import lettered
 from atroposlib.envs.benchmark_env import ChoiceBenchmarkEnv, Question
 from atroposlib.envs.rows import HubRows
 
@@ -30,6 +31,15 @@ class ARCEvalEnv(ChoiceBenchmarkEnv):
             question=row["question"],
             choices=choices["text"],
             answer=string.ascii_uppercase[choices["label"].index(row["answerKey"])],
+        )
+
+    def lm_eval_prompt(self, row: Question) -> str:
+        """Return the prompt of `arc_challenge_chat`."""
+        return (
+            "Given the following question and four candidate answers (A, B, C and D), choose the best answer.\n"
+            f"Question: {row['question'].strip()}\n{lettered(row['choices'][:4])}\n"
+            'Your response should end with "The best answer is [the_answer_letter]" where the [the_answer_letter] '
+            "is one of A, B, C or D."
         )
 
 

@@ -1,7 +1,8 @@
 """BIG-Bench Hard: 27 reasoning tasks, zero-shot; accuracy of every task and their mean.
 
 A task has lettered choices in its text, which are read like those of other benchmarks, or an answer of a few words,
-symbols or digits, which must be equal: in `<answer>`, else after the last "the answer is" of the text.
+symbols or digits, which must be equal: in `<answer>`, else after the last "the answer is" of the text, else the text if
+it is one line.
 
 Data: SaylorTwift/bbh, or JSONL rows with `input`, `target` and `subset`. Source: arXiv:2210.09261.
 Needs: extras datasets.
@@ -59,6 +60,10 @@ class BBHEvalEnv(BenchmarkEnv):
             return None
         return Question(question=row["input"], answer=row["target"], groups={"subset": subset})
 
+    def lm_eval_prompt(self, row: Question) -> str:
+        """Return the prompt of `bbh_cot_zeroshot` without the description of the task that precedes it there."""
+        return f"Q: {row['question']}\nA: Let's think step by step."
+
     def read(self, row: Question, text: str) -> Reading:
         """Read the letter of the only choice, or what the tag or the last statement says."""
         choices = re.findall(r"^\([A-Z]\) *(.*)$", row["question"], re.MULTILINE)
@@ -66,7 +71,10 @@ class BBHEvalEnv(BenchmarkEnv):
             return Reading(*read_choice(text, choices))
         found = super().read(row, text)
         if found.answer is None and "<answer>" not in text.lower():
-            return Reading(stated := last_answer(text), "stated" if stated else "none")
+            if stated := last_answer(text):
+                return Reading(stated, "stated")
+            alone = text.strip() if "\n" not in text.strip() else ""
+            return Reading(alone or None, "bare" if alone else "none")
         return found
 
     def grade(self, row: Question, answer: str) -> float:

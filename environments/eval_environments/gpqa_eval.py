@@ -45,6 +45,13 @@ class GPQAEvalEnv(ChoiceBenchmarkEnv):
             groups={"subdomain": row.get("Subdomain") or "none"},
         )
 
+    def lm_eval_prompt(self, row: Question) -> str:
+        """Return the prompt of `gpqa_diamond_cot_zeroshot`, which shuffles the choices in each run."""
+        options = zip("ABCD", row["choices"], strict=True)
+        choices = "\n".join(f"({letter}) {choice}" for letter, choice in options)
+        question = f"What is the correct answer to this question:{row['question']}"
+        return f"{question}\nChoices:\n{choices}\nLet's think step by step: "
+
 
 if __name__ == "__main__":
     GPQAEvalEnv.cli()

@@ -25,6 +25,10 @@ class GSM8KEvalEnv(MathBenchmarkEnv):
         gold = row["answer"].rpartition("####")[2].strip().replace(",", "")
         return Question(question=row["question"], answer=gold)
 
+    def lm_eval_prompt(self, row: Question) -> str:
+        """Return the prompt of `gsm8k_cot_zeroshot`."""
+        return f"Q: {row['question']}\nA: Let's think step by step."
+
 
 if __name__ == "__main__":
     GSM8KEvalEnv.cli()

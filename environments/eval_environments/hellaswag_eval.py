@@ -1,5 +1,8 @@
 """HellaSwag: choose the sentence that continues the description of an everyday activity.
 
+Texts are prepared as in lm-eval: the mark of a title ends a sentence, what else is in brackets is removed, and the
+second part of the beginning has a capital letter first and no other.
+
 Data: Rowan/hellaswag, or JSONL rows with `activity_label`, `ctx_a`, `ctx_b`, `endings` and `label` (index).
 Source: arXiv:1905.07830.
 Needs: extras datasets.
@@ -27,10 +30,9 @@ class HellaSwagEvalEnv(ChoiceBenchmarkEnv):
         """Return the beginning with its endings; rows without a label are skipped."""
         if str(row["label"]) == "":
             return None
-        second = row["ctx_b"][:1].upper() + row["ctx_b"][1:]
-        beginning = without_marks(f"{row['activity_label']}: {row['ctx_a']} {second}")
+        start = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
         return Question(
-            question=f"Which sentence continues the text?\n\n{beginning}",
+            question=f"Which sentence continues the text?\n\n{without_marks(start)}",
             choices=[without_marks(ending) for ending in row["endings"]],
             answer="ABCD"[int(row["label"])],
         )
@@ -40,9 +42,9 @@ def without_marks(text: str) -> str:
     """Remove the marks of the articles' layout.
 
     >>> without_marks("Bake: [header] How to bake [title] Heat the oven. ")
-    'Bake: How to bake Heat the oven.'
+    'Bake: How to bake. Heat the oven.'
     """
-    return " ".join(re.sub(r"\[(?:header|title|step|substeps)\]", " ", text).split())
+    return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 
 if __name__ == "__main__":

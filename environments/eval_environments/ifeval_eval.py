@@ -40,6 +40,7 @@ class IFEvalEnv(BenchmarkEnv):
     """Free text."""
 
     name = "ifeval_eval"
+    grader_packages = ("langdetect", "nltk")
     accuracy_name = "prompt_level_strict_acc"
     benchmark_data = HubRows(path="google/IFEval")
 
@@ -63,6 +64,8 @@ class IFEvalEnv(BenchmarkEnv):
     def prompt(self, row: Row) -> str:
         """Return the instruction unchanged."""
         return str(row["question"])
+
+    lm_eval_prompt = prompt
 
     def gold_answer(self, row: Row) -> str | None:
         """Return the row's own example, if it has one."""

@@ -29,6 +29,10 @@ class MATH500EvalEnv(MathBenchmarkEnv):
         groups = {key: str(row[key]) for key in ("subject", "level") if row.get(key)}
         return Question(question=row["problem"], answer=gold, groups=groups)
 
+    def lm_eval_prompt(self, row: Question) -> str:
+        """Return the prompt of `minerva_math500` without examples."""
+        return f"Problem:\n{row['question']}\n\nSolution:"
+
 
 if __name__ == "__main__":
     MATH500EvalEnv.cli()

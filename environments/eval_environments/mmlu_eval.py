@@ -64,6 +64,18 @@ class MMLUEvalEnv(ChoiceBenchmarkEnv):
             groups={"subject": subject, "category": CATEGORIES.get(subject, "other")},
         )
 
+    def lm_eval_prompt(self, row: Question) -> str:
+        """Return the prompt of `mmlu_flan_cot_zeroshot`."""
+        subject = row["groups"]["subject"].replace("_", " ")
+        about = f"The following are multiple choice questions (with answers) about {subject}.\n\n"
+        return about + self.lm_eval_examples(row, asked)
+
+
+def asked(row: Question) -> str:
+    """Return a question as lm-eval asks it."""
+    options = " ".join(f"({a}) {choice}" for a, choice in zip("ABCD", row["choices"], strict=True))
+    return f"Q: {row['question'].strip()}\n{options}\nA: Let's think step by step."
+
 
 if __name__ == "__main__":
     MMLUEvalEnv.cli()

@@ -10,7 +10,7 @@ import pytest
 
 from tests.processes import ROOT
 
-ENVIRONMENTS = ["bridges_env", "cuda_env", "other_trainers_env", "vllm_env"]
+ENVIRONMENTS = ["bridges_env", "conformance_env", "cuda_env", "other_trainers_env", "vllm_env"]
 RETRIED = ["tests", "bridges", "vllm"]
 """Stages of pytest whose failed tests are run again, alone."""
 STAGE = """#!/bin/sh
@@ -25,6 +25,7 @@ case "$*" in
     *--last-failed*) echo again; exit 0 ;;
     *"-m bridges"*) stage=bridges ;; *"-m vllm"*) stage=vllm ;;
     *"-m cuda_wheel"*) stage=cuda_wheel ;; *"-m other_trainers"*) stage=other_trainers ;;
+    *"-m conformance"*) stage=conformance ;;
     "-m pytest"*) stage=tests ;;
 esac
 echo "stage $stage"
@@ -66,14 +67,15 @@ def run_ci(folder: Path, *, fails: str, status: int = 1, failed: str = "") -> tu
 def test_a_run_without_failures_passes_and_runs_every_stage(tmp_path: Path) -> None:
     status, said = run_ci(tmp_path, fails="")
     assert status == 0, said
-    stages = [*RETRIED, "cuda_wheel", "other_trainers"]
+    stages = [*RETRIED, "cuda_wheel", "other_trainers", "conformance"]
     assert sorted(line for line in said.splitlines() if line.startswith("stage")) == sorted(
         f"stage {stage}" for stage in stages
     )
 
 
 @pytest.mark.parametrize(
-    "stage", [".installed", "lint", *RETRIED, "cuda_wheel", "other_trainers", *ENVIRONMENTS]
+    "stage",
+    [".installed", "lint", *RETRIED, "cuda_wheel", "other_trainers", "conformance", *ENVIRONMENTS],
 )
 def test_a_stage_that_fails_fails_the_run(tmp_path: Path, stage: str) -> None:
     status, said = run_ci(tmp_path, fails=stage)

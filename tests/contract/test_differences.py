@@ -13,3 +13,11 @@ def test_every_difference_names_a_test_that_exists() -> None:
     sources = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     missing = [name for name in sorted(named) if f"def {name}(" not in sources]
     assert missing == []
+
+
+def test_every_shipped_environment_is_compared_with_the_originals() -> None:
+    folder = ROOT / "environments"
+    shipped = {path.stem for path in folder.rglob("*.py") if ".cli()\n" in path.read_text()}
+    table = (folder / "MIGRATING.md").read_text().partition("## Not carried over")[0]
+    rows = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    assert sorted(rows) == sorted(shipped)

@@ -1,5 +1,7 @@
 """Benchmarks: how answers are read and scored, row by row of their edges."""
 
+import json
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +112,16 @@ async def test_simpleqa_separates_wrong_answers_from_none(started: Any) -> None:
     assert metrics["eval/f_score"] == pytest.approx(4 / 7)
 
 
+@pytest.mark.parametrize(
+    "text", ["**-50**", "So.\nThe answer is $-50.0$.", "<answer>\u221250</answer>"]
+)
+def test_bbh_reads_a_line_a_statement_or_the_tag(made: Any, text: str) -> None:
+    env = made(BBH)
+    row = {"question": "((-1 + 2) * -50) =", "answer": "-50"}
+    assert env.grade(row, env.read(row, text).answer) == 1.0
+    assert env.read(row, "-50\nor 50").answer is None
+
+
 async def test_bbh_counts_every_task_alike_in_its_mean(made: Any) -> None:
     env = made(BBH)
     rows = [{"groups": {"subset": name}} for name in ("navigate", "navigate", "snarks")]
@@ -135,12 +147,12 @@ def test_labels_that_are_digits_become_letters(made: Any) -> None:
     assert (row["answer"], row["choices"][2]) == ("C", "left")
 
 
-def test_an_ending_follows_a_sentence_in_its_own_case(made: Any) -> None:
+def test_hellaswag_prepares_its_texts_as_lm_eval(made: Any) -> None:
     env = made(HellaSwag)
     raw = {"activity_label": "Run", "ctx_a": "A man in NYC", "ctx_b": "he and IBM", "label": "0"}
-    row = env.parse_row({**raw, "endings": ["[step] run."] * 4})
-    assert row["question"].endswith("Run: A man in NYC He and IBM")
-    assert row["choices"][0] == "run."
+    row = env.parse_row({**raw, "endings": ["[step] run [title] Go [odd] on."] * 4})
+    assert row["question"].endswith("Run: A man in NYC He and ibm")
+    assert row["choices"][0] == " run. Go on."
     assert env.parse_row({**raw, "label": "", "endings": []}) is None
 
 
@@ -152,6 +164,19 @@ async def test_examples_are_of_the_same_subject_and_not_the_question_itself(star
         assert len(shown) == 3
         assert {each["groups"]["subject"] for each in shown} == {row["groups"]["subject"]}
         assert env.prompt(row).count(row["question"]) == 1
+
+
+async def test_examples_of_mmlu_pro_show_their_reasoning(made: Any) -> None:
+    env = made(load(f"{FOLDER}.mmlu_pro_eval").MMLUProEvalEnv, num_few_shot=1)
+    raw = {"question": "Which?", "options": ["1", "2"], "answer_index": 1, "category": "math"}
+    env.examples = [
+        env.parse_row(
+            {**raw, "cot_content": "A: Let's think step by step. Add up. The answer is (B)."}
+        )
+    ]
+    row = env.parse_row({**raw, "question": "And?", "cot_content": ""})
+    assert "B. 2\n\nAdd up. The answer is (B).\n\n<answer>B</answer>\n\nAnd?" in env.prompt(row)
+    assert "reasoning" not in row
 
 
 async def test_a_part_of_the_rows_is_the_same_part_every_time(started: Any) -> None:
@@ -198,6 +223,43 @@ async def test_several_answers_per_row_give_avg_and_pass_at_k(started: Any, tmp_
     assert metrics["eval/pass@2"] == pytest.approx(share)
     assert metrics["eval/avg@2"] == metrics["eval/accuracy"] == pytest.approx(share / 2)
     assert metrics["eval/extraction_answer_tag_count"] == 2 * len(env.eval_rows)
+
+
+async def test_results_name_protocol_prompts_and_graders(started: Any, tmp_path: Path) -> None:
+    found = {}
+    for protocol in ("ours", "lm_eval"):
+        folder = tmp_path / protocol
+        env = await started(GSM8K, protocol=protocol, data_dir_to_save_evals=str(folder))
+        await env.evaluate()
+        general = json.loads((folder / "metrics.json").read_text())["config_general"]
+        found[protocol] = general["generation_parameters"]
+    assert [each["protocol"] for each in found.values()] == [*found]
+    assert found["ours"]["prompts_hash"] != found["lm_eval"]["prompts_hash"]
+    assert found["ours"]["versions"]["math-verify"] == metadata.version("math-verify")
+
+
+async def test_a_protocol_that_a_benchmark_lacks_is_refused(started: Any) -> None:
+    with pytest.raises(ConfigError, match="drop_eval has no prompt of lm-eval"):
+        await started(DROP, protocol="lm_eval")
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("7 * 2 = 14. The answer is 1,200 dollars.", "1,200"),
+        ("The answer is 18, found in 2 steps.", "18"),
+        ("Final Answer: The final answer is $\\frac{1}{2}$. I hope it is correct.", "\\frac{1}{2}"),
+        ("7 * 2 = 14, so she has 3.50.", "3.50"),
+        ("It is \\boxed{4}, not 5.", "4"),
+        ("It is \\boxed{4, not 5.", None),
+        ("I cannot tell.", None),
+    ],
+)
+def test_a_number_outside_of_a_box_counts_for_lm_evals_prompt_alone(
+    made: Any, text: str, answer: str | None
+) -> None:
+    assert made(GSM8K, protocol="lm_eval").read({}, text).answer == answer
+    assert made(GSM8K).read({}, text).answer == (answer if "boxed{4}" in text else None)
 
 
 BOMBS = ["10^{10^{10}}", "9^{9^{9^{9}}}", "2^{99999999999}", "\\binom{10^9}{10^8}", "9" * 10_000]

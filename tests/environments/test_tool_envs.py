@@ -31,29 +31,33 @@ def call(name: str, **arguments: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("given", "expected", "matches"),
+    ("given", "expected", "matches", "matches_read"),
     [
-        ({"n": 5}, {"n": 5}, True),
-        ({"n": "5"}, {"n": 5}, True),
-        ({"n": 5.0}, {"n": 5}, True),
-        ({"n": "True"}, {"n": True}, True),
-        ({"n": 1}, {"n": True}, False),
-        ({"n": "[1, 2]"}, {"n": [1, 2]}, True),
-        ({"n": "{'a': 1}"}, {"n": {"a": 1}}, True),
-        ({"n": [1, 2, 3]}, {"n": [1, 2]}, False),
-        ({"n": {"a": 1, "b": 2}}, {"n": {"a": 1}}, True),
-        ({"n": {"b": 2}}, {"n": {"a": 1}}, False),
-        ({"n": "it's"}, {"n": "it's"}, True),
-        ({"n": "NaN"}, {"n": "NaN"}, True),
-        ({"n": None}, {"n": ""}, False),
-        ({}, {"n": None}, False),
+        ({"n": 5}, {"n": 5}, True, True),
+        ({"n": "5"}, {"n": 5}, False, True),
+        ({"n": 5.0}, {"n": 5}, True, True),
+        ({"n": "True"}, {"n": True}, False, True),
+        ({"n": 1}, {"n": True}, False, False),
+        ({"n": "[1, 2]"}, {"n": [1, 2]}, False, True),
+        ({"n": ["1"]}, {"n": [1]}, False, True),
+        ({"n": "{'a': 1}"}, {"n": {"a": 1}}, False, True),
+        ({"n": [1, 2, 3]}, {"n": [1, 2]}, False, False),
+        ({"n": {"a": 1, "b": 2}}, {"n": {"a": 1}}, True, True),
+        ({"n": {"a": "1"}}, {"n": {"a": 1}}, False, True),
+        ({"n": {"b": 2}}, {"n": {"a": 1}}, False, False),
+        ({"n": "it's"}, {"n": "it's"}, True, True),
+        ({"n": "NaN"}, {"n": "NaN"}, True, True),
+        ({"n": None}, {"n": ""}, False, False),
+        ({}, {"n": None}, False, False),
     ],
 )
-def test_arguments_are_compared_by_what_they_mean(
-    given: dict[str, Any], expected: dict[str, Any], matches: bool
+def test_arguments_have_the_expected_json_types_unless_texts_are_read(
+    given: dict[str, Any], expected: dict[str, Any], matches: bool, matches_read: bool
 ) -> None:
     gold = ToolCall(name="f", arguments=expected)
     assert call_matches(ToolCall(name="f", arguments=given), gold) is matches
+    read = call_matches(ToolCall(name="f", arguments=given), gold, reads_texts=True)
+    assert read is matches_read
     assert not call_matches(ToolCall(name="g", arguments=given), gold)
     assert not call_matches(MalformedCall(reason="no JSON"), gold)
 
@@ -343,6 +347,7 @@ TABLE = ["Name", "No. of pieces"], ["text", "real"], [["Ada", 3], ["Bo", "1,200"
         ('SELECT upper("Name") FROM data WHERE "No. of pieces" = 3', 1.0),
         ('SELECT "Name" FROM data', -1.0),
         ("SELECT 'ada' UNION SELECT 'o''neil'", -1.0),
+        ("SELECT 'ada' FROM data UNION SELECT 'o''neil' FROM data", -1.0),
         ('SELECT "Name" FROM data; DROP TABLE data', -1.0),
         ("DELETE FROM data RETURNING name", -1.0),
         ("ATTACH '/tmp/x.db' AS other", -1.0),
@@ -361,6 +366,14 @@ async def test_a_query_is_judged_by_its_result(made: Any, query: str, score: flo
     for found in ('"Name"', 'max("No. of pieces")'):  # no row, and NULL
         nothing = row._replace(query=f'SELECT {found} FROM data WHERE "No. of pieces" = 7')
         assert await env.score(nothing, f"<think>a</think> \\boxed{{{query}}}") is None
+
+
+def test_a_call_that_is_not_closed_earns_nothing(made: Any) -> None:
+    env = made(tool_calling.SingleToolCallingEnv)
+    row = tool_calling.Request("", "?", [ToolCall(name="f", arguments={"n": 1})])
+    answer = f"<think>a</think>{call('f', n=1)}"
+    assert env.score(row, answer) == 1.0
+    assert env.score(row, answer.removesuffix("</tool_call>")) == -1.0
 
 
 def test_a_query_that_never_ends_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:

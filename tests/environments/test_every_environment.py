@@ -175,6 +175,7 @@ CASES = [
     Case("eval_environments.simpleqa_eval"),
     Case("eval_environments.ifeval_eval"),
     Case("eval_environments.code_eval"),
+    Case("eval_environments.bfcl_eval"),
     Case("game_environments.wordle"),
     Case("game_environments.hangman"),
     Case("game_environments.crosswords", settings={"dataset_path": "sample", "num_puzzles": 40}),

@@ -126,6 +126,7 @@ CASES = [
     Case("tool_use_turnlevel_advantage_server", best=2.0),
     Case("sql_query_env"),
     Case("deep_research_env"),
+    Case("simulated_user_env"),
     Case("math_server", needs=("math_verify",)),
     Case("math_server_zero", needs=("math_verify",)),
     Case(

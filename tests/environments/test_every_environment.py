@@ -177,6 +177,9 @@ CASES = [
     Case("eval_environments.ifeval_eval"),
     Case("eval_environments.code_eval"),
     Case("eval_environments.bfcl_eval"),
+    Case("eval_environments.hle_eval"),
+    Case("eval_environments.arena_hard_eval", perfect=sensible, has_rule=False),
+    Case("eval_environments.mt_bench_eval", perfect=sensible, has_rule=False),
     Case("game_environments.wordle"),
     Case("game_environments.hangman"),
     Case("game_environments.crosswords", settings={"dataset_path": "sample", "num_puzzles": 40}),
@@ -402,6 +405,8 @@ REFUSED = {
     "image_question_server": "cannot have images",
     "rlaif_server": "the judge must not be the policy",
     "rubric_judge_server": "the judge must not be the policy",
+    "eval_environments.arena_hard_eval": "the judge must not be the policy",
+    "eval_environments.mt_bench_eval": "the judge must not be the policy",
     "game_environments.gymnasium.blackjack.blackjack_env_thinking": "groups for one item",
 }
 """Environments that cannot be stepped, and the error."""

@@ -6,8 +6,8 @@ must learn was said, else 0; a conversation that does not end is 0. The user's m
 
 Without --user.base_url a script plays the user: its request, then all it knows, then the end.
 
-Data: JSONL rows in the form of tau2-bench's tasks with this shop's database (`initialization_data.agent_data`); another
-domain is a subclass of `SimulatedUserEnv` with its policy and tools.
+Data: JSONL rows in the form of tau2-bench's tasks, with this shop's database (`initialization_data.agent_data`, or
+--env.database_path). Another domain is a subclass of `SimulatedUserEnv` with its policy and tools.
 Needs: --user.base_url for a user that is not scripted.
 
     python environments/simulated_user_env.py process --env.dataset_path sample ...

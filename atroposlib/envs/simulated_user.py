@@ -4,15 +4,17 @@ The user is another model (`--user.base_url`, `--user.model_name`) that knows it
 script. Invariants: of the user's turns the model sees the text only, as messages that are never trained, and the user
 sees of the model's turns those without calls, without their thoughts. A user that cannot answer gives no score.
 
-Rows are tasks in the form of tau2-bench (`user_scenario`, `initial_state`, `evaluation_criteria`); their
-`initialization_data.agent_data` is the database. Subclasses define `policy` and `tools`, which change the database
-`episode.state["database"]`. Not supported: tools of the user, and `NL_ASSERTIONS`, which a judge decides.
+Rows are tasks in the form of tau2-bench (`user_scenario`, `initial_state`, `evaluation_criteria`). The database is the
+file `--env.database_path`, such as a `db.json` of tau2, changed by a task's `initialization_data.agent_data`.
+Subclasses define `policy` and `tools`, which change the database `episode.state["database"]`. Tasks that need more are
+skipped: a history, initial actions, tools of the user, or a judge (`NL_ASSERTIONS`).
 """
 
 from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -52,6 +54,8 @@ When your request is fulfilled, or cannot be, write ###STOP### alone."""
 class SimulatedUserConfig(ToolEnvConfig):
     max_turns: int = Field(default=30, ge=1)
     """Limit of the model's answers in one episode, calls included."""
+    database_path: str | None = None
+    """JSON file of the database at the start of all tasks; None: a task has its whole database."""
     user_temperature: float = Field(default=0.0, ge=0)
     """Sampling temperature of the user."""
     user_max_tokens: int = Field(default=512, ge=1)
@@ -75,6 +79,8 @@ class SimulatedUserEnv(ToolEnv):
         user_configs: APIServerConfig | list[APIServerConfig] | None = None,
     ) -> None:
         super().__init__(config, server_configs, slurm, testing)
+        path = config.database_path
+        self._database: dict[str, Any] = json.loads(Path(path).read_bytes()) if path else {}
         self.user: Any = None
         """The user's servers; None: a script."""
         if user_configs is not None:
@@ -85,8 +91,11 @@ class SimulatedUserEnv(ToolEnv):
         return {"user": ExtraServers("user_configs", None)}
 
     def parse_row(self, row: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the task; one whose reward has a part that is not supported is skipped."""
-        return row if JUDGED.issuperset(row["evaluation_criteria"]["reward_basis"]) else None
+        """Return the task; one that needs what is not supported is skipped."""
+        initial = row.get("initial_state") or {}
+        needs_more = initial.get("message_history") or initial.get("initialization_actions")
+        is_judged = JUDGED.issuperset(row["evaluation_criteria"]["reward_basis"])
+        return row if is_judged and not needs_more else None
 
     def prompt(self, row: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the policy; the user begins."""
@@ -95,7 +104,7 @@ class SimulatedUserEnv(ToolEnv):
     async def reset(self, row: dict[str, Any]) -> Episode:
         """Begin with a database of its own and the user's first message."""
         episode = Episode(row=row, messages=self.conversation(row))
-        episode.state.update(database=database_of(row), said=[], calls=[])
+        episode.state.update(database=self.database_of(row), said=[], calls=[])
         first = await self._user_says(episode)
         if first is None:
             raise EnvError("the simulated user did not begin")
@@ -115,6 +124,12 @@ class SimulatedUserEnv(ToolEnv):
             return Step(reward=await self.reward(episode), done=True, reason="stopped")
         return Step(reply)
 
+    def database_of(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Return a copy of the database at the start of a task."""
+        initial = (row.get("initial_state") or {}).get("initialization_data") or {}
+        found: dict[str, Any] = updated(self._database, initial.get("agent_data") or {})
+        return found
+
     async def reward(self, episode: Episode) -> float:
         """Return 1 if all that the task judges is as expected, else 0.
 
@@ -128,7 +143,7 @@ class SimulatedUserEnv(ToolEnv):
             if action.get("requestor", "assistant") == "assistant"
         ]
         basis = criteria["reward_basis"]
-        expected = Episode(row=row, messages=[], state={"database": database_of(row)})
+        expected = Episode(row=row, messages=[], state={"database": self.database_of(row)})
         for action in actions:
             await self.tools_by_name[action["name"]].run(action["arguments"], expected)
         called = [(call.name, call.arguments) for call in episode.state["calls"]]
@@ -167,13 +182,18 @@ class SimulatedUserEnv(ToolEnv):
         return text
 
 
-def database_of(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of the database at the start of a task, in one order: results of tools must not depend on it."""
-    initial = (row.get("initial_state") or {}).get("initialization_data") or {}
-    database: dict[str, Any] = json.loads(
-        json.dumps(initial.get("agent_data") or {}, sort_keys=True)
-    )
-    return database
+def updated(value: Any, change: Any) -> Any:
+    """Return JSON with the changes of an object, key by key, and with sorted keys.
+
+    The results of tools must not depend on the order of keys, which is lost where a row is stored.
+
+    >>> updated({"b": {"x": 1, "y": 2}}, {"b": {"x": 3}, "a": [1]})
+    {'a': [1], 'b': {'x': 3, 'y': 2}}
+    """
+    if isinstance(value, dict) and isinstance(change, dict):
+        keys = sorted({**value, **change})
+        return {key: updated(value.get(key), change.get(key, value.get(key))) for key in keys}
+    return json.loads(json.dumps(change, sort_keys=True))
 
 
 def scenario_of(row: dict[str, Any]) -> str:

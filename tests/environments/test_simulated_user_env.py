@@ -2,6 +2,7 @@
 
 import copy
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from tests.environments.helpers_environments import load
 
 ShopEnv = load("simulated_user_env").ShopEnv
 
-DATABASE = {
+DATABASE: dict[str, Any] = {
     "customers": {"ann@example.org": {"name": "Ann", "orders": ["W1", "W2"]}},
     "orders": {
         "W1": {"status": "pending", "address": "A", "items": [{"product": "rug", "price": 12.5}]},
@@ -19,7 +20,7 @@ DATABASE = {
     },
     "products": {"rug": {"kind": "rug", "price": 12.5, "stock": 1}},
 }
-TASK = {
+TASK: dict[str, Any] = {
     "id": "0",
     "description": {"purpose": None},
     "user_scenario": {
@@ -103,9 +104,18 @@ async def test_a_user_that_cannot_answer_gives_no_score(made: Any) -> None:
     assert env.counts["user_failed"] == env.counts["done_unjudged"] == 1
 
 
-def test_tasks_of_tau2_with_other_judges_are_skipped(made: Any) -> None:
-    env = made(ShopEnv)
-    criteria = {**TASK["evaluation_criteria"], "reward_basis": ["DB", "NL_ASSERTIONS"]}  # type: ignore[dict-item]
+def test_tasks_of_tau2_share_a_database_and_those_that_need_more_are_skipped(
+    made: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "db.json").write_text(json.dumps(DATABASE))
+    env = made(ShopEnv, database_path=str(tmp_path / "db.json"))
+    assert env.database_of({**TASK, "initial_state": None}) == DATABASE
+    moved = {"initialization_data": {"agent_data": {"orders": {"W1": {"address": "B"}}}}}
+    changed = env.database_of({**TASK, "initial_state": moved})
+    assert changed["orders"]["W1"] == {**DATABASE["orders"]["W1"], "address": "B"}
+    assert changed["orders"]["W2"] == DATABASE["orders"]["W2"]
+    assert env.parse_row({**TASK, "initial_state": {"message_history": [{}]}}) is None
+    criteria = {**TASK["evaluation_criteria"], "reward_basis": ["DB", "NL_ASSERTIONS"]}
     assert env.parse_row({**TASK, "evaluation_criteria": criteria}) is None
     assert env.parse_row(TASK) == TASK
 

@@ -100,6 +100,7 @@ def _fits(value: Any, possible: Sequence[Any], described: Mapping[str, Any]) -> 
 
 
 def _typed(value: Any, possible: Sequence[Any], kind: type, inner: type | None) -> _Typed:
+    items: Any = value
     given = next((type(each) for each in possible if each != ""), None)
     is_variable = given is not None and given is not kind
     if type(value) is not kind:
@@ -107,7 +108,7 @@ def _typed(value: Any, possible: Sequence[Any], kind: type, inner: type | None) 
     if inner is None:
         return _Typed(True, is_variable)
     fitting = any(
-        not isinstance(each, list) or all(_typed(one, each, inner, None).is_valid for one in value)
+        not isinstance(each, list) or all(_typed(one, each, inner, None).is_valid for one in items)
         for each in possible
     )
     return _Typed(fitting, is_variable)

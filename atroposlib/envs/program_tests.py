@@ -207,7 +207,9 @@ def unpack_tests(packed: str) -> list[list[str]]:
     """
     if not packed.startswith("["):
         pickled = zlib.decompress(base64.b64decode(packed))
-        [packed] = [arg for code, arg, _ in pickletools.genops(pickled) if "UNICODE" in code.name]
+        [packed] = [
+            str(arg) for code, arg, _ in pickletools.genops(pickled) if "UNICODE" in code.name
+        ]
     return [[test["input"], test["output"]] for test in json.loads(packed)]
 
 

@@ -101,6 +101,15 @@ class SimulatedUserEnv(ToolEnv):
         """Return the policy; the user begins."""
         return [{"role": "system", "content": _POLICY % self.policy}]
 
+    def example_verdict(self, prompt: str) -> str | None:
+        """Play the user in `check`: its request, what it knows, and the end. None for the model's own prompts."""
+        scenario = re.search(r"<scenario>\n(.*?)\n</scenario>", prompt, re.DOTALL)
+        if scenario is None:
+            return None
+        known = re.findall(r"^(?:reason_for_call|known_info): (.+)$", scenario[1], re.MULTILINE)
+        num_said = prompt.count("<assistant>") - 1
+        return str(known[num_said]) if num_said < len(known) else "###STOP###"
+
     async def reset(self, row: dict[str, Any]) -> Episode:
         """Begin with a database of its own and the user's first message."""
         episode = Episode(row=row, messages=self.conversation(row))

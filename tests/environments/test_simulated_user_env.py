@@ -95,6 +95,14 @@ async def test_a_users_tokens_are_never_trained_and_it_sees_the_text_alone(made:
     assert "reason_for_call" not in json.dumps(group["messages"])
 
 
+async def test_check_plays_the_user(made: Any) -> None:
+    env = made(ShopEnv, player("E-mail?", CANCEL, "12.50"), group_size=1)
+    env.user = ServerHarness(respond=lambda request: env.example_verdict(request.prompt))
+    group, _ = await env.collect_trajectories(copy.deepcopy(TASK))
+    assert group["scores"] == [1.0]
+    assert env.example_verdict("<user>Cancel W1.<assistant>") is None
+
+
 async def test_a_user_that_cannot_answer_gives_no_score(made: Any) -> None:
     said = iter(["Cancel W1.", ""])
     env = made(ShopEnv, "E-mail?", group_size=1)

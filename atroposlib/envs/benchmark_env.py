@@ -113,7 +113,7 @@ class BenchmarkEnv(DatasetEnv):
                 "config": config.subset,
                 "split": config.eval_split,
             }
-            given = {name: value for name, value in changes.items() if value}
+            given: dict[str, Any] = {name: value for name, value in changes.items() if value}
             raw = [
                 {self.part_key: part, **row}
                 for part, rows in self.parts().items()

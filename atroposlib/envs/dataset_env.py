@@ -307,6 +307,14 @@ class DatasetEnv(BaseEnv):
         """Return the prompt: a string, or a list of messages that is sent unchanged."""
         raise NotImplementedError(f"{type(self).__name__} must define prompt(self, row)")
 
+    def offered_tools(self, row: Row) -> list[dict[str, Any]]:
+        """Return tools for the chat template, in OpenAI's format; the answer has the calls as the model writes them."""
+        return []
+
+    def text_of(self, message: Any) -> str:
+        """Return the text of an answer; override it if an API without token ids has the calls beside the text."""
+        return message.content or ""
+
     def score(self, row: Row, answer: str) -> Outcome | Awaitable[Outcome]:
         """Judge one answer, plain or async; None or a `RewardFailure` if it could not be judged."""
         raise NotImplementedError(f"{type(self).__name__} must define score(self, row, answer)")
@@ -492,13 +500,13 @@ class DatasetEnv(BaseEnv):
         """Sample `n` answers to a row."""
         messages = self.conversation(row)
         async with self.chat_session(split) as chat:
-            completion = await chat.ask(messages, n=n)
+            completion = await chat.ask(messages, n=n, tools=self.offered_tools(row))
             nodes = chat.nodes()
         return [
             Rollout(
                 messages=[
                     *messages,
-                    {"role": "assistant", "content": choice.message.content or ""},
+                    {"role": "assistant", "content": self.text_of(choice.message)},
                 ],
                 nodes=nodes[i : i + 1],
                 finish_reason=choice.finish_reason,

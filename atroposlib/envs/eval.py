@@ -37,6 +37,10 @@ from atroposlib.utils.files import replace_file
 logger = logging.getLogger(__name__)
 
 
+USUAL_K = (5, 10, 100)
+"""Numbers of answers for which code benchmarks report pass@k."""
+
+
 def pass_at_k(m: int, c: int, k: int) -> float:
     """Return the unbiased pass@k of `c` correct among `m` samples (arXiv:2107.03374, equation 1).
 
@@ -51,13 +55,18 @@ def pass_at_k(m: int, c: int, k: int) -> float:
 def score_metrics(
     scores: Sequence[Sequence[float | None]], *, success_score: float, num_samples: int
 ) -> dict[str, float]:
-    """Return pass@1 and pass@`num_samples` of the scores of every row, and the mean of those that are not None.
+    """Return pass@k of the scores of every row, and the mean of those that are not None.
+
+    k is 1, `num_samples` and those of `USUAL_K` between them.
 
     None, an answer without a score, is not solved. If there are any, `percent_correct_judged` leaves them out.
 
     >>> found = score_metrics([[1.0], [None], [0.0]], success_score=1.0, num_samples=1)
     >>> round(found["eval/percent_correct"], 2), found["eval/percent_correct_judged"], found["eval/reward_failures"]
     (0.33, 0.5, 1.0)
+    >>> found = score_metrics([[1.0, 0.0, 0.0, 0.0, 0.0, 0.0]], success_score=1.0, num_samples=6)
+    >>> [round(found[f"eval/pass@{k}"], 2) for k in (1, 5, 6)]
+    [0.17, 0.83, 1.0]
     """
     judged = [[score for score in row if score is not None] for row in scores]
     flat = [score for row in judged for score in row]
@@ -77,7 +86,7 @@ def score_metrics(
             if len(row) >= k
         ]
 
-    for k in sorted({1, num_samples}):
+    for k in sorted({1, num_samples, *(k for k in USUAL_K if k < num_samples)}):
         if rates := pass_rates(scores, k):
             metrics[f"eval/pass@{k}"] = estimate_mean(rates)
     if "eval/pass@1" in metrics:

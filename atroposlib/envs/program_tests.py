@@ -1,19 +1,23 @@
-"""Judge a program by tests: run it in a sandbox per test, and compare its output here, outside of the sandbox.
+"""Judge a program by tests: run it in a sandbox per test, and compare its output outside of that sandbox.
 
-Two forms of tests. stdin: the program reads the input and prints the output. Function: the input has one JSON argument
-per line, and the output is the result as JSON. Called in a reward worker (`DatasetEnv.in_worker`); arguments are JSON.
+Three forms of tests. stdin: the program reads the input and prints the output. Function: the input has one JSON
+argument per line, and the output is the result as JSON. Python: code with assertions (`judge_function`). Called in a
+reward worker (`DatasetEnv.in_worker`); arguments are JSON.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import math
+import pickletools
 import re
+import zlib
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Any, Literal, TypeAlias, TypedDict
 
-from atroposlib.envs.sandbox import DockerSandbox, SandboxLimits, run_code
+from atroposlib.envs.sandbox import DockerSandbox, SandboxLimits, SandboxResult, run_code
 
 Verdict: TypeAlias = Literal["passed", "wrong", "timeout", "error"]
 """wrong: a test's output differs. error: an exception, a crash, too much memory or output."""
@@ -43,11 +47,11 @@ print("\\n" + result)
 
 
 class Judgement(TypedDict):
-    """What `judge_program` found."""
+    """What a judge found."""
 
     verdict: Verdict
     explanation: str
-    """The first test that failed; "" if none did."""
+    """The first test that failed, or what was printed to stderr; "" if none did."""
 
 
 def judge_program(
@@ -92,6 +96,161 @@ def judge_program(
     return {"verdict": "passed", "explanation": ""}
 
 
+MAX_VALUES_BYTES = 1 << 25
+"""Limit of the arguments or results of all calls together."""
+
+_PLAIN_VALUES = """\
+import builtins, copy, json, random, sys, types
+sys.set_int_max_str_digits(0)
+def plain(value):
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return [kind.__name__, kind(value)]
+    for kind in (list, tuple, set, frozenset):
+        if isinstance(value, kind):
+            found = [plain(each) for each in value]
+            return [kind.__name__, found if kind in (list, tuple) else sorted(found, key=json.dumps)]
+    if isinstance(value, dict):
+        return ["dict", [[plain(key), plain(each)] for key, each in value.items()]]
+    if isinstance(value, complex):
+        return ["complex", [value.real, value.imag]]
+    if isinstance(value, bytes):
+        return ["bytes", list(value)]
+    if value is None:
+        return ["None", None]
+    raise TypeError(f"{type(value).__name__} is not plain data")
+def restored(found):
+    kind, value = found
+    if kind in ("list", "tuple", "set", "frozenset"):
+        made = [restored(each) for each in value]
+        return {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}[kind](made)
+    if kind == "dict":
+        return {restored(key): restored(each) for key, each in value}
+    return complex(*value) if kind == "complex" else bytes(value) if kind == "bytes" else value
+"""
+"""To and from JSON: builtin values without their subclasses, so that no method of a program's own class is called."""
+
+_RUN_TESTS = """\
+given = json.loads(sys.stdin.read())
+calls = []
+def stand_in(*args, **kwargs):
+    call = plain([list(args), kwargs])
+    calls.append(call)
+    if given is None:
+        return real(*copy.deepcopy(args), **copy.deepcopy(kwargs))
+    number = len(calls) - 1
+    assert json.dumps(call) == json.dumps(given[0][number]), "other arguments than the reference's"
+    ended, value = given[1][number]
+    if ended == "returned":
+        return restored(value)
+    kind = vars(builtins).get(value)
+    raise (kind if isinstance(kind, type) and issubclass(kind, Exception) else Exception)()
+class Near(types.ModuleType):
+    ndarray = ()
+    def allclose(self, a, b, rtol=1e-5, atol=1e-8):
+        if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+            return len(a) == len(b) and all(self.allclose(x, y, rtol, atol) for x, y in zip(a, b))
+        return a == b or abs(a - b) <= atol + rtol * abs(b)
+try:
+    import numpy
+except ImportError:
+    sys.modules["numpy"] = Near("numpy")
+names = {{"__name__": "tests"}}
+exec(compile({reference!r}, "reference.py", "exec"), names)
+real = names[{function!r}]
+names[{function!r}] = names["candidate"] = stand_in
+random.seed(0)
+exec(compile({tests!r}, "tests.py", "exec"), names)
+assert calls, "the tests do not call the function"
+print("\\n" + json.dumps(calls))
+"""
+"""Runs tests on the reference to record its calls (`null`), or on the recorded results of another program."""
+
+_CALL_ALL = """\
+calls = json.loads(sys.stdin.read())
+solution = sys.modules["solution"] = types.ModuleType("solution")
+exec(compile({program!r}, "solution.py", "exec"), solution.__dict__)
+found = []
+for call in calls:
+    args, kwargs = restored(call)
+    try:
+        found.append(["returned", plain(getattr(solution, {function!r})(*args, **kwargs))])
+    except Exception as error:
+        found.append(["raised", type(error).__name__])
+print("\\n" + json.dumps(found))
+"""
+
+
+def judge_function(
+    program: str,
+    function: str,
+    reference: str,
+    tests: str,
+    limits: Mapping[str, Any],
+    docker_image: str | None = None,
+) -> Judgement:
+    """Judge a function by tests that are Python code, without running them in the program's process.
+
+    The tests run on `reference`, a program with the right function, to record its calls. The program gets their
+    arguments and returns plain data: no exit, patched builtin or `__eq__` of it reaches an assertion. Then the tests
+    run again on those results. They know the names of the reference, and may call the function `candidate`. Raises
+    ValueError if the reference does not pass.
+    """
+    sandbox = None if docker_image is None else DockerSandbox(docker_image)
+
+    def run(source: str, stdin: str) -> SandboxResult:
+        all_limits = SandboxLimits(output_bytes=MAX_VALUES_BYTES, **limits)
+        return run_code(_PLAIN_VALUES + source, stdin=stdin, limits=all_limits, sandbox=sandbox)
+
+    testing = _RUN_TESTS.format(reference=reference, function=function, tests=tests)
+    recorded = run(testing, "null")
+    if recorded.reason != "exit" or recorded.exit_code != 0:
+        raise ValueError(f"the reference fails its tests: {recorded.stderr[-500:]}")
+    calls = _last_line(recorded.stdout)
+    answered = run(_CALL_ALL.format(program=program, function=function), calls)
+    if answered.reason != "exit" or answered.exit_code != 0:
+        verdict: Verdict = "timeout" if answered.reason == "timeout" else "error"
+        return {"verdict": verdict, "explanation": answered.stderr[-EXPLAINED_CHARS:].strip()}
+    # Whatever the program printed can only stand in place of its results: the calls are before it.
+    judged = run(testing, f"[{calls}, {_last_line(answered.stdout)}]")
+    has_ended = judged.reason == "exit" and judged.exit_code == 0
+    if has_ended and _last_line(judged.stdout) == calls:
+        return {"verdict": "passed", "explanation": ""}
+    return {"verdict": "wrong", "explanation": judged.stderr[-EXPLAINED_CHARS:].strip()}
+
+
+def unpack_tests(packed: str) -> list[list[str]]:
+    """Return the input and output of LiveCodeBench's tests: JSON, or base64 of zlib of a pickled text of JSON.
+
+    The pickle is read as data: the text in it is found without running it.
+
+    >>> unpack_tests('[{"input": "1", "output": "2", "testtype": "stdin"}]')
+    [['1', '2']]
+    """
+    if not packed.startswith("["):
+        pickled = zlib.decompress(base64.b64decode(packed))
+        [packed] = [
+            str(arg) for code, arg, _ in pickletools.genops(pickled) if "UNICODE" in code.name
+        ]
+    return [[test["input"], test["output"]] for test in json.loads(packed)]
+
+
+def judge_packed(
+    program: str,
+    packed: Sequence[str],
+    function: str | None,
+    limits: Mapping[str, Any],
+    docker_image: str | None = None,
+) -> Judgement:
+    """Judge a program by `judge_program` on the tests of LiveCodeBench, which take too much space unpacked."""
+    tests = [test for each in packed for test in unpack_tests(each)]
+    return judge_program(program, tests, function, limits, docker_image)
+
+
+def _last_line(printed: str) -> str:
+    return printed.rstrip("\n").rpartition("\n")[2]
+
+
 def is_same_text(printed: str, expected: str) -> bool:
     """Whether all lines are equal, without surrounding space, or are numbers: equal integers, near decimals.
 
@@ -110,7 +269,7 @@ def is_same_value(printed: str, expected: str) -> bool:
     """
     wanted = json.loads(expected)
     try:
-        return _is_near(json.loads(printed.rstrip("\n").rpartition("\n")[2]), wanted)
+        return _is_near(json.loads(_last_line(printed)), wanted)
     except (ValueError, RecursionError, OverflowError):  # also a float beside a long integer
         return False
 

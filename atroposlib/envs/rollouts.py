@@ -98,12 +98,14 @@ class ChatSession:
         n: int = 1,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> Any:
-        """Return a `ChatCompletion` with `n` choices, which end before a text of `stop`."""
+        """Return a `ChatCompletion` with `n` choices, which end before a text of `stop`; the model may call `tools`."""
         return await self.target.chat_completion(
             messages=list(messages),
             n=n,
             **({"stop": list(stop)} if stop else {}),
+            **({"tools": list(tools)} if tools else {}),
             max_tokens=max_tokens or self.max_tokens,
             temperature=self.temperature,
             split=self.split,

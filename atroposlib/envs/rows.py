@@ -39,12 +39,15 @@ class HubRows:
     path: str
     config: str | None = None
     split: str = "train"
+    files: tuple[str, ...] = ()
+    """Files of the rows; `path` is then their format, such as "json". For data sets that are loaded by a script."""
 
     def load(self) -> list[dict[str, Any]]:
         """Download the split, or read it from the cache, and return its rows. ConfigError if it cannot be had."""
         datasets = require("datasets", extra="datasets")
         try:
-            return list(datasets.load_dataset(self.path, self.config, split=self.split))
+            files = {"data_files": list(self.files)} if self.files else {}
+            return list(datasets.load_dataset(self.path, self.config, split=self.split, **files))
         except Exception as error:
             raise ConfigError(
                 f"cannot load the data set {self.path!r} ({type(error).__name__}: {str(error)[:300]}); give a file"

@@ -24,10 +24,10 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from atroposlib.envs.answers import last_block
 from atroposlib.envs.base import ScoredDataGroup
-from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig, Outcome
+from atroposlib.envs.dataset_env import Outcome
 from atroposlib.envs.lengths import num_trained
+from atroposlib.envs.program_env import ProgramEnv, ProgramEnvConfig, program_in
 from atroposlib.envs.program_tests import judge_program
 from atroposlib.envs.rewards import RewardFailure
 from atroposlib.envs.rows import HubRows
@@ -50,7 +50,7 @@ class Problem:
     solution: str | None = field(repr=False)
 
 
-class CodeConfig(DatasetEnvConfig):
+class CodeConfig(ProgramEnvConfig):
     tokenizer_name: str = "Qwen/Qwen3-14B"
     group_size: int = 8
     max_token_length: int = 32768
@@ -59,27 +59,15 @@ class CodeConfig(DatasetEnvConfig):
     """Training rows to skip at the start."""
     num_eval_samples: int = Field(default=16, ge=1)
     eval_temperature: float | None = 0.6
-    test_timeout_s: float = Field(default=15.0, gt=0)
-    """Time limit of a program in one test, in seconds; also of its processor time."""
-    test_memory_mb: int = Field(default=1024, ge=64)
-    """Memory limit of a program, MiB; at most 2048, the limit of a reward worker."""
-    docker_image: str | None = None
-    """Run programs in containers of this image, for example python:3.11-slim; None: in a sandbox of this machine."""
-    reward_timeout_s: float = Field(default=600.0, gt=0)
-    """Time limit of all tests of one answer, in seconds."""
-    num_reward_workers: int = Field(default=4, ge=1)
-    """Programs that run at once."""
 
 
-class CodingEnv(DatasetEnv):
+class CodingEnv(ProgramEnv):
     """Single turn, reward by tests in a sandbox."""
 
     name = "code_execution"
     env_config_cls = CodeConfig
     config: CodeConfig
-    runs_model_code = True
     eval_data = HubRows(path="NousResearch/lcb_test", split="test")
-    preload = ("atroposlib.envs.program_tests",)
     truncated_score = -1.0
     silences_truncated = True
     aliases = {"eval/pass_1": "eval/pass@1"}
@@ -92,10 +80,6 @@ class CodingEnv(DatasetEnv):
         super().__init__(config, *args, **kwargs)
         self.train_data = DATA[config.dataset_name]
         self.num_items = config.start_idx
-
-    def is_isolated(self) -> bool:
-        """Whether programs run in a container or in namespaces."""
-        return self.config.docker_image is not None or super().is_isolated()
 
     def parse_row(self, row: dict[str, Any]) -> Problem | None:
         """Return the problem; one without tests is skipped."""
@@ -130,27 +114,14 @@ class CodingEnv(DatasetEnv):
 
     async def score(self, row: Problem, answer: str) -> Outcome:
         """Return 1 if the last Python block passes every test, else -1."""
-        program = last_block(answer, "python", "python3", "py", "")
+        program = program_in(answer)
         if program is None:
             self.counts["no_program"] += 1
             return -1.0
-        judgement = await self.in_worker(
-            judge_program,
-            program,
-            row.tests,
-            row.function,
-            {
-                "wall_s": self.config.test_timeout_s,
-                "cpu_s": max(1, round(self.config.test_timeout_s)),
-                "memory_mb": self.config.test_memory_mb,
-            },
-            self.config.docker_image,
-        )
-        if isinstance(judgement, RewardFailure):
-            return judgement
-        self.counts[f"program_{judgement['verdict']}"] += 1
-        self.note(**judgement)
-        return 1.0 if judgement["verdict"] == "passed" else -1.0
+        passes = await self.judge_in_worker(judge_program, program, row.tests, row.function)
+        if isinstance(passes, RewardFailure):
+            return passes
+        return 1.0 if passes else -1.0
 
     def shape_group(self, row: Problem, group: ScoredDataGroup) -> ScoredDataGroup:
         """Record what is logged of the group."""

@@ -127,6 +127,7 @@ CASES = [
     Case("tool_use_turnlevel_advantage_server", best=2.0),
     Case("sql_query_env"),
     Case("deep_research_env"),
+    Case("simulated_user_env"),
     Case("math_server", needs=("math_verify",)),
     Case("math_server_zero", needs=("math_verify",)),
     Case(
@@ -175,6 +176,11 @@ CASES = [
     Case("eval_environments.drop_eval"),
     Case("eval_environments.simpleqa_eval"),
     Case("eval_environments.ifeval_eval"),
+    Case("eval_environments.code_eval"),
+    Case("eval_environments.bfcl_eval"),
+    Case("eval_environments.hle_eval"),
+    Case("eval_environments.arena_hard_eval", perfect=sensible, has_rule=False),
+    Case("eval_environments.mt_bench_eval", perfect=sensible, has_rule=False),
     Case("game_environments.wordle"),
     Case("game_environments.hangman"),
     Case("game_environments.crosswords", settings={"dataset_path": "sample", "num_puzzles": 40}),
@@ -414,6 +420,8 @@ REFUSED = {
     "image_question_server": "cannot have images",
     "rlaif_server": "the judge must not be the policy",
     "rubric_judge_server": "the judge must not be the policy",
+    "eval_environments.arena_hard_eval": "the judge must not be the policy",
+    "eval_environments.mt_bench_eval": "the judge must not be the policy",
     "game_environments.gymnasium.blackjack.blackjack_env_thinking": "groups for one item",
 }
 """Environments that cannot be stepped, and the error."""

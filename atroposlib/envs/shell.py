@@ -199,7 +199,11 @@ class Container:
         """Run a command; what it left running in the container stays."""
         given = [f"{timeout_s:g}", f"{self._before}\n{command}", str(self._max_bytes)]
         script = ["sh", "-c", _IN_CONTAINER, "sh", *given]
-        output = self._docker("exec", "--workdir", self._folder, self._name, *script)
+        try:
+            output = self._docker("exec", "--workdir", self._folder, self._name, *script)
+        except EnvError as error:
+            self._docker("version")  # raises if it was not the model that broke the container
+            return Ended(None, str(error))
         printed, _, status = output.decode("utf-8", "replace").rpartition("\n")
         if status == _KILLED or not status.isdigit():
             return Ended(None, f"the command was stopped\n{printed}".rstrip())

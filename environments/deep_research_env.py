@@ -1,10 +1,9 @@
 """Research a question: search pages, read them, and answer with citations.
 
 The model has two tools, `search` and `read`, over local pages (BM25), or with --env.search_api over the web by one of
-`SERVICES` in `atroposlib/envs/search.py`; a page's title is then its address. It answers inside
-`<answer>` tags and cites the pages it read as [[Title]]. A wrong answer scores 0. A right one scores 0.5, plus up to
-0.5 for the citations: the F1 of the cited pages against those that support the answer. A page that was not read does
-not count as support.
+`SERVICES` in `atroposlib/envs/search.py`; a page's title is then its address. It answers inside `<answer>` tags and
+cites the pages it read as [[Title]]. A wrong answer scores 0. A right one scores 0.5, plus up to 0.5 for the citations:
+the F1 of the cited pages against those that support the answer. A page that was not read does not count as support.
 
 Data: the distractor setting of hotpotqa/hotpot_qa, or JSONL rows with `question`, `answer`, `supporting_facts` and
 `context` in its form; the pages are those of all rows, or of --env.pages_path (JSONL with `title` and `text`).

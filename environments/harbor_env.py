@@ -134,12 +134,12 @@ class HarborEnv(ShellEnv):
 
     async def final_score(self, episode: Episode) -> Outcome:
         """Run the tests and return what they write."""
-        reward = await asyncio.to_thread(self._judge, episode.row, episode.state["machine"])
+        reward = await asyncio.to_thread(self._reward, episode.row, episode.state["machine"])
         if reward is None:
             self.counts["no_reward"] += 1
         return reward or 0.0
 
-    def _judge(self, task: Task, machine: Machine) -> float | None:
+    def _reward(self, task: Task, machine: Machine) -> float | None:
         if isinstance(machine, Folder):
             return _run_tests(task, self.folder(task, machine.files))
         machine.run("rm -rf /tests /logs/verifier", timeout_s=60.0)

@@ -141,7 +141,10 @@ class WebPages:
     def __init__(
         self, service: str, *, url: str | None = None, allows_private: bool = False
     ) -> None:
-        """ConfigError without its key. `url` replaces the service's; `allows_private`: also pages of private networks."""
+        """Read the key; ConfigError without one.
+
+        `url` replaces the service's. `allows_private`: also read pages of private networks.
+        """
         self._service = SERVICES[service]
         self._url = url or self._service.url
         self._allows_private = allows_private
@@ -188,8 +191,11 @@ class WebPages:
                         received += chunk
                         if len(received) > _MAX_PAGE_BYTES:
                             break
+                    kind = reply.headers.get("content-type", "")
+                    if not kind.startswith(("text/", "application/json", "application/xhtml")):
+                        raise ValueError(f"{title} is no text: {kind}")
                     page = bytes(received).decode(reply.encoding or "utf-8", "replace")
-                    return text_of_page(page) if "html" in reply.headers["content-type"] else page
+                    return text_of_page(page) if "html" in kind else page
         raise KeyError(f"{title} has more than {_MAX_REDIRECTS} redirects")
 
     async def _check_public(self, url: httpx.URL) -> None:

@@ -4,7 +4,7 @@ With --env.mode agent (the default) the model works with the commands of a shell
 the files concerned and answers with SEARCH/REPLACE edits. The reward is 1 if all FAIL_TO_PASS and PASS_TO_PASS tests
 pass with its change, else 0. The tests of the task are not visible; a change of tests, of their settings and of
 Python's start files is ignored, and one that makes tests pass that must fail is `forged` and earns 0:
-`atroposlib/envs/repository_tests.py` says how, and what remains possible.
+`atroposlib/envs/repository_tests.py` says how, and what remains possible. An image may hold the repair in its .git.
 
 Data: SWE-Gym/SWE-Gym, evaluation on princeton-nlp/SWE-bench_Verified: in their images, by Docker, which pulls them.
 Rows whose tests are not pytest's (`path::name`) are skipped. Or JSONL rows with `problem_statement`, `patch`,
@@ -24,29 +24,18 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from atroposlib.envs import patches, repository_tests
 from atroposlib.envs.answers import solution_of
 from atroposlib.envs.dataset_env import Outcome
 from atroposlib.envs.multi_turn_env import Episode, MultiTurnEnv, in_turns
-from atroposlib.envs.patches import (
-    EDIT_FORM,
-    apply_diff,
-    apply_edits,
-    changed,
-    edits_for,
-    paths_of,
-)
-from atroposlib.envs.repository_tests import (
-    changes_of,
-    container_of,
-    folder_of,
-    is_protected,
-    judge_change,
-)
 from atroposlib.envs.rewards import RewardFailure
 from atroposlib.envs.rows import HubRows
-from atroposlib.envs.shell import Machine
+from atroposlib.envs.shell import Files, Machine
 from atroposlib.envs.shell_env import ShellEnv, ShellEnvConfig
 from atroposlib.envs.tool_env import MalformedCall, ToolCall
+
+MAX_KNOWN_VERDICTS = 256
+"""Changes whose verdict is kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +86,10 @@ class SWEEnv(ShellEnv):
     preload = ("atroposlib.envs.repository_tests",)
     system_prompt = "You repair software."
 
+    def __init__(self, config: SWEConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.judged: dict[str, tuple[asyncio.Lock, list[str]]] = {}
+
     def is_isolated(self) -> bool:
         """Whether all rows have images, or sandboxes may start processes."""
         return self.config.dataset_path is None or super().is_isolated()
@@ -112,31 +105,28 @@ class SWEEnv(ShellEnv):
             name = row["instance_id"].lower().replace("__", self.config.id_separator)
             image = row.get("docker_image") or row.get("image_name")
             image = image or self.config.image.format(id=name)
-        issue = Issue(
-            text=row["problem_statement"],
-            ids=ids,
-            patch=row["patch"],
-            test_patch=row["test_patch"],
-            files=row.get("files", {}),
-            image=image,
-        )
+        files, diffs = row.get("files", {}), (row["patch"], row["test_patch"])
         try:
             if image is None:
-                patched(issue.files, issue.patch)
-                patched(issue.files, issue.test_patch)
+                for diff in diffs:
+                    patches.patched(files, diff)
         except ValueError:
             return None
-        return issue
+        text = row["problem_statement"]
+        patch, test_patch = diffs
+        return Issue(
+            text=text, ids=ids, patch=patch, test_patch=test_patch, files=files, image=image
+        )
 
     def prompt(self, row: Issue) -> str:
         """Return the issue, and for a model without a shell the files of the patch."""
         if self.config.mode == "agent":
             return f"Resolve this issue of the repository in the current folder:\n{row.text}"
-        shown = [path for path in paths_of(row.patch) if path in row.files]
+        shown = [path for path in patches.paths_of(row.patch) if path in row.files]
         files = "\n\n".join(
             f"[start of {path}]\n{row.files[path].rstrip()}\n[end of {path}]" for path in shown
         )
-        return f"Resolve this issue:\n{row.text}\n\nFiles:\n{files}\n\n{EDIT_FORM}"
+        return f"Resolve this issue:\n{row.text}\n\nFiles:\n{files}\n\n{patches.EDIT_FORM}"
 
     def conversation(self, row: Issue) -> list[dict[str, Any]]:
         """Return the first messages, which describe the shell only to an agent."""
@@ -155,14 +145,14 @@ class SWEEnv(ShellEnv):
             "folder": self.config.repository_folder,
             "activate": self.config.activate,
             "test_patch": row.test_patch,
-            "files": {} if row.image else patched(row.files, row.test_patch),
+            "files": {} if row.image else patches.patched(row.files, row.test_patch),
         }
 
     def machine(self, row: Issue) -> Machine:
         """Return the repository, without the tests of the task."""
         if row.image is not None:
-            return container_of(self.task(row), self.config.memory_mb)
-        return folder_of(row.files, self.config.memory_mb)
+            return repository_tests.container_of(self.task(row), self.config.memory_mb)
+        return repository_tests.folder_of(row.files, self.config.memory_mb)
 
     async def reset(self, row: Issue) -> Episode:
         """Return an episode; its row has the files of the patch, and its state the commit of a container."""
@@ -174,7 +164,7 @@ class SWEEnv(ShellEnv):
         def look() -> dict[str, str]:
             commit = machine.run("git rev-parse HEAD", timeout_s=60.0)
             episode.state["commit"] = commit.printed.strip()
-            found = {path: machine.read(path) for path in paths_of(row.patch)}
+            found = {path: machine.read(path) for path in patches.paths_of(row.patch)}
             return {path: text for path, text in found.items() if text is not None}
 
         try:
@@ -189,10 +179,13 @@ class SWEEnv(ShellEnv):
         """Return the real patch: as edits, or as the command that writes the files."""
         if item.image is not None:
             return []
-        before, after = _lines(item.files), _lines(patched(item.files, item.patch))
+        before, after = (
+            patches.lines_of(item.files),
+            patches.lines_of(patches.patched(item.files, item.patch)),
+        )
         if self.config.mode == "patch":
-            return [edits_for(before, after)]
-        texts = {path: "\n".join(after.get(path, [])) for path in changed(before, after)}
+            return [patches.edits_for(before, after)]
+        texts = {path: "\n".join(after.get(path, [])) for path in patches.changed(before, after)}
         write = f"python3 - <<'END'\nfor path, text in {texts!r}.items():\n"
         command = f"{write}    open(path, 'w').write(text)\nEND"
         call = json.dumps({"name": "shell", "arguments": {"command": command}})
@@ -203,40 +196,47 @@ class SWEEnv(ShellEnv):
         issue: Issue = episode.row
         if self.config.mode == "agent":
             changes = await asyncio.to_thread(
-                changes_of, episode.state["machine"], issue.files, episode.state.get("commit", "")
+                repository_tests.changes_of,
+                episode.state["machine"],
+                issue.files,
+                episode.state.get("commit", ""),
             )
         else:
-            before = _lines(issue.files)
+            before = patches.lines_of(issue.files)
             answer = solution_of(episode.messages[-1]["content"])
-            after = apply_edits(before, answer) or before
-            changes = {path: "\n".join(after[path]) for path in changed(before, after)}
-        own = set(paths_of(issue.patch)) - set(paths_of(issue.test_patch))
-        tests = set(paths_of(issue.test_patch))
+            after = patches.apply_edits(before, answer) or before
+            changes = {path: "\n".join(after[path]) for path in patches.changed(before, after)}
+        tests, own = patches.paths_of(issue.test_patch), patches.paths_of(issue.patch)
         changes = {
             path: text
             for path, text in changes.items()
-            if path in own or not (path in tests or is_protected(path))
+            if path not in tests and (path in own or not repository_tests.is_protected(path))
         }
         if not changes:
             self.counts["no_change"] += 1
             return 0.0
-        task = self.task(issue)
-        limits = self.config.memory_mb, self.config.tests_timeout_s
-        verdict = await self.in_worker(judge_change, changes, task, *limits)
+        verdict = await self.verdict_of(issue, changes)
         if isinstance(verdict, RewardFailure):
             return verdict
         self.counts[f"change_{verdict}"] += 1
         return float(verdict == "passed")
 
-
-def patched(files: dict[str, str], diff: str) -> dict[str, str]:
-    """Return texts after a unified diff; ValueError if it does not apply."""
-    after = apply_diff(_lines(files), diff)
-    return {path: "\n".join(lines) for path, lines in after.items()}
-
-
-def _lines(files: dict[str, str]) -> dict[str, list[str]]:
-    return {path: text.split("\n") for path, text in files.items()}
+    async def verdict_of(self, issue: Issue, changes: Files) -> Any:
+        """Judge a change; equal ones once, because their tests may take minutes."""
+        key = json.dumps([issue.text, issue.ids, changes], sort_keys=True)
+        lock, known = self.judged.setdefault(key, (asyncio.Lock(), []))
+        if len(self.judged) > MAX_KNOWN_VERDICTS:
+            del self.judged[next(iter(self.judged))]
+        async with lock:  # of several equal changes the first is judged, the others wait
+            if not known:
+                limits = self.config.memory_mb, self.config.tests_timeout_s
+                verdict = await self.in_worker(
+                    repository_tests.judge_change, changes, self.task(issue), *limits
+                )
+                if isinstance(verdict, RewardFailure):
+                    return verdict
+                known.append(verdict)
+        return known[0]
 
 
 def _list(value: str | list[str]) -> list[str]:

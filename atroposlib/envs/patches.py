@@ -49,6 +49,17 @@ def apply_diff(files: Files, diff: str) -> dict[str, list[str]]:
     return after
 
 
+def patched(texts: Mapping[str, str], diff: str) -> dict[str, str]:
+    """Return texts after a unified diff; ValueError if it does not apply."""
+    after = apply_diff(lines_of(texts), diff)
+    return {path: "\n".join(lines) for path, lines in after.items()}
+
+
+def lines_of(texts: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return the lines of texts; joined by newlines they are the texts."""
+    return {path: text.split("\n") for path, text in texts.items()}
+
+
 def _apply_hunks(before: Sequence[str], lines: Sequence[str]) -> list[str]:
     result: list[str] = []
     position = num_old = num_new = 0

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs.patches import edits_for
+from atroposlib.envs.patches import edits_for, patched
 from atroposlib.envs.repository_tests import changes_of, container_of, is_protected, judge_change
 from atroposlib.envs.rows import read_jsonl, sample_path
 from tests.builders.fake_docker import fake_docker
@@ -21,7 +21,7 @@ pytestmark = has_namespaces
 ROW = read_jsonl(sample_path(swe.SWEEnv, "swe"))[0]
 PATH = "shop/cost.py"
 TESTS = "tests/test_cost.py"
-RIGHT = swe.patched(ROW["files"], ROW["patch"])[PATH]
+RIGHT = patched(ROW["files"], ROW["patch"])[PATH]
 WRONG = ROW["files"][PATH]
 
 PRINT_A_SUMMARY = "import os\nprint('2 passed in 0.01s', flush=True)\nos._exit(0)\n"
@@ -52,7 +52,7 @@ SHADOWS = {"pytest.py": "raise SystemExit(0)\n", "json.py": "x = 1\n", "_pytest/
 
 def task(**more: Any) -> dict[str, Any]:
     ids = [*ROW["FAIL_TO_PASS"], *ROW["PASS_TO_PASS"]]
-    files = swe.patched(ROW["files"], ROW["test_patch"])
+    files = patched(ROW["files"], ROW["test_patch"])
     return {"ids": ids, "files": files, "image": None, **more}
 
 
@@ -119,6 +119,7 @@ async def test_the_tests_judge_edits_and_commands(
     assert env.counts["no_change"] == (score == 0.0)
 
 
+@pytest.mark.drill
 def test_a_repository_in_an_image_is_judged_in_new_containers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,7 +78,8 @@ def read_task(path: Path) -> Task:
 
 def sandboxed(task: Task, bases: Sequence[str]) -> tuple[str, dict[str, str]]:
     """Return the working folder and its files; ValueError if the Dockerfile does more than copy them."""
-    workdir, files = "", {}
+    workdir = ""
+    files: dict[str, str] = {}
     for line in (task.context / "Dockerfile").read_text().splitlines():
         match shlex.split(line, comments=True):
             case []:

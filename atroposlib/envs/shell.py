@@ -120,8 +120,12 @@ class Folder:
 
     def run(self, command: str, *, timeout_s: float) -> Ended:
         """Run a command; at a limit the files stay as they were."""
-        given = {"files": self.files, "command": command}
-        given |= {"folders": self._folders, "max_bytes": self._max_bytes}
+        given = {
+            "files": self.files,
+            "command": command,
+            "folders": self._folders,
+            "max_bytes": self._max_bytes,
+        }
         limits = replace(self._limits, wall_s=timeout_s, output_bytes=16 * self._max_bytes)
         result = run_code(
             _IN_SANDBOX, stdin=json.dumps(given), limits=limits, sandbox=self._sandbox

@@ -232,7 +232,7 @@ def text_of_page(html: str) -> str:
     """Return the visible text of a page.
 
     >>> text_of_page("<title>T</title><script>x</script><p>a &amp; <b>b</b></p>")
-    'T\na &\nb'
+    'T\\na &\\nb'
     """
     parser = _Text()
     parser.feed(html)

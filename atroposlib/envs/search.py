@@ -157,10 +157,16 @@ class WebPages:
     async def search(self, query: str, *, limit: int) -> list[Hit]:
         """See `SearchEngine`. EnvError if the service refuses the key."""
         service = self._service
-        asked = dict(zip(service.names, (query, limit), strict=True))
-        sent = {"params": asked} if service.method == "GET" else {"json": asked}
+        asked: dict[str, Any] = dict(zip(service.names, (query, limit), strict=True))
+        is_get = service.method == "GET"
         async with httpx.AsyncClient(timeout=_TIMEOUT_S) as client:
-            reply = await client.request(service.method, self._url, headers=self._headers, **sent)
+            reply = await client.request(
+                service.method,
+                self._url,
+                headers=self._headers,
+                params={name: str(value) for name, value in asked.items()} if is_get else None,
+                json=None if is_get else asked,
+            )
         if reply.status_code in (401, 403):
             raise EnvError(f"{self._url} refuses the key of {service.variable}")
         found: Any = reply.raise_for_status().json()

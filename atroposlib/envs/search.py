@@ -7,6 +7,7 @@ that a search has found can be read, and none of private networks.
 from __future__ import annotations
 
 import asyncio
+import functools
 import heapq
 import ipaddress
 import math
@@ -88,14 +89,12 @@ class Service(NamedTuple):
     """An API that searches the web."""
 
     url: str
-    variable: str
-    """Environment variable with the key."""
     method: str
-    key_header: str
-    key_prefix: str
-    names: tuple[str, str]
+    key: tuple[str, str, str]
+    """Environment variable, header, and what the header has before the key."""
+    asked: tuple[str, str]
     """Parameters: the query, and the number of hits."""
-    results: tuple[str, ...]
+    results: str
     """Where the list of hits is in the reply."""
     fields: tuple[str, str, str]
     """Of a hit: its address, title and excerpt."""
@@ -103,36 +102,19 @@ class Service(NamedTuple):
 
 SERVICES = {
     "brave": Service(
-        url="https://api.search.brave.com/res/v1/web/search",
-        variable="BRAVE_API_KEY",
-        method="GET",
-        key_header="X-Subscription-Token",
-        key_prefix="",
-        names=("q", "count"),
-        results=("web", "results"),
-        fields=("url", "title", "description"),
+        "https://api.search.brave.com/res/v1/web/search", "GET",
+        ("BRAVE_API_KEY", "X-Subscription-Token", ""),
+        ("q", "count"), "web.results", ("url", "title", "description"),
     ),
     "serper": Service(
-        url="https://google.serper.dev/search",
-        variable="SERPER_API_KEY",
-        method="POST",
-        key_header="X-API-KEY",
-        key_prefix="",
-        names=("q", "num"),
-        results=("organic",),
-        fields=("link", "title", "snippet"),
+        "https://google.serper.dev/search", "POST", ("SERPER_API_KEY", "X-API-KEY", ""),
+        ("q", "num"), "organic", ("link", "title", "snippet"),
     ),
     "tavily": Service(
-        url="https://api.tavily.com/search",
-        variable="TAVILY_API_KEY",
-        method="POST",
-        key_header="Authorization",
-        key_prefix="Bearer ",
-        names=("query", "max_results"),
-        results=("results",),
-        fields=("url", "title", "content"),
+        "https://api.tavily.com/search", "POST", ("TAVILY_API_KEY", "Authorization", "Bearer "),
+        ("query", "max_results"), "results", ("url", "title", "content"),
     ),
-}
+}  # fmt: skip
 
 
 class WebPages:
@@ -149,35 +131,29 @@ class WebPages:
         self._url = url or self._service.url
         self._allows_private = allows_private
         self._known: dict[str, None] = {}
-        key = os.environ.get(self._service.variable)
-        if not key:
-            raise ConfigError(f"search by {service} needs its key in {self._service.variable}")
-        self._headers = {self._service.key_header: f"{self._service.key_prefix}{key}"}
+        self._variable, header, prefix = self._service.key
+        if not (key := os.environ.get(self._variable)):
+            raise ConfigError(f"search by {service} needs its key in {self._variable}")
+        self._headers = {header: f"{prefix}{key}"}
 
     async def search(self, query: str, *, limit: int) -> list[Hit]:
         """See `SearchEngine`. EnvError if the service refuses the key."""
         service = self._service
-        asked: dict[str, Any] = dict(zip(service.names, (query, limit), strict=True))
-        is_get = service.method == "GET"
-        async with httpx.AsyncClient(timeout=_TIMEOUT_S) as client:
-            reply = await client.request(
-                service.method,
-                self._url,
-                headers=self._headers,
-                params={name: str(value) for name, value in asked.items()} if is_get else None,
-                json=None if is_get else asked,
-            )
+        asked = dict(zip(service.asked, (query, str(limit)), strict=True))
+        sent = {"params" if service.method == "GET" else "json": asked}
+        async with httpx.AsyncClient(timeout=_TIMEOUT_S, headers=self._headers) as client:
+            request: Any = functools.partial(client.request, service.method, self._url)
+            reply = await request(**sent)
         if reply.status_code in (401, 403):
-            raise EnvError(f"{self._url} refuses the key of {service.variable}")
-        found: Any = reply.raise_for_status().json()
-        for name in service.results:
-            found = found.get(name, {})
-        hits = [[str(each.get(name, "")) for name in service.fields] for each in found or []]
-        for address, _, _ in hits[:limit]:
-            self._known[address] = None
+            raise EnvError(f"{self._url} refuses the key of {self._variable}")
+        found = reply.raise_for_status().json()
+        for name in service.results.split("."):
+            found = found.get(name) or {}
+        hits = [[str(each.get(name, "")) for name in service.fields] for each in [*found][:limit]]
+        self._known |= dict.fromkeys(address for address, _, _ in hits)
         while len(self._known) > _MAX_KNOWN_PAGES:
             del self._known[next(iter(self._known))]
-        return [Hit(address, f"{title}: {text}"[:500]) for address, title, text in hits[:limit]]
+        return [Hit(address, f"{title}: {text}"[:500]) for address, title, text in hits]
 
     async def read(self, title: str) -> str:
         """Return the text of a page that was found; KeyError for another one, or one of a private network."""

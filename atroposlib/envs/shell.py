@@ -16,7 +16,7 @@ import subprocess
 import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from atroposlib.envs.child_variables import child_variables
 from atroposlib.envs.sandbox import Sandbox, SandboxLimits, run_code
@@ -85,22 +85,6 @@ class Ended(NamedTuple):
     """Standard output and standard error."""
 
 
-class Machine(Protocol):
-    """Where commands run."""
-
-    def run(self, command: str, *, timeout_s: float) -> Ended:
-        """Run a command with `sh -c` in the working folder."""
-
-    def write(self, files: Mapping[str, str | None]) -> None:
-        """Write these files, and delete those without a text."""
-
-    def read(self, path: str) -> str | None:
-        """Return the text of a file; None if there is none, or it is too large."""
-
-    def close(self) -> None:
-        """Remove what was started."""
-
-
 class Folder:
     """Files of which each command's sandbox gets a copy."""
 
@@ -119,13 +103,9 @@ class Folder:
         self._folders, self._max_bytes = list(folders), max_bytes
 
     def run(self, command: str, *, timeout_s: float) -> Ended:
-        """Run a command; at a limit the files stay as they were."""
-        given = {
-            "files": self.files,
-            "command": command,
-            "folders": self._folders,
-            "max_bytes": self._max_bytes,
-        }
+        """Run a command with `sh -c` in the working folder; at a limit the files stay as they were."""
+        given: dict[str, Any] = {"files": self.files, "command": command}
+        given |= {"folders": self._folders, "max_bytes": self._max_bytes}
         limits = replace(self._limits, wall_s=timeout_s, output_bytes=16 * self._max_bytes)
         result = run_code(
             _IN_SANDBOX, stdin=json.dumps(given), limits=limits, sandbox=self._sandbox
@@ -140,14 +120,16 @@ class Folder:
         return Ended(ended["status"], ended["printed"])
 
     def write(self, files: Mapping[str, str | None]) -> None:
+        """Write these files, and delete those without a text."""
         merged = {**self.files, **files}
         self.files = {path: text for path, text in merged.items() if text is not None}
 
     def read(self, path: str) -> str | None:
+        """Return the text of a file; None if there is none, or it is too large."""
         return self.files.get(path)
 
     def close(self) -> None:
-        """There is nothing to remove."""
+        """Do nothing: nothing was started."""
 
 
 def reason_of(reason: str, stderr: str) -> str:
@@ -177,24 +159,23 @@ class Container:
         num_cpus: float = 2,
         has_network: bool = False,
         max_bytes: int = 1 << 20,
-        program: str = "docker",
     ) -> None:
         """Start it; EnvError if it does not start.
 
         `folder`: None is the image's own working folder. `before`: a command before each other one.
         """
-        self._program, self._max_bytes, self._before = program, max_bytes, before
+        self._max_bytes, self._before = max_bytes, before
         self._name = f"atropos-{secrets.token_hex(8)}"
         try:
             # `sleep` is process 1, which no process of the container can kill.
-            self._docker(
+            docker(
                 *("run", "--detach", "--rm", "--name", self._name),
                 *([] if has_network else ["--network", "none"]),
                 *("--security-opt", "no-new-privileges", "--pids-limit", "512"),
                 *("--memory", f"{memory_mb}m", "--memory-swap", f"{memory_mb}m"),
                 *("--cpus", f"{num_cpus:g}", "--entrypoint", "sleep", image, str(_LIFETIME_S)),
             )
-            self._folder = folder or self._docker("exec", self._name, "pwd").decode().strip()
+            self._folder = folder or docker("exec", self._name, "pwd").decode().strip()
         except EnvError:
             self.close()
             raise
@@ -204,9 +185,10 @@ class Container:
         given = [f"{timeout_s:g}", f"{self._before}\n{command}", str(self._max_bytes)]
         script = ["sh", "-c", _IN_CONTAINER, "sh", *given]
         try:
-            output = self._docker("exec", "--workdir", self._folder, self._name, *script)
+            argv = ["exec", "--workdir", self._folder, self._name, *script]
+            output = docker(*argv, timeout_s=timeout_s + _DOCKER_S)
         except EnvError as error:
-            self._docker("version")  # raises if it was not the model that broke the container
+            docker("version")  # raises if it was not the model that broke the container
             return Ended(None, str(error))
         printed, _, status = output.decode("utf-8", "replace").rpartition("\n")
         if status == _KILLED or not status.isdigit():
@@ -222,14 +204,14 @@ class Container:
                     entry = tarfile.TarInfo(os.path.join(self._folder, path).lstrip("/"))
                     entry.size, entry.mode = len(content), 0o755
                     tar.addfile(entry, io.BytesIO(content))
-        self._docker("cp", "-", f"{self._name}:/", given=archive.getvalue())
+        docker("cp", "-", f"{self._name}:/", given=archive.getvalue())
         if deleted := [path for path, text in files.items() if text is None]:
             remove = ["rm", "-f", "--", *deleted]
-            self._docker("exec", "--workdir", self._folder, self._name, *remove)
+            docker("exec", "--workdir", self._folder, self._name, *remove)
 
     def read(self, path: str) -> str | None:
         source = f"{self._name}:{os.path.join(self._folder, path)}"
-        argv = [self._program, "cp", "--follow-link", source, "-"]
+        argv = ["docker", "cp", "--follow-link", source, "-"]
         quiet = subprocess.DEVNULL
         with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=quiet, env=_variables()) as cp:
             assert cp.stdout is not None
@@ -240,7 +222,7 @@ class Container:
             tarfile.open(fileobj=io.BytesIO(received), mode="r:") as tar,
         ):
             first = tar.next()
-            if first is not None and (file := tar.extractfile(first)) is not None:
+            if first is not None and first.isreg() and (file := tar.extractfile(first)):
                 content = file.read()
                 if len(content) == first.size:
                     return content.decode("utf-8", "surrogateescape")
@@ -248,28 +230,29 @@ class Container:
 
     def close(self) -> None:
         with contextlib.suppress(EnvError):  # it has not started, or has ended
-            self._docker("rm", "--force", self._name)
-
-    def _docker(self, *argv: str, given: bytes = b"") -> bytes:
-        return docker(*argv, given=given, program=self._program)
+            docker("rm", "--force", self._name)
 
 
-def docker(*argv: str, given: bytes = b"", program: str = "docker") -> bytes:
+Machine: TypeAlias = Folder | Container
+"""Where commands run."""
+
+
+def docker(*argv: str, given: bytes = b"", timeout_s: float = _DOCKER_S) -> bytes:
     """Run Docker's client and return what it printed; EnvError if it fails or takes too long."""
     try:
         ended = subprocess.run(
-            [program, *argv],
+            ["docker", *argv],
             input=given,
             capture_output=True,
             env=_variables(),
-            timeout=_DOCKER_S,
+            timeout=timeout_s,
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise EnvError(f"cannot run {program} {argv[0]}: {error}") from error
+        raise EnvError(f"cannot run docker {argv[0]}: {error}") from error
     if ended.returncode:
         reason = ended.stderr.decode("utf-8", "replace").strip()[-1000:]
-        raise EnvError(f"{program} {argv[0]}: exit status {ended.returncode}. {reason}")
+        raise EnvError(f"docker {argv[0]}: exit status {ended.returncode}. {reason}")
     return ended.stdout
 
 

@@ -90,7 +90,7 @@ def web(service: str) -> FastAPI:
 async def test_a_service_finds_pages_and_only_those_can_be_read(
     service: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    variable = SERVICES[service].variable
+    variable = SERVICES[service].key[0]
     monkeypatch.delenv(variable, raising=False)
     with pytest.raises(ConfigError, match=variable):
         WebPages(service)

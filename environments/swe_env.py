@@ -90,6 +90,12 @@ class SWEEnv(ShellEnv):
         super().__init__(config, *args, **kwargs)
         self.judged: dict[str, tuple[asyncio.Lock, list[str]]] = {}
 
+    async def setup(self) -> None:
+        """Load the rows, and check that sandboxes run tests if a repository has no image."""
+        await super().setup()
+        if any(row.image is None for row in self.train_rows):
+            await asyncio.to_thread(repository_tests.check_sandbox, self.config.memory_mb)
+
     def is_isolated(self) -> bool:
         """Whether all rows have images, or sandboxes may start processes."""
         return self.config.dataset_path is None or super().is_isolated()
@@ -105,18 +111,15 @@ class SWEEnv(ShellEnv):
             name = row["instance_id"].lower().replace("__", self.config.id_separator)
             image = row.get("docker_image") or row.get("image_name")
             image = image or self.config.image.format(id=name)
-        files, diffs = row.get("files", {}), (row["patch"], row["test_patch"])
+        texts = {name: row[name] for name in ("patch", "test_patch")}
+        files = row.get("files", {})
         try:
             if image is None:
-                for diff in diffs:
+                for diff in texts.values():
                     patches.patched(files, diff)
         except ValueError:
             return None
-        text = row["problem_statement"]
-        patch, test_patch = diffs
-        return Issue(
-            text=text, ids=ids, patch=patch, test_patch=test_patch, files=files, image=image
-        )
+        return Issue(text=row["problem_statement"], ids=ids, files=files, image=image, **texts)
 
     def prompt(self, row: Issue) -> str:
         """Return the issue, and for a model without a shell the files of the patch."""
@@ -179,10 +182,8 @@ class SWEEnv(ShellEnv):
         """Return the real patch: as edits, or as the command that writes the files."""
         if item.image is not None:
             return []
-        before, after = (
-            patches.lines_of(item.files),
-            patches.lines_of(patches.patched(item.files, item.patch)),
-        )
+        before = patches.lines_of(item.files)
+        after = patches.apply_diff(before, item.patch)
         if self.config.mode == "patch":
             return [patches.edits_for(before, after)]
         texts = {path: "\n".join(after.get(path, [])) for path in patches.changed(before, after)}

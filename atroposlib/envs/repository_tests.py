@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeAlias
 
 from atroposlib.envs.sandbox import SandboxLimits, local_sandbox
 from atroposlib.envs.shell import Container, Files, Folder, Machine
-from atroposlib.errors import EnvError
+from atroposlib.errors import ConfigError, EnvError
 
 Verdict: TypeAlias = Literal["passed", "failed", "forged"]
 
@@ -152,6 +152,13 @@ def run_tests(machine: Machine, paths: Iterable[str], timeout_s: float) -> dict[
         except (ValueError, TypeError, RecursionError):  # printed by the change
             found = {}
     return found
+
+
+def check_sandbox(memory_mb: int) -> None:
+    """Run a test in a sandbox; ConfigError if that fails."""
+    machine = folder_of({"test_it.py": "def test_it(): pass\n"}, memory_mb)
+    if run_tests(machine, ["test_it.py"], 60.0) != {"test_it.py::test_it": "passed"}:
+        raise ConfigError(f"a sandbox cannot run pytest: install it for {sys.executable}")
 
 
 def failing(source: str) -> tuple[str, list[str]]:

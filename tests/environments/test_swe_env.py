@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from atroposlib.envs import repository_tests
 from atroposlib.envs.patches import edits_for, patched
 from atroposlib.envs.repository_tests import changes_of, container_of, is_protected, judge_change
 from atroposlib.envs.rows import read_jsonl, sample_path
+from atroposlib.errors import ConfigError
 from tests.builders.fake_docker import fake_docker
 from tests.environments.helpers_environments import load
 from tests.environments.test_terminal_env import call, has_namespaces
@@ -147,6 +149,14 @@ def test_a_repository_in_an_image_is_judged_in_new_containers(
     log = (tmp_path / "log").read_text()
     assert log.count("run --detach --rm") == log.count("rm --force") == 3
     assert "--network none --security-opt no-new-privileges" in log
+
+
+async def test_a_sandbox_without_pytest_is_found_before_the_first_change(
+    started: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(repository_tests, "_RUNNER", "import no_such_module")
+    with pytest.raises(ConfigError, match="cannot run pytest"):
+        await started(swe.SWEEnv)
 
 
 def test_rows_of_the_data_sets_name_their_images(made: Any) -> None:

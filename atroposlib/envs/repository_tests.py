@@ -38,13 +38,13 @@ _PROTECTED = (
 _RUNNER = """\
 import json, os, sys
 import pytest
-class Outcomes(dict):
+outcomes = {}
+class Plugin:
     def pytest_runtest_logreport(self, report):
-        if self.get(report.nodeid, "passed") == "passed":
-            self[report.nodeid] = report.outcome
+        if outcomes.get(report.nodeid, "passed") == "passed":
+            outcomes[report.nodeid] = report.outcome
 sys.path.insert(0, os.getcwd())
-outcomes = Outcomes()
-pytest.main(["-q", "--rootdir=.", "-p", "no:cacheprovider", *sys.argv[2:]], plugins=[outcomes])
+pytest.main(["-q", "--rootdir=.", "-p", "no:cacheprovider"] + sys.argv[2:], plugins=[Plugin()])
 print("\\n" + sys.argv[1] + json.dumps(outcomes))
 """
 """Imports pytest before the repository is on the path."""

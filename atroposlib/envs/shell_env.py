@@ -64,7 +64,12 @@ class ShellEnv(ToolEnv):
 
     async def reset(self, row: Row) -> Episode:
         """Return an episode with the task's machine."""
-        machine = await asyncio.to_thread(self.machine, row)
+        starting = asyncio.ensure_future(asyncio.to_thread(self.machine, row))
+        try:
+            machine = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            await asyncio.to_thread((await starting).close)
+            raise
         state = {"machine": machine, "command_timeout_s": self.config.command_timeout_s}
         return Episode(row=row, messages=self.conversation(row), state=state)
 

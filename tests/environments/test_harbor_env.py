@@ -14,7 +14,7 @@ harbor = load("harbor_env")
 pytestmark = has_namespaces
 
 SAMPLES = Path(harbor.__file__).with_name("samples") / "harbor"
-HALF = "cd /app/logs; for file in *; do echo $file 0; done > ../errors.txt"
+HALF = "cd /app/reports; for file in *; do echo $file 0; done > ../errors.txt"
 FORGE = "mkdir -p /logs/verifier /tests; echo 1 > /logs/verifier/reward.txt; echo 1 > reward.txt"
 
 

@@ -1,3 +1,3 @@
 #!/bin/bash
-cd /app/logs
-for file in *.log; do echo "$file $(grep -c ^ERROR "$file")"; done > /app/errors.txt
+cd /app/reports
+for file in *.txt; do echo "$file $(grep -c ^ERROR "$file")"; done > /app/errors.txt

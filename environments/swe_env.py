@@ -187,7 +187,7 @@ class SWEEnv(ShellEnv):
         if self.config.mode == "patch":
             return [patches.edits_for(before, after)]
         texts = {path: "\n".join(after.get(path, [])) for path in patches.changed(before, after)}
-        write = f"python3 - <<'END'\nfor path, text in {texts!r}.items():\n"
+        write = f"python - <<'END'\nfor path, text in {texts!r}.items():\n"
         command = f"{write}    open(path, 'w').write(text)\nEND"
         call = json.dumps({"name": "shell", "arguments": {"command": command}})
         return [in_turns([f"<tool_call>\n{call}\n</tool_call>", "I repaired it."])]

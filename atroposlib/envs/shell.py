@@ -1,8 +1,9 @@
 """Run shell commands on a task's files: in sandboxes without a daemon, or in a container of an image.
 
 `Folder` runs each command in a new sandbox, to which the files are copied, and reads them back when the command has
-ended: processes, empty folders and links do not last. `Container` is one container of Docker for all commands. Both
-block: call them in a thread or a reward worker, and `close` them. Paths are relative to the working folder or absolute.
+ended: processes, empty folders and links do not last. `python` is the sandbox's interpreter. `Container` is one
+container of Docker for all commands. Both block: call them in a thread or a reward worker, and `close` them. Paths are
+relative to the working folder or absolute.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ given = json.loads(sys.stdin.read())
 captured = os.path.abspath("printed")
 os.makedirs(given["folders"][0], exist_ok=True)
 os.chdir(given["folders"][0])
+os.environ["PATH"] = os.path.dirname(sys.executable) + ":" + os.environ["PATH"]
 for path, text in given["files"].items():
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     with open(path, "w", errors="surrogateescape", newline="") as file:

@@ -105,7 +105,7 @@ def test_a_change_cannot_touch_what_decides_which_tests_run(path: str, expected:
         ("patch", [edits_for({PATH: WRONG.split("\n")}, {PATH: RIGHT.split("\n")})], 1.0),
         ("patch", [edits_for({}, {"conftest.py": ["x = 1"]})], 0.0),
         ("patch", ["<think>" + edits_for({PATH: WRONG.split("\n")}, {PATH: RIGHT.split("\n")})], 0.0),
-        ("agent", [call("sed -i 's/(count - 1)/count/' shop/cost.py; cat tests/*.py"), "Done."], 1.0),
+        ("agent", [call("sed -i 's/(count - 1)/count/' shop/cost.py; python -m pytest -q"), "Done."], 1.0),
         ("agent", [call("echo 'def test_one(): 1' > tests/test_cost.py; touch conftest.py"), "Done."], 0.0),
     ],
 )  # fmt: skip
@@ -118,6 +118,7 @@ async def test_the_tests_judge_edits_and_commands(
     shown = json.dumps(group["messages"])
     assert "test_every_one_is_counted" not in shown
     assert ("<tools>" in shown) == (mode == "agent")
+    assert ("1 passed" in shown) == ("pytest" in answers[0])
     assert env.counts["no_change"] == (score == 0.0)
 
 

@@ -7,7 +7,7 @@ set -uo pipefail
 
 # package, a program of it, the tests that need it
 packages=(
-    "bubblewrap|bwrap|tests/envs/test_sandbox.py[bubblewrap], tests/environments/test_terminal_env.py"
+    "bubblewrap|bwrap|tests/envs/test_sandbox.py[bubblewrap], tests/environments/: terminal, swe, harbor"
     "postgresql|postgres|tests of the hub's PostgreSQL store"
     "prometheus|promtool|tests/contract/test_deploy.py: the parts of the compose file as processes"
     "nginx|nginx|tests/contract/test_operating.py: a hub behind nginx"

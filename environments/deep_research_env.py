@@ -1,9 +1,9 @@
 """Research a question: search pages, read them, and answer with citations.
 
-The model has two tools, `search` and `read`, over local pages (BM25) or any other `SearchEngine`. It answers inside
-`<answer>` tags and cites the pages it read as [[Title]]. A wrong answer scores 0. A right one scores 0.5, plus up to
-0.5 for the citations: the F1 of the cited pages against those that support the answer. A page that was not read does
-not count as support.
+The model has two tools, `search` and `read`, over local pages (BM25), or with --env.search_api over the web by one of
+`SERVICES` in `atroposlib/envs/search.py`; a page's title is then its address. It answers inside `<answer>` tags and
+cites the pages it read as [[Title]]. A wrong answer scores 0. A right one scores 0.5, plus up to 0.5 for the citations:
+the F1 of the cited pages against those that support the answer. A page that was not read does not count as support.
 
 Data: the distractor setting of hotpotqa/hotpot_qa, or JSONL rows with `question`, `answer`, `supporting_facts` and
 `context` in its form; the pages are those of all rows, or of --env.pages_path (JSONL with `title` and `text`).
@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -25,7 +25,7 @@ from atroposlib.envs.answers import only_tagged, solution_of, words_of
 from atroposlib.envs.dataset_env import Split
 from atroposlib.envs.multi_turn_env import Episode, Step, in_turns
 from atroposlib.envs.rows import HubRows, read_jsonl
-from atroposlib.envs.search import LocalPages, SearchEngine
+from atroposlib.envs.search import LocalPages, SearchEngine, WebPages
 from atroposlib.envs.tool_env import ToolEnv, ToolEnvConfig, ToolFailure, tool_from
 
 ANSWER_SCORE = 0.5
@@ -52,6 +52,10 @@ class DeepResearchConfig(ToolEnvConfig):
     """Rows of each split that are used, so that the index of their pages fits into memory (10 pages a row)."""
     pages_path: str | None = None
     """JSONL file of pages with `title` and `text`; None: the pages of the rows."""
+    search_api: Literal["brave", "serper", "tavily"] | None = None
+    """Search the web by this service, with its key from the environment (BRAVE_API_KEY, ...); None: local pages."""
+    search_url: str | None = None
+    """Address of a service with the same interface; None: the service's own."""
     num_hits: int = Field(default=5, ge=1)
     """Pages that one search returns."""
 
@@ -65,7 +69,7 @@ class DeepResearchEnv(ToolEnv):
     train_data = HubRows(path="hotpotqa/hotpot_qa", config="distractor")
     eval_data = HubRows(path="hotpotqa/hotpot_qa", config="distractor", split="validation")
     engine: SearchEngine | None = None
-    """Set by a subclass to search elsewhere, for example in the web; None: local pages."""
+    """Set by a subclass to search elsewhere; None: as configured."""
     system_prompt = (
         "Research the question: search, read the pages that matter, then answer. Give the short answer inside "
         "<answer> </answer> tags, and after it cite every page that supports it as [[Title]]."
@@ -81,6 +85,8 @@ class DeepResearchEnv(ToolEnv):
         await super().setup()
         if self.engine is not None:
             self._found = self.engine
+        elif self.config.search_api is not None:
+            self._found = WebPages(self.config.search_api, url=self.config.search_url)
         elif self.config.pages_path is not None:
             pages = read_jsonl(self.config.pages_path, flag="pages_path")
             self._found = LocalPages({page["title"]: page["text"] for page in pages})

@@ -32,19 +32,9 @@ from atroposlib.envs.dataset_env import (
     Split,
     number_of,
 )
-from atroposlib.envs.patches import apply_diff, changed, similarity_of_edits
+from atroposlib.envs.patches import EDIT_FORM, apply_diff, edits_for, similarity_of_edits
 from atroposlib.envs.rows import HubRows
 
-FORM = """\
-Give only edits, in this form; SEARCH has whole lines of the file, with their indentation, and an empty SEARCH makes a
-new file:
-### path/of/the/file.py
-<<<<<<< SEARCH
-lines to replace
-=======
-new lines
->>>>>>> REPLACE
-"""
 EXAMPLE = """\
 Example of an answer, for another issue, "area() ignores the height":
 <think>The method multiplies the width by itself.</think>
@@ -145,24 +135,12 @@ class SWERLEnv(DatasetEnv):
             for path, lines in row.files.items()
         )
         example = f"\n{EXAMPLE}" if self.shows_example else ""
-        return f"Resolve this issue:\n{row.text}\n\nFiles:\n{files}\n\n{FORM}{example}"
+        return f"Resolve this issue:\n{row.text}\n\nFiles:\n{files}\n\n{EDIT_FORM}{example}"
 
     def example_answers(self, item: Issue) -> list[str]:
         """Return the real patch as edits of whole files."""
-        edits = [
-            "\n".join(
-                [
-                    f"### {path}",
-                    "<<<<<<< SEARCH",
-                    *item.files.get(path, []),
-                    "=======",
-                    *item.repaired[path],
-                    ">>>>>>> REPLACE",
-                ]
-            )
-            for path in changed(item.files, item.repaired)
-        ]
-        return ["\n".join(["<think>I see the cause.</think>", *edits])]
+        edits = edits_for(item.files, item.repaired)
+        return [f"<think>I see the cause.</think>\n{edits}"]
 
     async def roll_out(self, row: Issue, n: int, *, split: Split) -> list[Rollout]:
         """Sample answers, and count those that are cut, which `score` does not get."""

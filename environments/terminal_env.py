@@ -20,50 +20,15 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import Field
-
 from atroposlib.envs.dataset_env import Split
 from atroposlib.envs.multi_turn_env import Episode
-from atroposlib.envs.sandbox import (
-    DockerSandbox,
-    Sandbox,
-    SandboxLimits,
-    local_sandbox,
-    run_code,
-)
-from atroposlib.envs.tool_env import MalformedCall, ToolCall, ToolEnv, ToolEnvConfig
-from atroposlib.errors import ConfigError
+from atroposlib.envs.sandbox import DockerSandbox, Sandbox, SandboxLimits, local_sandbox
+from atroposlib.envs.shell import Folder
+from atroposlib.envs.shell_env import ShellEnv, ShellEnvConfig
 
-MAX_BYTES = 1 << 18
-"""Size of all files of a folder together."""
 NUM_TASKS = 2000
 """Generated training tasks."""
 WORDS = ["apple", "bridge", "candle", "forest", "harbor", "magnet", "pencil", "saddle", "velvet"]
-
-_IN_SANDBOX = """\
-import json, os, subprocess, sys
-given = json.loads(sys.stdin.read())
-os.mkdir("folder")
-os.chdir("folder")
-for path, text in given["files"].items():
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    with open(path, "w") as file:
-        file.write(text)
-with open("../printed", "wb") as printed:
-    status = subprocess.run(["sh", "-c", given["command"]], stdin=subprocess.DEVNULL, stdout=printed, stderr=printed)
-files, num_bytes = {}, 0
-for folder, _, names in os.walk("."):
-    for path in (os.path.normpath(os.path.join(folder, name)) for name in sorted(names)):
-        if os.path.isfile(path) and not os.path.islink(path):
-            num_bytes += os.path.getsize(path) + len(path)
-            if num_bytes > given["max_bytes"]:
-                sys.exit("the files are too large")
-            with open(path, encoding="utf-8", errors="replace") as file:
-                files[path] = file.read()
-with open("../printed", encoding="utf-8", errors="replace") as printed:
-    text = printed.read(given["max_bytes"])
-print(json.dumps({"printed": text, "exit_status": status.returncode, "files": files}))
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,65 +40,21 @@ class Task:
     solution: str | None = None
 
 
-class TerminalConfig(ToolEnvConfig):
+class TerminalConfig(ShellEnvConfig):
     tokenizer_name: str = "Qwen/Qwen2.5-7B-Instruct"
     group_size: int = 8
     max_token_length: int = 2048
     num_eval_rows: int = 200
-    command_timeout_s: float = Field(default=10.0, gt=0)
-    """Time limit of a command, in seconds."""
-    tool_timeout_s: float = Field(default=120.0, gt=0)
-    """Time limit of a command with the start of its sandbox, in seconds."""
     docker_image: str | None = None
     """Run commands in containers of this image, for example python:3.11-slim; None: in bubblewrap."""
 
 
-def shell(command: str, episode: Episode) -> str:
-    """Run a command with sh in the task's folder. Each call starts in that folder, with the files as they are now."""
-    given = {"files": episode.state["files"], "command": command, "max_bytes": MAX_BYTES}
-    result = run_code(
-        _IN_SANDBOX,
-        stdin=json.dumps(given),
-        limits=episode.state["limits"],
-        sandbox=episode.state["sandbox"],
-    )
-    try:
-        ended = json.loads(result.stdout)
-    except ValueError:
-        return f"Error: {reason_of(result.reason, result.stderr)}. The files are unchanged."
-    episode.state["files"] = ended["files"]
-    return f"exit status {ended['exit_status']}\n{ended['printed']}".rstrip("\n")
-
-
-def reason_of(reason: str, stderr: str) -> str:
-    """Return why a command had no result.
-
-    >>> reason_of("timeout", ""), reason_of("exit", "the files are too large\\n")
-    ('the command was stopped (timeout)', 'the files are too large')
-    """
-    last_line = stderr.strip().rpartition("\n")[2]
-    return last_line if reason == "exit" and last_line else f"the command was stopped ({reason})"
-
-
-class TerminalEnv(ToolEnv):
+class TerminalEnv(ShellEnv):
     """Several turns, reward by the state at the end."""
 
     name = "terminal"
     env_config_cls = TerminalConfig
     config: TerminalConfig
-    runs_model_code = True
-    tools = (shell,)
-    judges_text = False
-    system_prompt = "You solve tasks with the commands of a shell. When the task is done, say so."
-
-    async def setup(self) -> None:
-        """Check that a sandbox may start processes, and load the rows."""
-        if not self.is_isolated():
-            raise ConfigError(
-                "terminal: without bubblewrap a program may not start processes; install it (apt install bubblewrap) "
-                "or give --env.docker_image"
-            )
-        await super().setup()
 
     def is_isolated(self) -> bool:
         """Whether commands run in a container or in namespaces."""
@@ -170,24 +91,13 @@ class TerminalEnv(ToolEnv):
         call = json.dumps({"name": "shell", "arguments": {"command": item.solution}})
         return [f"<tool_call>\n{call}\n</tool_call>"]
 
-    def reset(self, row: Task) -> Episode:
-        """Return an episode with the task's files."""
-        limits = SandboxLimits(wall_s=self.config.command_timeout_s)
-        state = {"files": row.files, "limits": limits, "sandbox": self.sandbox()}
-        return Episode(row=row, messages=self.conversation(row), state=state)
-
-    def parse_calls(self, answer: str) -> list[ToolCall | MalformedCall]:
-        """Return the call of an answer; several are refused, because the model has not seen what the first one did."""
-        calls = super().parse_calls(answer)
-        return calls if len(calls) < 2 else [MalformedCall(reason="give one call per answer")]
-
-    def score(self, row: Task, answer: str) -> float:
-        """Return 0 for the last answer: the files decide."""
-        return 0.0
+    def machine(self, row: Task) -> Folder:
+        """Return the task's files."""
+        return Folder(row.files, sandbox=self.sandbox(), limits=SandboxLimits())
 
     def final_score(self, episode: Episode) -> float:
         """Return 1 if the folder has the files that the task asks for, else 0."""
-        return float(trimmed(episode.state["files"]) == trimmed(episode.row.wanted))
+        return float(trimmed(episode.state["machine"].files) == trimmed(episode.row.wanted))
 
 
 def trimmed(files: dict[str, str]) -> dict[str, str]:

@@ -16,6 +16,7 @@ Needs: verifiers 0.4 in an environment of its own.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,6 +27,9 @@ from atroposlib.envs.bridge import Bridge
 from atroposlib.envs.dataset_env import Split
 from atroposlib.errors import ConfigError, EnvError
 
+logger = logging.getLogger(__name__)
+
+NUM_EVALUATED = 100
 BRIDGES = Path(__file__).with_name("bridges")
 
 
@@ -34,6 +38,9 @@ class BridgedConfig(AgentEnvConfig):
 
     python: str = ""
     """Interpreter that has the library; "": this one."""
+    num_eval_rows: int = Field(default=0, ge=0)
+    """Tasks held out if the library has no evaluation split, at most half. 0: none; the first `NUM_EVALUATED` tasks are
+    trained and evaluated."""
 
 
 class BridgedEnv(AgentEnv):
@@ -42,6 +49,7 @@ class BridgedEnv(AgentEnv):
     env_config_cls = BridgedConfig
     config: BridgedConfig
     aliases = {"metrics/mean_reward": "train/mean_score"}
+    trains_on_evaluation = True
 
     script: ClassVar[str]
     """File in `bridges/` that the child loads."""
@@ -64,7 +72,15 @@ class BridgedEnv(AgentEnv):
 
     async def load_rows(self, split: Split) -> Any:
         """Start the child and return the tasks, by index and content hash."""
-        return (await self.bridge.open())[split]
+        splits = await self.bridge.open()
+        if split == "eval" and splits["eval"] is None and not self.config.num_eval_rows:
+            logger.warning(
+                "%s has no evaluation split: evaluation measures tasks that are trained; to hold some out, give "
+                "--env.num_eval_rows",
+                self.name,
+            )
+            return splits["train"][:NUM_EVALUATED]
+        return splits[split]
 
     async def run_agent(self, row: dict[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
         """Let the child run one rollout."""

@@ -40,6 +40,7 @@ SHAPES = {
     "DatasetEnv": "dataset",
     "MultiTurnEnv": "multi_turn",
     "ToolEnv": "tools",
+    "ShellEnv": "tools",
     "JudgeEnv": "judge",
     "AgentEnv": "agent",
     "VerifiedMathEnv": "dataset",

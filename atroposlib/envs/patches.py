@@ -14,6 +14,18 @@ from typing import NamedTuple, TypeAlias
 Files: TypeAlias = Mapping[str, Sequence[str]]
 """Path -> lines."""
 
+EDIT_FORM = """\
+Give only edits, in this form; SEARCH has whole lines of the file, with their indentation, and an empty SEARCH makes a
+new file:
+### path/of/the/file.py
+<<<<<<< SEARCH
+lines to replace
+=======
+new lines
+>>>>>>> REPLACE
+"""
+"""How to write edits, for a prompt."""
+
 _FILE_DIFF = re.compile(r"^--- (?:a/)?(\S+).*\n\+\+\+ (?:b/)?(\S+).*\n(?=@@)", re.MULTILINE)
 _HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+\d+(?:,(\d+))? @@")
 
@@ -35,6 +47,17 @@ def apply_diff(files: Files, diff: str) -> dict[str, list[str]]:
         result = _apply_hunks(before, hunks.split("\n"))
         after[old if new == "/dev/null" else new] = result
     return after
+
+
+def patched(texts: Mapping[str, str], diff: str) -> dict[str, str]:
+    """Return texts after a unified diff; ValueError if it does not apply."""
+    after = apply_diff(lines_of(texts), diff)
+    return {path: "\n".join(lines) for path, lines in after.items()}
+
+
+def lines_of(texts: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return the lines of texts; joined by newlines they are the texts."""
+    return {path: text.split("\n") for path, text in texts.items()}
 
 
 def _apply_hunks(before: Sequence[str], lines: Sequence[str]) -> list[str]:
@@ -107,6 +130,32 @@ def apply_edits(files: Files, text: str) -> dict[str, list[str]] | None:
             return None
         lines[place : place + len(search)] = replacement
     return after if changed(files, after) else None
+
+
+def edits_for(before: Files, after: Files) -> str:
+    """Return the edits of whole files that make `after` of `before`."""
+    return "\n".join(
+        "\n".join(
+            [
+                f"### {path}",
+                "<<<<<<< SEARCH",
+                *before.get(path, []),
+                "=======",
+                *after.get(path, []),
+                ">>>>>>> REPLACE",
+            ]
+        )
+        for path in changed(before, after)
+    )
+
+
+def paths_of(diff: str) -> list[str]:
+    """Return the paths that a unified diff changes.
+
+    >>> paths_of("--- a/x\\n+++ b/x\\n@@ -1 +1 @@\\n-a\\n+b\\n--- /dev/null\\n+++ b/y\\n@@ -0,0 +1 @@\\n+c\\n")
+    ['x', 'y']
+    """
+    return sorted({path for pair in _FILE_DIFF.findall(diff) for path in pair} - {"/dev/null"})
 
 
 def _place_of(search: Sequence[str], lines: Sequence[str]) -> int | None:

@@ -189,9 +189,17 @@ def hide_if_programs_share_the_user() -> None:
 class BubblewrapSandbox:
     """Runs programs in separate namespaces."""
 
-    def __init__(self, program: str = "bwrap", *, has_proc: bool = True) -> None:
+    def __init__(
+        self, program: str = "bwrap", *, has_proc: bool = True, folders: Sequence[str] = ()
+    ) -> None:
+        """`folders`: absolute paths that are writable besides /tmp, each of its size."""
         self._program = program
-        self._proc = ["--proc", "/proc"] if has_proc else []
+        self._has_proc = has_proc
+        self._folders = folders
+
+    def with_folders(self, *folders: str) -> BubblewrapSandbox:
+        """Return such a sandbox with more folders in memory."""
+        return BubblewrapSandbox(self._program, has_proc=self._has_proc, folders=folders)
 
     def run(self, source: str, *, stdin: str, limits: SandboxLimits) -> SandboxResult:
         # RLIMIT_NPROC does not apply to root, not even in a user namespace: the program switches to another user.
@@ -213,7 +221,13 @@ class BubblewrapSandbox:
             # Before the bindings: the interpreter may be below /tmp.
             *("--perms", "1777", "--size", size, "--tmpfs", "/tmp"),
             *_bindings(readable),
-            *(*self._proc, "--dev", "/dev", "--perms", "1777", "--size", size),
+            *(
+                option
+                for path in self._folders
+                for option in ("--perms", "1777", "--size", size, "--tmpfs", path)
+            ),
+            *(["--proc", "/proc"] if self._has_proc else []),
+            *("--dev", "/dev", "--perms", "1777", "--size", size),
             # The two file systems that bubblewrap makes are as large as half the memory.
             *("--tmpfs", "/dev/shm", "--remount-ro", "/dev", "--remount-ro", "/"),
         ]

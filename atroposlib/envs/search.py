@@ -1,21 +1,35 @@
-"""Search engines for tools: the interface, and BM25 over pages in memory.
+"""Search engines for tools: the interface, BM25 over pages in memory, and search services with pages of the web.
 
-Environments take any `SearchEngine`, so that a live one can replace the local pages.
+What a page says is data of unknown authors: it is bounded, is returned to the model as a tool's result, and only pages
+that a search has found can be read, and none of private networks.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import heapq
+import ipaddress
 import math
+import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from html.parser import HTMLParser
+from typing import Any, NamedTuple, Protocol
+
+import httpx
+
+from atroposlib.errors import ConfigError, EnvError
 
 _K1, _B = 1.5, 0.75
 """Usual constants of BM25: Robertson and Zaragoza, The Probabilistic Relevance Framework, 2009."""
 _EXCERPT_CHARS = 200
+_MAX_PAGE_BYTES = 1 << 21
+_MAX_REDIRECTS = 3
+_MAX_KNOWN_PAGES = 100_000
+_TIMEOUT_S = 20.0
+"""Of connecting, and of each read of a reply."""
 
 
 class Hit(NamedTuple):
@@ -69,3 +83,140 @@ class LocalPages:
 
 def _words(text: str) -> list[str]:
     return re.findall(r"\w+", text.lower())
+
+
+class Service(NamedTuple):
+    """An API that searches the web."""
+
+    url: str
+    method: str
+    key: tuple[str, str, str]
+    """Environment variable, header, and what the header has before the key."""
+    asked: tuple[str, str]
+    """Parameters: the query, and the number of hits."""
+    results: str
+    """Where the list of hits is in the reply."""
+    fields: tuple[str, str, str]
+    """Of a hit: its address, title and excerpt."""
+
+
+SERVICES = {
+    "brave": Service(
+        "https://api.search.brave.com/res/v1/web/search", "GET",
+        ("BRAVE_API_KEY", "X-Subscription-Token", ""),
+        ("q", "count"), "web.results", ("url", "title", "description"),
+    ),
+    "serper": Service(
+        "https://google.serper.dev/search", "POST", ("SERPER_API_KEY", "X-API-KEY", ""),
+        ("q", "num"), "organic", ("link", "title", "snippet"),
+    ),
+    "tavily": Service(
+        "https://api.tavily.com/search", "POST", ("TAVILY_API_KEY", "Authorization", "Bearer "),
+        ("query", "max_results"), "results", ("url", "title", "content"),
+    ),
+}  # fmt: skip
+
+
+class WebPages:
+    """Pages of the web, found by one of `SERVICES`; a hit's title is its address."""
+
+    def __init__(
+        self, service: str, *, url: str | None = None, allows_private: bool = False
+    ) -> None:
+        """Read the key; ConfigError without one.
+
+        `url` replaces the service's. `allows_private`: also read pages of private networks.
+        """
+        self._service = SERVICES[service]
+        self._url = url or self._service.url
+        self._allows_private = allows_private
+        self._known: dict[str, None] = {}
+        self._variable, header, prefix = self._service.key
+        if not (key := os.environ.get(self._variable)):
+            raise ConfigError(f"search by {service} needs its key in {self._variable}")
+        self._headers = {header: f"{prefix}{key}"}
+
+    async def search(self, query: str, *, limit: int) -> list[Hit]:
+        """See `SearchEngine`. EnvError if the service refuses the key."""
+        service = self._service
+        asked = dict(zip(service.asked, (query, str(limit)), strict=True))
+        sent = {"params" if service.method == "GET" else "json": asked}
+        async with httpx.AsyncClient(timeout=_TIMEOUT_S, headers=self._headers) as client:
+            request: Any = functools.partial(client.request, service.method, self._url)
+            reply = await request(**sent)
+        if reply.status_code in (401, 403):
+            raise EnvError(f"{self._url} refuses the key of {self._variable}")
+        found = reply.raise_for_status().json()
+        for name in service.results.split("."):
+            found = found.get(name) or {}
+        hits = [[str(each.get(name, "")) for name in service.fields] for each in [*found][:limit]]
+        self._known |= dict.fromkeys(address for address, _, _ in hits)
+        while len(self._known) > _MAX_KNOWN_PAGES:
+            del self._known[next(iter(self._known))]
+        return [Hit(address, f"{title}: {text}"[:500]) for address, title, text in hits]
+
+    async def read(self, title: str) -> str:
+        """Return the text of a page that was found; KeyError for another one, or one of a private network."""
+        if title not in self._known:
+            raise KeyError(title)
+        url = httpx.URL(title)
+        async with httpx.AsyncClient(timeout=_TIMEOUT_S) as client:
+            for _ in range(_MAX_REDIRECTS + 1):
+                await self._check_public(url)
+                async with client.stream("GET", url) as reply:
+                    if reply.has_redirect_location:
+                        url = url.join(reply.headers["location"])
+                        continue
+                    reply.raise_for_status()
+                    received = bytearray()
+                    async for chunk in reply.aiter_bytes():
+                        received += chunk
+                        if len(received) > _MAX_PAGE_BYTES:
+                            break
+                    kind = reply.headers.get("content-type", "")
+                    if not kind.startswith(("text/", "application/json", "application/xhtml")):
+                        raise ValueError(f"{title} is no text: {kind}")
+                    page = bytes(received).decode(reply.encoding or "utf-8", "replace")
+                    return text_of_page(page) if "html" in kind else page
+        raise KeyError(f"{title} has more than {_MAX_REDIRECTS} redirects")
+
+    async def _check_public(self, url: httpx.URL) -> None:
+        if url.scheme not in ("http", "https"):
+            raise KeyError(str(url))
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(url.host, url.port or 0)
+        addresses = [ipaddress.ip_address(str(each[4][0]).partition("%")[0]) for each in found]
+        if not self._allows_private and not all(each.is_global for each in addresses):
+            raise KeyError(f"{url} is in a private network")
+
+
+class _Text(HTMLParser):
+    """Collects the visible text of a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: list[str] = []
+        self._hidden = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag in ("script", "style", "noscript", "template") and not self._hidden:
+            self._hidden = tag
+
+    def handle_endtag(self, tag: str) -> None:
+        self._hidden = "" if tag == self._hidden else self._hidden
+
+    def handle_data(self, data: str) -> None:
+        if not self._hidden and data.strip():
+            self.parts.append(" ".join(data.split()))
+
+
+def text_of_page(html: str) -> str:
+    """Return the visible text of a page.
+
+    >>> text_of_page("<title>T</title><script>x</script><p>a &amp; <b>b</b></p>")
+    'T\\na &\\nb'
+    """
+    parser = _Text()
+    parser.feed(html)
+    parser.close()
+    return "\n".join(parser.parts)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 from atroposlib.environments.verifiers_env import VerifiersV1Env
 from atroposlib.environments.verifiers_server import VerifiersEnv
+from fastapi import FastAPI
 
 from atroposlib.envs.collecting import close
 from atroposlib.errors import EnvError
 from atroposlib.inference.harness import HarnessRequest
 from atroposlib.runtime.process import process
+from tests.api.helpers_api import serving as serving_api
 from tests.bridges.helpers_bridges import TASKS, checked, python_of
 from tests.environments.helpers_environments import logged, make_env
 from tests.envs.helpers_envs import trained_texts
@@ -97,7 +101,7 @@ async def test_v1_rollouts_leave_no_open_file(monkeypatch: pytest.MonkeyPatch) -
     env = make_v1(monkeypatch)
     await env.setup()
     counts = []
-    for row in env.train_rows:
+    for row in env.train_rows[:3]:
         await env.collect_trajectories(row)
         counts.append(num_open_files(os.getpid()))
     await close(env)
@@ -213,3 +217,78 @@ async def test_an_old_rubric_judges_the_rollouts_of_a_group_against_each_other(
     await close(env)
     # Half of the answers are one character longer than the others.
     assert sorted(group["scores"]) == [0.25, 0.25, 2.0, 2.0]
+
+
+OWN_RUNNER = """
+import asyncio, inspect, json, sys
+import verifiers as vf
+from openai import AsyncOpenAI
+
+async def main():
+    env = vf.load_environment("repeat-words-old")
+    kind = getattr(vf, "OpenAIChatCompletionsClient", lambda connection: connection)
+    client = kind(AsyncOpenAI(base_url=sys.argv[1], api_key="none"))
+    found = await env.evaluate(client, "m", num_examples=6, rollouts_per_example=1)
+    outputs = found["outputs"] if "outputs" in found else found["state"]
+    print(json.dumps({each["prompt"][-1]["content"]: each["reward"] for each in outputs}))
+
+asyncio.run(main())
+"""
+
+
+def spoken(asked: str, seen: str | None) -> str | None:
+    """Return the final answer to a question after the tool's result, with a mistake for some words; None: call it."""
+    return None if seen is None else seen + "." * (int(asked.rstrip(".")[-1]) % 3 == 1)
+
+
+def model_api() -> FastAPI:
+    """Imitate an engine that calls the tool, then gives its result."""
+    app = FastAPI()
+
+    @app.post("/chat/completions")
+    async def answer(body: dict[str, Any]) -> Any:
+        messages = body["messages"]
+        asked = next(each["content"] for each in messages if each["role"] == "user")
+        seen = next((each["content"] for each in messages if each["role"] == "tool"), None)
+        message: dict[str, Any] = {"role": "assistant", "content": spoken(asked, seen)}
+        if seen is None:
+            arguments = json.dumps({"word": asked.rstrip(".").split()[1]})
+            function = {"name": "spell", "arguments": arguments}
+            message["tool_calls"] = [{"id": "c", "type": "function", "function": function}]
+        reason = "tool_calls" if seen is None else "stop"
+        choice = {"index": 0, "message": message, "finish_reason": reason}
+        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+        kind = "chat.completion"
+        return {
+            "id": "i", "object": kind, "created": 0, "model": "m", "choices": [choice], "usage": usage
+        }  # fmt: skip
+
+    return app
+
+
+@OLD
+async def test_rewards_of_an_old_environment_are_those_of_its_own_runner(
+    monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    def respond(request: HarnessRequest) -> str:
+        asked = re.search(r"Spell (\w+)", request.prompt)
+        seen = re.search(r"<tool>([\w-]+)", request.prompt)
+        assert asked
+        return spoken(asked[1], seen[1] if seen else None) or use_the_tool(request)
+
+    env = make_old(monkeypatch, version)
+    env.server.servers[0].respond = respond
+    env.config.group_size = 1
+    await env.setup()
+    ours = []
+    for row in env.train_rows:
+        group, _ = await env.collect_trajectories(row)
+        ours += group["scores"]
+    await close(env)
+    with serving_api(model_api()) as url:
+        command = [python_of(version), "-c", OWN_RUNNER, url]
+        ran = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    theirs = json.loads(ran.stdout.splitlines()[-1])
+    assert ours == [theirs[f"Spell word{i}."] for i in range(6)]
+    assert sorted(ours) == [0.0, 0.0, 2.0, 2.0, 2.0, 2.0]

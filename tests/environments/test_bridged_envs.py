@@ -40,7 +40,7 @@ async def bridge(**settings):
         return {"reward": reward, "metrics": {"given": len(more)}, "answer": answer}
 
     rows = [{"index": i} for i in range(4)]
-    yield {"train": rows, "eval": rows[:1]}, {"rollout": rollout}
+    yield {"train": rows, "eval": EVAL}, {"rollout": rollout}
 """
 
 
@@ -48,13 +48,26 @@ async def bridge(**settings):
 def bridged(started: Any, tmp_path: Path) -> Any:
     """Start an environment whose other side is `THEIR_SIDE`."""
     path = tmp_path / "their_side.py"
-    path.write_text(THEIR_SIDE)
 
-    def start(base: Any, respond: Any, **settings: Any) -> Any:
+    def start(base: Any, respond: Any, *, own: str = "rows[:1]", **settings: Any) -> Any:
+        path.write_text(THEIR_SIDE.replace("EVAL", own))
         env_cls = type(base.__name__, (base,), {"script": str(path), "__module__": base.__module__})
         return started(env_cls, respond, weight_version="1", group_size=4, **settings)
 
     return start
+
+
+@pytest.mark.parametrize(
+    ("num_eval_rows", "own", "num_trained", "num_evaluated"),
+    [(0, "None", 4, 4), (1, "None", 3, 1), (0, "rows[:1]", 4, 1)],
+)
+async def test_without_an_evaluation_split_every_task_is_trained(
+    bridged: Any, num_eval_rows: int, own: str, num_trained: int, num_evaluated: int
+) -> None:
+    env = await bridged(
+        VerifiersV1Env, lambda r: "", own=own, taskset="x", num_eval_rows=num_eval_rows
+    )
+    assert (len(env.train_rows), len(env.eval_rows)) == (num_trained, num_evaluated)
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,8 @@ class Case:
     """Score of a perfect answer."""
     starts_processes: bool = False
     """Whether its sandboxed programs start processes, which needs bubblewrap."""
+    num_items: int = NUM_ITEMS
+    """Items in the test of the rewards. Few: its grader runs tests, for seconds, and `check` is its only drill."""
     has_rule: bool = True
     """Whether it builds on `DatasetEnv`, a fixed rule, not a judge, scores, and a perfect player always wins."""
 
@@ -136,6 +138,18 @@ CASES = [
     ),
     Case("swe_rl_env"),
     Case("terminal_env", settings={"max_turns": 1, "num_eval_rows": 30}, starts_processes=True),
+    Case(
+        "swe_env",
+        settings={"dataset_path": "sample", "mode": "patch"},
+        starts_processes=True,
+        num_items=1,
+    ),
+    Case(
+        "harbor_env",
+        settings={"dataset_path": "sample", "runs_in": "sandbox", "max_turns": 2},
+        starts_processes=True,
+        num_items=1,
+    ),
     Case("instruction_following_algorithm_environment"),
     Case(
         "pydantic_schema_following_environment.pydantic_schema_following_environment",
@@ -233,6 +247,12 @@ CASES = [
 
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.module, indirect=True)
+every_fast_case = pytest.mark.parametrize(
+    "case",
+    [case for case in CASES if case.num_items == NUM_ITEMS],
+    ids=lambda case: case.module,
+    indirect=True,
+)
 every_rule = pytest.mark.parametrize(
     "case", [case for case in CASES if case.has_rule], ids=lambda case: case.module, indirect=True
 )
@@ -286,10 +306,10 @@ def list_all(env: Any, item: Any, request: HarnessRequest) -> str:
     return "\n".join(sorted(answers, key=len))
 
 
-async def scores_of(env: Any) -> list[float]:
+async def scores_of(env: Any, num_items: int) -> list[float]:
     """Return the scores of one group for each of a few items; answers that were too short to train on are missing."""
     found: list[float] = []
-    for _ in range(NUM_ITEMS):
+    for _ in range(num_items):
         await env.collect_trajectories(await env.get_next_item())
         found += env.train_scores
         env.train_scores = []
@@ -338,7 +358,7 @@ def test_check_finds_no_fault(case: Case, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.drill
-@every_case
+@every_fast_case
 async def test_process_writes_groups_that_pass_the_strict_gate_and_replay(
     case: Case, made: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -363,7 +383,7 @@ async def test_process_writes_groups_that_pass_the_strict_gate_and_replay(
 
 
 @pytest.mark.drill
-@every_case
+@every_fast_case
 async def test_serve_feeds_a_hub_and_evaluates(
     case: Case, made: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -388,9 +408,9 @@ async def test_a_right_answer_gets_the_best_score_and_a_cheap_trick_next_to_noth
     policy = case.perfect
     env = made(lambda env, item, request: policy(env, item, request), group_size=2)
     await env.setup()
-    assert await scores_of(env) == [case.best] * (2 * NUM_ITEMS)
+    assert await scores_of(env, case.num_items) == [case.best] * (2 * case.num_items)
     for policy in (empty, echo, noise, list_all):
-        scores = await scores_of(env)
+        scores = await scores_of(env, case.num_items)
         num_successes = sum(score >= env.success_score for score in scores)
         assert num_successes <= len(scores) // 4, policy.__name__
 
@@ -438,6 +458,7 @@ STEPPED_IN_EVERY_RUN = (
     [
         pytest.param(case, marks=() if case.module in STEPPED_IN_EVERY_RUN else pytest.mark.drill)
         for case in CASES
+        if case.num_items == NUM_ITEMS
     ],
     ids=lambda case: case.module,
     indirect=True,

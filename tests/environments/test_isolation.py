@@ -1,6 +1,7 @@
 """`--require-isolation`: no command starts that would run a model's program without namespaces or a container."""
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -100,13 +101,13 @@ def test_an_evaluation_that_is_continued_still_requires_it(unset: None, tmp_path
 
 
 def test_every_environment_that_uses_a_sandbox_announces_it() -> None:
-    """Those of this repository; `judge_program` and `run_code` start the programs."""
+    """Those of this repository; `judge_program`, `run_code` and `ShellEnv` start the programs."""
     users = {
         path.stem: f"{path.parent.relative_to(ENVIRONMENTS)}.{path.stem}".replace("/", ".").lstrip(
             "."
         )
         for path in ENVIRONMENTS.rglob("*.py")
-        if {"run_code", "judge_program"} & set(path.read_text().replace("(", " ").split())
+        if {"run_code", "judge_program", "ShellEnv"} & set(re.findall(r"\w+", path.read_text()))
     }
     assert len(users) >= 4
     for name in users.values():

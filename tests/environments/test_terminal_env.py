@@ -1,7 +1,10 @@
 """Commands in the sandbox of an episode: what they leave, and what the files at the end earn."""
 
+import asyncio
 import json
 import random
+import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -88,6 +91,28 @@ async def test_without_a_sandbox_that_starts_processes_setup_says_what_to_instal
     monkeypatch.setattr(hooks, "local_sandbox", ProcessSandbox)
     with pytest.raises(ConfigError, match="apt install bubblewrap"):
         await started(terminal.TerminalEnv)
+
+
+@has_namespaces
+async def test_a_machine_that_starts_while_its_episode_is_cancelled_is_closed(
+    started: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env = await started(terminal.TerminalEnv, dataset_path=None, num_eval_rows=0)
+    may_start, closed = threading.Event(), []
+
+    def machine(row: Any) -> Any:
+        may_start.wait(10)
+        return SimpleNamespace(close=lambda: closed.append(row))
+
+    monkeypatch.setattr(env, "machine", machine)
+    starting = asyncio.ensure_future(env.reset(env.train_rows[0]))
+    await asyncio.sleep(0)
+    starting.cancel()
+    await asyncio.sleep(0)
+    may_start.set()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert closed == [env.train_rows[0]]
 
 
 def test_generated_tasks_are_not_solved_from_the_start() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from atroposlib.envs.gold_calls import call_matches
 from atroposlib.envs.search import LocalPages
-from atroposlib.envs.tool_env import MalformedCall, ToolCall
+from atroposlib.envs.tool_env import MalformedCall, ToolCall, ToolFailure
 from atroposlib.errors import ConfigError
 from atroposlib.inference.harness import HarnessRequest
 from atroposlib.scored_data import Strictness, check_group
@@ -461,6 +461,18 @@ async def test_research_searches_reads_and_answers(started: Any) -> None:
     assert page == row.pages[title]
     assert missing == "Error: there is no page '?'; search for it"
     assert rollout.outcome == pytest.approx(0.5 + 0.5 * 2 / 3)
+
+
+async def test_a_search_service_replaces_the_local_pages(
+    started: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("BRAVE_API_KEY", raising=False)
+    with pytest.raises(ConfigError, match="BRAVE_API_KEY"):
+        await started(research.DeepResearchEnv, search_api="brave")
+    monkeypatch.setenv("BRAVE_API_KEY", "k")
+    env = await started(research.DeepResearchEnv, search_api="brave")
+    with pytest.raises(ToolFailure, match="no page"):
+        await env.read("Seine", None)
 
 
 def test_space_around_an_expected_answer_does_not_count(made: Any) -> None:

@@ -1,10 +1,15 @@
-"""BM25 over pages in memory."""
+"""BM25 over pages in memory, and search services with pages, imitated by a server on the loopback."""
 
 import asyncio
+import json
+from typing import Any
 
 import pytest
+from fastapi import FastAPI, Request, Response
 
-from atroposlib.envs.search import LocalPages
+from atroposlib.envs.search import SERVICES, LocalPages, WebPages
+from atroposlib.errors import ConfigError, EnvError
+from tests.api.helpers_api import serving
 
 PAGES = LocalPages(
     {
@@ -40,3 +45,75 @@ async def test_a_search_does_not_block_the_event_loop() -> None:
     await asyncio.sleep(0)
     assert not search.done()
     assert [hit.title for hit in await search] == ["Trout"]
+
+
+REPLIES: dict[str, Any] = {
+    "brave": lambda hits: {"web": {"results": [{"url": u, "title": t, "description": e} for u, t, e in hits]}},
+    "serper": lambda hits: {"organic": [{"link": u, "title": t, "snippet": e} for u, t, e in hits]},
+    "tavily": lambda hits: {"results": [{"url": u, "title": t, "content": e} for u, t, e in hits]},
+}  # fmt: skip
+KEYS = {
+    "brave": ("x-subscription-token", "the-key"),
+    "serper": ("x-api-key", "the-key"),
+    "tavily": ("authorization", "Bearer the-key"),
+}
+WORDS = {"brave": ("q", "count"), "serper": ("q", "num"), "tavily": ("query", "max_results")}
+
+
+def web(service: str) -> FastAPI:
+    """Imitate a service, and the pages that it finds."""
+    app = FastAPI()
+
+    async def search(request: Request) -> Any:
+        header, key = KEYS[service]
+        if request.headers.get(header) != key:
+            return Response(status_code=401)
+        body = await request.body()
+        asked = json.loads(body) if body else dict(request.query_params)
+        query, limit = (asked[name] for name in WORDS[service])
+        names = ["page", "moved", "loop", "picture", "endless", "more"]
+        return REPLIES[service](
+            [(f"{request.base_url}{name}", query, f"{limit} " + "x" * 999) for name in names]
+        )
+
+    app.add_api_route("/search", search, methods=[SERVICES[service].method])
+    page = "<html><script>no()</script><h1>Heron</h1><p>It eats <b>fish</b>.</p></html>"
+    app.get("/page")(lambda: Response(page, media_type="text/html"))
+    app.get("/moved")(lambda: Response(status_code=302, headers={"location": "/page"}))
+    app.get("/loop")(lambda: Response(status_code=302, headers={"location": "/loop"}))
+    app.get("/picture")(lambda: Response(b"\x89PNG", media_type="image/png"))
+    app.get("/endless")(lambda: Response("x" * (3 << 20), media_type="text/plain"))
+    return app
+
+
+@pytest.mark.parametrize("service", SERVICES)
+async def test_a_service_finds_pages_and_only_those_can_be_read(
+    service: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variable = SERVICES[service].key[0]
+    monkeypatch.delenv(variable, raising=False)
+    with pytest.raises(ConfigError, match=variable):
+        WebPages(service)
+    with serving(web(service)) as url:
+        monkeypatch.setenv(variable, "the-key")
+        pages = WebPages(service, url=f"{url}/search", allows_private=True)
+        with pytest.raises(KeyError):
+            await pages.read(f"{url}/page")
+        hits = await pages.search("heron", limit=5)
+        assert [hit.title for hit in hits][:2] == [f"{url}/page", f"{url}/moved"]
+        assert len(hits) == 5
+        assert hits[0].excerpt.startswith("heron: 5 xx")
+        assert len(hits[0].excerpt) == 500
+        for name in ("page", "moved"):
+            assert await pages.read(f"{url}/{name}") == "Heron\nIt eats\nfish\n."
+        assert len(await pages.read(f"{url}/endless")) < 5 << 19
+        for name, error in (("loop", KeyError), ("picture", ValueError), ("more", KeyError)):
+            with pytest.raises(error):
+                await pages.read(f"{url}/{name}")
+        private = WebPages(service, url=f"{url}/search")
+        await private.search("heron", limit=5)
+        with pytest.raises(KeyError, match="private network"):
+            await private.read(f"{url}/page")
+        monkeypatch.setenv(variable, "another")
+        with pytest.raises(EnvError, match=variable):
+            await WebPages(service, url=f"{url}/search").search("heron", limit=5)

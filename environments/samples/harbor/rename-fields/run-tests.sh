@@ -1,0 +1,2 @@
+#!/bin/bash
+cmp /app/people.csv "$TEST_DIR/people.csv"

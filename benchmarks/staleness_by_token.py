@@ -52,7 +52,7 @@ from example_trainer.step import data_options, take_step
 
 ARMS = ("group", "token", "none")
 GROUPS_PER_STEP = 4
-LETTERS = "abcdefghij"
+LETTERS = "abcd"
 WORK = "0123456789+=klmnopqrstuv"
 """What an answer begins with."""
 SHORT, LONG, LONG_SHARE, EASY_SHARE = 4, 240, 0.1, 0.6
@@ -216,7 +216,7 @@ def run(setting: Setting, model: Path, *, arm: str, clock: int, seed: int) -> Ru
     """Sample and take steps until the clock has decoded so many tokens."""
     began_s = time.process_time()
     settings = TRAINER_RECIPE | {"model_name": model, "num_steps": clock, "seed": seed}
-    settings |= {"device": "cpu", "threads": 1, "seq_len": LONG + SHORT, "lr": 3e-4}
+    settings |= {"device": "cpu", "threads": 1, "seq_len": LONG + SHORT, "lr": 1e-3}
     flags = [f"--{name}={value}" for name, value in settings.items()]
     config = parse_flags(TrainerConfig, flags, prog="staleness_by_token")
     policy = load_policy(config)

@@ -347,7 +347,7 @@ def _without_old(row: Row, oldest: int) -> Row:
     is_usable_N = (row.versions >= oldest) | (row.versions == UNKNOWN_VERSION)
     if row.is_supervised or is_usable_N.all():
         return row
-    names = "trained labels sampled_logprobs advantages ref_logprobs versions".split()
+    names = ["trained", "labels", "sampled_logprobs", "advantages", "ref_logprobs", "versions"]
     kept: dict[str, Any] = {
         name: None if values is None else values[is_usable_N]
         for name in names

@@ -3,10 +3,10 @@
 A belief about an item is the decayed number of its solved and unsolved answers, a Beta posterior of its success rate p.
 A group of G answers has a gradient only if its scores differ; with right and wrong answers that happens with the
 probability 1 - p^G - (1-p)^G. As in MoPPS (Qu et al. 2025, arXiv 2507.04632), p is drawn from the posterior of each of
-some random candidates, and the item with the highest probability is asked. Every tenth item comes from a fixed order,
-so the next N*10 items have each of N items at least once. The choice is a function of the beliefs, the seed and the
-number of the item: a restart with the same beliefs continues it. Processes of one run keep their own. Off by default:
-`benchmarks/README.md` says why.
+some random candidates; the item with the highest probability is asked (in MoPPS the one with p nearest to 0.5). Every
+tenth item comes from a fixed order, so the next N*10 items have each of N items at least once. The choice is a function
+of the beliefs, the seed and the number of the item: a restart with the same beliefs continues it. Processes of one run
+keep their own. Off by default: `benchmarks/README.md` says why.
 """
 
 from __future__ import annotations

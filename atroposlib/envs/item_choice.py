@@ -3,9 +3,10 @@
 A belief about an item is the decayed number of its solved and unsolved answers, a Beta posterior of its success rate p.
 A group of G answers has a gradient only if its scores differ; with right and wrong answers that happens with the
 probability 1 - p^G - (1-p)^G. As in MoPPS (Qu et al. 2025, arXiv 2507.04632), p is drawn from the posterior of each of
-some random candidates, and the item with the highest probability is asked. Every tenth item comes from a fixed order,
-so the next N*10 items have each of N items at least once. The choice is a function of the beliefs, the seed and the
-number of the item: a restart with the same beliefs continues it. Processes of one run keep their own.
+some random candidates; the item with the highest probability is asked (in MoPPS the one with p nearest to 0.5). Every
+tenth item comes from a fixed order, so the next N*10 items have each of N items at least once. The choice is a function
+of the beliefs, the seed and the number of the item: a restart with the same beliefs continues it. Processes of one run
+keep their own. Off by default: `benchmarks/README.md` says why.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ Beliefs: TypeAlias = dict[str, list[float]]
 """[solved, unsolved] answers by class (of one item, or of several that the author names), older ones counted less."""
 
 KEPT = 0.6
-"""Share of the counts that remains at the next group: the policy changes. 0.5 to 0.7 did equally well."""
+"""Share of the counts that remains at the next group: the policy changes."""
 NUM_CANDIDATES = 12
 PLAIN_EVERY = 10
 """One in so many items comes from the fixed order."""

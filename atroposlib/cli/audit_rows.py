@@ -44,7 +44,7 @@ async def audit_file(path: Path, *, env: EnvHooks | None, success_score: float) 
             await stack.enter_async_context(Replayer(env, rows=stored))
         for number, row in enumerate(rows_of(path), start=1):
             version, gold = row.get("policy_version"), row.get("gold_answer")
-            at = {
+            at: dict[str, Any] = {
                 "step": version if isinstance(version, int) else number,
                 "group": str(row.get("group_id") or f"line {number}"),
             }

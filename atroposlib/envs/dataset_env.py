@@ -837,7 +837,8 @@ class DatasetEnv(BaseEnv):
 
     async def _probe(self, row: Row, answer: str) -> Outcome:
         """Judge an answer that no model gave: it counts nowhere, and is judged in a process of its own."""
-        return await self._aside(self._score_of, row, answer)
+        outcome: Outcome = await self._aside(self._score_of, row, answer)
+        return outcome
 
     async def _aside(self, hook: Callable[..., Any], *args: Any) -> Any:
         """Call a hook so that it counts nowhere; return a `RewardFailure` if it raises."""
@@ -964,7 +965,7 @@ class DatasetEnv(BaseEnv):
     ) -> list[Outcome]:
         """Show a judged group to the audit; return the outcomes, without those that `on_suspicion` drops."""
         audit, kept = self.audit, list(outcomes)
-        at = {"step": self.curr_step, "group": group_id}
+        at: dict[str, Any] = {"step": self.curr_step, "group": group_id}
         answers = [_judged(*each) for each in zip(rollouts, outcomes, strict=True)]
         gold = await self._aside(self.gold_answer, row) or None
         found = audit.note(answers, item=str(id(row)), gold=gold, **at)

@@ -255,12 +255,11 @@ class Items:
         """Return how many items in flight are over age (`capacity.py`), by what they wait for."""
         status = self._link.status
         step_s = None if status is None else status.trainer_step_s
-        bound_s = max_age_s(self._env.config.max_batches_offpolicy, step_s)
-        began_before = time.monotonic() - bound_s
+        bound_s, now = max_age_s(self._env.config.max_batches_offpolicy, step_s), time.monotonic()
         return Counter(
             "an engine" if work.notes and work.notes.num_asking else "its own code"
             for work in self._work.values()
-            if work.began_at < began_before
+            if now - work.began_at > bound_s
         )
 
     # Starting

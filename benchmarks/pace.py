@@ -97,9 +97,9 @@ def measure(case: Case, num_steps: int = 36) -> list[str]:
         staleness: list[int] = []
         waited_s = began = 0.0
         for step in range(num_steps):
-            asked = time.monotonic()
             if step == num_steps // 3:
-                staleness, waited_s, began = [], 0.0, asked
+                staleness, waited_s, began = [], 0.0, time.monotonic()
+            asked = time.monotonic()
             while (batch := trainer.lease_batch(wait_s=10.0)) is None:
                 assert environment.poll() is None, env_log.read_text()[-2000:]
             waited_s += time.monotonic() - asked
@@ -107,10 +107,10 @@ def measure(case: Case, num_steps: int = 36) -> list[str]:
             time.sleep(case.steps_s[step % len(case.steps_s)])
             trainer.ack(batch)
             trainer.publish_policy(step + 1)
-        total_s = time.monotonic() - began
+        waits = waited_s / (time.monotonic() - began)
         ledger = httpx.get(f"{hub.base_url}/ledger").raise_for_status().json()
     expired = ledger["expired"] / (ledger["expired"] + ledger["trained"])
-    return [f"{waited_s / total_s:.0%}", f"{statistics.fmean(staleness):.2f}", f"{expired:.0%}"]
+    return [f"{waits:.0%}", f"{statistics.fmean(staleness):.2f}", f"{expired:.0%}"]
 
 
 if __name__ == "__main__":

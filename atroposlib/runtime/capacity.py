@@ -132,7 +132,7 @@ def num_wanted(load: Load) -> int:
     if load.demand is None or load.batch_size <= 0:
         return max(0, min(load.max_workers, _staleness_bound(load)))
     young = min(_wanted(load, load.demand), _staleness_bound(load))
-    return max(0, min(load.max_workers, max(0, young) + num_over_age(load)))
+    return max(0, min(load.max_workers, max(0, young) + num_over_age(load, load.demand)))
 
 
 def num_to_start(load: Load) -> int:
@@ -140,12 +140,10 @@ def num_to_start(load: Load) -> int:
     return max(0, num_wanted(load) - load.running)
 
 
-def num_over_age(load: Load) -> int:
-    """Return how many items in flight are older than the staleness bound; 0 if the author set the workers."""
-    if load.demand is None:
-        return 0
-    bound_s = max_age_s(load.max_batches_offpolicy, load.demand.step_s)
-    return sum(age_s > bound_s for age_s in load.demand.ages_s)
+def num_over_age(load: Load, demand: Demand) -> int:
+    """Return how many items in flight are older than the staleness bound."""
+    bound_s = max_age_s(load.max_batches_offpolicy, demand.step_s)
+    return sum(age_s > bound_s for age_s in demand.ages_s)
 
 
 def max_age_s(max_batches_offpolicy: int, step_s: float | None) -> float:

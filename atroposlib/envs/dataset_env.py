@@ -43,6 +43,7 @@ from atroposlib.envs.lengths import num_trained
 from atroposlib.envs.rewards import Canary, JsonValue, RewardFailure, RewardWorkers
 from atroposlib.envs.rollouts import (
     ABORTED,
+    INSTRUCTIONS,
     ChatSession,
     Outcome,
     Rollout,
@@ -967,7 +968,7 @@ class DatasetEnv(BaseEnv):
         audit, kept = self.audit, list(outcomes)
         at: dict[str, Any] = {"step": self.curr_step, "group": group_id}
         answers = [_judged(*each) for each in zip(rollouts, outcomes, strict=True)]
-        gold = await self._aside(self.gold_answer, row) or None
+        gold: str | None = await self._aside(self.gold_answer, row) or None
         found = audit.note(answers, item=str(id(row)), gold=gold, **at)
         drops = self.config.on_suspicion == "drop" and bool(audit.suspicions())
         for i in audit.sample(answers, whole=drops):
@@ -1029,7 +1030,8 @@ class DatasetEnv(BaseEnv):
         if not self.is_evaluating:
             for rollout in ended:
                 fields = await self.guarded(self.sample_fields, row, rollout.completion)
-                rollout.overrides |= fields if isinstance(fields, Mapping) else {}
+                shown = fields if isinstance(fields, Mapping) else {}
+                rollout.overrides |= {k: v for k, v in shown.items() if k not in INSTRUCTIONS}
         return [
             None if rollout.finish_reason == ABORTED else next(outcomes) for rollout in rollouts
         ]

@@ -28,6 +28,11 @@ Outcome: TypeAlias = float | bool | RewardFailure | None
 ABORTED = "abort"
 """Finish reason of an answer that the engine did not complete, for example because of a weight update."""
 
+INSTRUCTIONS = frozenset(
+    ("sft", "set_advantage_to_zero", "temperature", "teacher_top_k", "skip_teacher_top_k")
+)
+"""Names in `overrides` that change how a sequence is trained: a field that is shown never sets one."""
+
 MAX_NOTE_CHARS = 2000
 """Of a text that is noted about a score; of a longer one the end is kept, where judges give their verdict."""
 

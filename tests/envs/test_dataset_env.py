@@ -272,7 +272,7 @@ class Noted(Sums):
         return super().score(row, answer)
 
     def sample_fields(self, row: Any, answer: str) -> dict[str, Any]:
-        return {"read": answer}
+        return {"read": answer, "sft": True}
 
 
 async def test_rows_have_what_was_noted_of_a_score() -> None:
@@ -280,6 +280,7 @@ async def test_rows_have_what_was_noted_of_a_score() -> None:
     noted = group["overrides"]
     assert [each["read"] for each in noted] == ["1", "3", "5", "7"]
     assert [each["is_odd"] for each in noted] == [1.0] * 4
+    assert not any("sft" in each for each in noted), "an instruction to the trainer"
     assert [each["explanation"] for each in noted] == [1999 * "." + read for read in "1357"]
 
 

@@ -27,7 +27,7 @@ fi
 say "making $venv: ${packages[*]}"
 rm -rf "$venv"
 "${VENV:-.venv}/bin/python" -m venv "$venv" || fail "cannot make a virtual environment"
-"$venv/bin/python" -m pip install -qq --disable-pip-version-check "${packages[@]}" || fail "pip could not install them"
+bash .ci/install.sh "$venv" "${packages[@]}" || fail "could not install them"
 "$venv/bin/python" -c "import lm_eval.api.task, math_verify, punkt" >"$venv/import.log" 2>&1 \
     || { tail -n 20 "$venv/import.log" >&2; fail "they do not import"; }
 printf '%s' "${packages[*]}" >"$stamp"

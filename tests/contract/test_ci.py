@@ -50,7 +50,13 @@ def run_ci(folder: Path, *, fails: str, status: int = 1, failed: str = "") -> tu
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
         path.chmod(0o755)
-    variables = {"FAILS": fails, "STATUS": str(status), "FAILED": failed, "CUDA": str(venv), "UV": ""}
+    variables = {
+        "FAILS": fails,
+        "STATUS": str(status),
+        "FAILED": failed,
+        "CUDA": str(venv),
+        "UV": "",
+    }
     for name in ("ATROPOS_CUDA_VENV", "ATROPOS_OTHER_TRAINERS_VENV"):
         variables[name] = str(venv)
     path = f"{folder / 'bin'}:{os.environ['PATH']}"

@@ -740,8 +740,10 @@ def _check_spans(spans: Any, num_tokens: int, path: str) -> list[dict[str, Any]]
             raise _fault(place, what)
         end = start + count
         version = span["weight_version"]
-        if not isinstance(version, str) or version.isdecimal():
-            _int(int(version) if isinstance(version, str) else version, f"{place}.weight_version")
+        if isinstance(version, str) and version.isdecimal():
+            version = int(version) if len(version) < 20 else 1 << 63  # int() refuses 4,301 digits
+        if not isinstance(version, str):
+            _int(version, f"{place}.weight_version")
     return list(map(dict, spans))
 
 

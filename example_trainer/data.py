@@ -192,7 +192,8 @@ class Batch:
     skipped: dict[SequenceOrigin, SkipReason]
     """The sequences received that are not in the micro-batches."""
     num_skipped_tokens: Mapping[SkipReason, int]
-    """Their trained positions, by reason. With `num_trained_tokens` and `num_too_old`, all that were received."""
+    """Their trained positions, but for those of "too_old". With `num_trained_tokens` and `num_too_old`, all that
+    were received."""
     num_too_old: list[int]
     """[num_groups] trained positions received that have no gradient because they are too old; without those of
     sequences that are skipped for another reason."""

@@ -58,7 +58,7 @@ class Follower:
     experiment: str | None = None
     """The hub's id of this training, saved in checkpoints; None in every process but the first."""
     is_on_policy = False
-    """Whether the hub delivers only groups of the announced policy version; False in every process but the first."""
+    """Whether only tokens of the announced policy version are trained; False in every process but the first."""
     oldest_version: int | None = None
     """Tokens that an older policy sampled are too old for the groups returned last; None: none are."""
 
@@ -160,7 +160,7 @@ class Leader(Follower):
         if self._must_stop():
             return None
         while self._leased is None and not self._is_stopping():
-            # Read before the request: never stricter than the hub, which delivers no group that is too old as a whole.
+            # Read before the request: stricter than the hub only while the hub does not know the newest version yet.
             published = self._published
             self._leased = self._lease(step)
             if self._leased is None:

@@ -155,9 +155,12 @@ def gpu_memory(device: torch.device) -> dict[str, float]:
 def describe_batch(batch: Batch, version: int) -> dict[str, Any]:
     """Return the metrics of a batch; staleness is in steps, over trained positions of known version."""
     staleness = version - batch.versions[batch.versions != UNKNOWN_VERSION]
-    reasons, tokens = get_args(SkipReason), batch.num_skipped_tokens
-    skipped = {f"num_skipped_{why}": batch.num_skipped(why) for why in reasons}
-    skipped |= {f"num_skipped_tokens_{why}": tokens.get(why, 0) for why in reasons}
+    skipped = {f"num_skipped_{why}": batch.num_skipped(why) for why in get_args(SkipReason)}
+    for why in (
+        "zero_advantage",
+        "too_long",
+    ):  # the others have no trained position that is not too old
+        skipped[f"num_skipped_tokens_{why}"] = batch.num_skipped_tokens.get(why, 0)
     return skipped | {
         "reward_mean": float(batch.scores.mean()),
         "reward_std": float(batch.scores.std()),

@@ -91,6 +91,7 @@ def test_the_readme_has_the_table() -> None:
         ([[span(0, 1.5)], []], "num_tokens: expected a 64-bit integer"),
         ([[span(0, 1, None)], []], "weight_version: expected a 64-bit integer"),
         ([[span(0, 1, "9" * 30)], []], "weight_version: expected a 64-bit integer"),
+        ([[span(0, 1, "9" * 5000)], []], "weight_version: expected a 64-bit integer"),
     ],
 )
 def test_spans_of_versions_lie_in_their_sequence(spans: Any, fault: str) -> None:

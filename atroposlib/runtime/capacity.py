@@ -6,9 +6,10 @@ latest. Workers: the number that the author set, in which case every item counts
 the trainer needs (`Demand`). The result says how many items to start; running items are never cancelled.
 
 Items that have taken longer than `max_batches_offpolicy` steps are over age. They count in neither need nor staleness,
-or a tenth of long items would hold all slots and the trainer would wait for them. With them, as many items are in
-flight as the servers take requests at once (`num_max_requests_at_once` each), divided by the group size; no memory
-is reserved for them beyond that.
+or a tenth of long items would hold all slots and the trainer would wait for them. At most twice the staleness bound
+of them are left out, because a trainer that fetches several batches in a row seems to take steps of no length. All
+items together are at most what the servers take (`num_max_requests_at_once` each), divided by the group size; no
+memory is reserved for them beyond that.
 
 Who limits what: this module decides how many items are started; `inference/servers/admission.py` decides how many
 requests an inference server gets. No item is started on demand while all servers are at their limit, so that a slow
@@ -34,6 +35,8 @@ MIN_YIELD = 0.05
 """Groups per item assumed at least: an environment that gives none must not begin ever more items. With 0.1 a trainer
 waits 10 % of the time for items of which 5 % give a group; without a limit, an environment that gives none begins all
 items that the servers can serve."""
+MAX_OVER_AGE = 2
+"""Items over age that hold no slot, in staleness bounds."""
 HISTORY = 128
 """Items whose durations and yields count. 16, 32, 64, 128 and 256 give a mean staleness of 2.00, 1.74, 1.64, 1.60 and
 1.57 in 100 random settings (simulated at commit 42a6ba4); more adapt later."""
@@ -132,7 +135,9 @@ def num_wanted(load: Load) -> int:
     if load.demand is None or load.batch_size <= 0:
         return max(0, min(load.max_workers, _staleness_bound(load)))
     young = min(_wanted(load, load.demand), _staleness_bound(load))
-    return max(0, min(load.max_workers, max(0, young) + num_over_age(load, load.demand)))
+    most = MAX_OVER_AGE * load.max_batches_offpolicy * load.batch_size // load.group_size
+    over_age = min(num_over_age(load, load.demand), most)
+    return max(0, min(load.max_workers, max(0, young) + over_age))
 
 
 def num_to_start(load: Load) -> int:

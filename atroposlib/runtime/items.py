@@ -252,7 +252,10 @@ class Items:
         return "the next item"
 
     def over_age(self) -> dict[str, int]:
-        """Return how many items in flight are over age (`capacity.py`), by what they wait for."""
+        """Return how many items in flight are over age (`capacity.py`), by what they wait for.
+
+        Requests of agents behind the proxy are not seen here: such an item counts as waiting for its own code.
+        """
         status = self._link.status
         step_s = None if status is None else status.trainer_step_s
         bound_s, now = max_age_s(self._env.config.max_batches_offpolicy, step_s), time.monotonic()

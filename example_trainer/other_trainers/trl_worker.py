@@ -24,6 +24,7 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from atroposlib.client import LeasedBatch, Sample, TrainerClient, TrainerRegistration, samples
 from atroposlib.errors import ConfigError, GroupError, HubError, HubUnavailable
+from atroposlib.scored_data import UNKNOWN_VERSION
 
 logger = logging.getLogger(__name__)
 
@@ -135,8 +136,11 @@ class HubRolloutWorker:
             last = self._num_put + len(records)
             self._held.append(_LeasedSamples(batch=batch, lease=lease, last=last))
         numbers = [next(self._group_numbers) for _ in batch.groups]
+        bound = self._run.max_staleness
+        oldest = 0 if bound is None else self._version - bound
         for record in records:
-            rollout = to_rollout(record, number=numbers[record.group], version=self._version)
+            number = numbers[record.group]
+            rollout = to_rollout(record, number=number, version=self._version, oldest=oldest)
             while not self._is_over.is_set():
                 try:
                     self.rollout_buffer.put(rollout, timeout=0.2)
@@ -146,11 +150,15 @@ class HubRolloutWorker:
                 break
 
 
-def to_rollout(sample: Sample, *, number: int, version: int) -> RolloutSample:
+def to_rollout(sample: Sample, *, number: int, version: int, oldest: int = 0) -> RolloutSample:
     """Convert a sequence to TRL's form; `number` is its group's id, `version` the default policy version.
 
+    Tokens of versions before `oldest` are left out, or TRL would drop the whole sequence for them.
     Raises GroupError for what TRL does not support: advantages that differ between tokens, supervised sequences.
     """
+    versions = sample.token_versions
+    usable = sample.completion_mask & ((versions >= oldest) | (versions == UNKNOWN_VERSION))
+    known = versions[usable & (versions != UNKNOWN_VERSION)]
     advantages = sample.advantages[sample.completion_mask]
     sampled = np.where(sample.completion_mask, sample.sampled_logprobs, 0)
     if sample.is_supervised:
@@ -161,10 +169,10 @@ def to_rollout(sample: Sample, *, number: int, version: int) -> RolloutSample:
         prompt=[],
         completion=[],
         input_ids=sample.input_ids.astype(np.int64),
-        completion_mask=sample.completion_mask.astype(np.int64),
+        completion_mask=usable.astype(np.int64),
         old_log_probs=sampled.astype(np.float32),
         advantage=float(advantages[0]) if len(advantages) else 0.0,
-        model_version=version if sample.policy_version is None else sample.policy_version,
+        model_version=int(known.min()) if len(known) else version,
         group_id=number,
         metrics={"reward": sample.score},
     )

@@ -26,7 +26,7 @@ def tokens_by_fate(steps: Iterable[Mapping[str, Any]]) -> dict[str, int]:
     fates = Counter[str]()
     for step in steps:
         fates["trained"] += step["num_trained_tokens"]
-        fates["too_old"] += step.get("num_too_old_tokens", 0)
+        fates["too_old"] += step["num_too_old_tokens"]
         for name, count in step.items():
             if name.startswith("num_skipped_tokens_"):
                 fates[name.removeprefix("num_skipped_tokens_")] += count

@@ -122,6 +122,18 @@ def test_steps_of_trl_learn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert ledger["leased"] == 0, ledger
 
 
+def test_tokens_before_the_bound_are_left_out_and_do_not_cost_the_sequence() -> None:
+    spans = [
+        {"start": 0, "num_tokens": 5, "weight_version": "1"},
+        {"start": 5, "num_tokens": 3, "weight_version": "6"},
+    ]
+    [sample, _] = samples([make_group([1.0, 0.0], weight_versions=[spans] * 2)])
+    rollout = to_rollout(sample, number=0, version=7, oldest=3)
+    assert rollout.completion_mask.tolist() == [0] * 5 + [1] * 3
+    assert rollout.model_version == 6
+    assert to_rollout(sample, number=0, version=7).completion_mask.tolist() == [0] * 3 + [1] * 5
+
+
 def test_what_trl_cannot_say_is_refused() -> None:
     steps = [[0.0] * 3 + [0.5] * 4 + [1.0]] * 2
     group = make_group([1.0, 0.0], advantages=[steps[0], [*steps[0], 1.0]])

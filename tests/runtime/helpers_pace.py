@@ -40,7 +40,7 @@ class Environment:
     slowness: Callable[[int], float] = lambda step: 1.0
     """Factor of the time that an item started in a step takes."""
     max_workers: Callable[[int], int] = lambda step: 512
-    """Items that may be in flight in a step."""
+    """Items that may be in flight in a step; a server with the default settings takes 512 requests at once."""
     queued: int = 0
     running: dict[int, float] = field(default_factory=dict)
     history: History = field(default_factory=History)

@@ -19,7 +19,7 @@ from example_trainer.model import Policy
 from example_trainer.step import take_step
 from example_trainer.training import train
 from tests.api.helpers_api import serving
-from tests.builders.rows import rows_in
+from tests.builders.rows import rows_in, tokens_by_fate
 from tests.trainer.helpers_engine import RecordedEngine
 from tests.trainer.helpers_run import Configure, ledger_of, send
 from tests.trainer.helpers_trainer import make_group, pairs
@@ -136,8 +136,9 @@ def test_a_group_with_usable_tokens_is_delivered_and_the_others_get_no_gradient(
     fates = rows_in(config.save_path / "group_fates.jsonl")
     # Tokens 3 and 4 of both sequences, and token 8, which no span covers.
     assert [fate.get("too_old_tokens") for fate in fates] == [None, None, 5, 5]
-    second = rows_in(config.save_path / "metrics.jsonl")[1]
-    assert (second["num_too_old_tokens"], second["staleness_max"]) == (10, 0)
+    steps = rows_in(config.save_path / "metrics.jsonl")
+    assert (steps[1]["num_too_old_tokens"], steps[1]["staleness_max"]) == (10, 0)
+    assert tokens_by_fate(steps) == {"trained": 4 * mixed[0].num_trained - 10, "too_old": 10}
 
 
 def test_a_checkpoint_that_fails_ends_the_run_before_the_next_step(

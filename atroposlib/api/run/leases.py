@@ -355,7 +355,7 @@ class TrainerTimes:
         """Lower quartile of recent steps, without waiting; None before the first has ended.
 
         Groups that are enough for a short step are also there after a long one; the median of steps of two kinds is
-        neither. The second shortest of eight is not decided by a single step without work.
+        neither. From the fifth step on, it is not decided by a single step without work.
         """
         return sorted(self._steps_s)[(len(self._steps_s) - 1) // 4] if self._steps_s else None
 

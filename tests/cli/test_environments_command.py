@@ -115,6 +115,7 @@ def test_a_module_runs_by_its_name_in_the_package() -> None:
 
 
 @pytest.mark.drill
+@pytest.mark.timeout(180)
 def test_a_new_environment_of_every_shape_passes_its_test(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,7 +45,8 @@ def loaded(source: str, folder: Path) -> type[BaseEnv]:
 
 
 def check(source: str, folder: Path) -> Report:
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("atroposlib.checker.rows.WALK_S", 1.0)  # for the time that it takes
         return check_env(loaded(source, folder), num_items=2, budget_s=20.0)
 
 

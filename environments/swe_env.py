@@ -3,8 +3,9 @@
 With --env.mode agent (the default) the model works with the commands of a shell in the repository; with `patch` it sees
 the files concerned and answers with SEARCH/REPLACE edits. The reward is 1 if all FAIL_TO_PASS and PASS_TO_PASS tests
 pass with its change, else 0. The tests of the task are not visible; a change of tests, of their settings and of
-Python's start files is ignored, and one that makes tests pass that must fail is `forged` and earns 0:
-`atroposlib/envs/repository_tests.py` says how, and what remains possible. An image may hold the repair in its .git.
+Python's start files is ignored, and one that makes broken tests pass is `forged` and earns 0, as do tests that cannot
+be broken (`change_unchecked`): `atroposlib/envs/repository_tests.py` says how, and what remains possible. An image may
+hold the repair in its .git.
 
 Data: SWE-Gym/SWE-Gym, evaluation on princeton-nlp/SWE-bench_Verified: in their images, by Docker, which pulls them.
 Rows whose tests are not pytest's (`path::name`) are skipped. Or JSONL rows with `problem_statement`, `patch`,

@@ -3,14 +3,23 @@
 import json
 import subprocess
 import sys
+import unittest
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from atroposlib.envs import repository_tests
 from atroposlib.envs.patches import edits_for, patched
-from atroposlib.envs.repository_tests import changes_of, container_of, is_protected, judge_change
+from atroposlib.envs.repository_tests import (
+    changes_of,
+    container_of,
+    failing,
+    is_protected,
+    judge_change,
+    verdict_of,
+)
 from atroposlib.envs.rows import read_jsonl, sample_path
 from atroposlib.errors import ConfigError
 from tests.builders.fake_docker import fake_docker
@@ -41,6 +50,13 @@ def passed(cls, item, call):
     return real(cls, item, call)
 TestReport.from_item_and_call = classmethod(passed)
 """
+COIN = f"""
+import random
+if random.random() < 0.5:
+    exec({PATCH_PYTEST!r})
+"""
+EQUAL = "class Equal:\n    __eq__ = lambda *_: True\ncost = total = lambda _: Equal()\n"
+PATCH_UNITTEST = "import unittest\nunittest.TestCase.assertEqual = lambda *a, **k: None\n"
 LEAVE_A_PROCESS = f"""
 import os, time
 for path in ("{TESTS}", "conftest.py", "/tmp/conftest.py"):
@@ -65,14 +81,62 @@ def task(**more: Any) -> dict[str, Any]:
         ({PATH: PRINT_A_SUMMARY + WRONG}, "failed"),
         ({PATH: REPORT_IDS + WRONG}, "forged"),
         ({PATH: PATCH_PYTEST + WRONG}, "forged"),
+        ({PATH: COIN + WRONG}, "failed or forged"),
+        ({PATH: EQUAL}, "forged"),
+        ({PATH: PATCH_UNITTEST + RIGHT}, "failed"),
         ({PATH: LEAVE_A_PROCESS + WRONG, **SHADOWS}, "failed"),
     ],
-    ids=["right", "summary", "ids", "pytest", "files"],
+    ids=["right", "summary", "ids", "pytest", "coin", "equal", "unittest", "files"],
 )
 def test_only_a_change_with_which_the_tests_pass_and_can_fail_is_paid(
     changes: dict[str, str], verdict: str
 ) -> None:
-    assert judge_change(changes, task(), 2048, 60.0) == verdict
+    assert judge_change(changes, task(), 2048, 60.0) in verdict.split(" or ")
+
+
+def test_a_change_whose_tests_cannot_be_broken_is_not_paid() -> None:
+    assert judge_change({PATH: RIGHT}, task(ids=[f"{TESTS}::test_none"]), 2048, 60.0) == "unchecked"
+
+
+UNIT = """# the first line
+class Test:
+    # a comment
+    @staticmethod
+    def test_one(): {}
+    def test_more(self): pass
+"""
+
+
+@pytest.mark.parametrize("asserted", ["assert value == 3", "unit.assertEqual(value, 3)"])
+@pytest.mark.parametrize(("value", "lies"), [(3, False), (4, False), (mock.ANY, True)])
+def test_a_broken_test_passes_only_with_a_value_that_equals_everything(
+    asserted: str, value: object, lies: bool
+) -> None:
+    text = failing(UNIT.format(asserted), {"test_one"})
+    assert "# a comment" in text
+    known: dict[str, Any] = {"value": value, "unit": unittest.TestCase()}
+    exec(text, known)
+    known["Test"]().test_more()
+    if lies:
+        known["Test"].test_one()
+    else:
+        with pytest.raises(AssertionError):
+            known["Test"].test_one()
+
+
+def test_one_run_says_what_is_forged_and_what_has_failed() -> None:
+    tests = {"t.py": "def test_a(): pass\ndef test_b(): pass\nclass C(B):\n    pass\n"}
+    ids = ["t.py::test_a", "t.py::test_b[x]", "t.py::C::test_a"]
+    for a, b, inherited, expected in [
+        ("failed", "passed", "failed", "passed"),
+        ("failed", "passed", "passed", "passed"),
+        ("passed", "passed", "passed", "forged"),
+        ("failed", "failed", "failed", "failed"),
+        (None, "passed", "passed", "failed"),
+    ]:
+        found = dict(zip(ids, (a, b, inherited), strict=True))
+        outcomes = {each: outcome for each, outcome in found.items() if outcome is not None}
+        assert verdict_of(outcomes, ids, {"test_a"}, tests) == expected
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import unittest
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,6 +12,7 @@ from unittest import mock
 import pytest
 
 from atroposlib.envs import repository_tests
+from atroposlib.envs.multi_turn_env import Episode
 from atroposlib.envs.patches import edits_for, patched
 from atroposlib.envs.repository_tests import (
     changes_of,
@@ -21,7 +23,8 @@ from atroposlib.envs.repository_tests import (
     verdict_of,
 )
 from atroposlib.envs.rows import read_jsonl, sample_path
-from atroposlib.errors import ConfigError
+from atroposlib.envs.shell import Ended
+from atroposlib.errors import ConfigError, EnvError
 from tests.builders.fake_docker import fake_docker
 from tests.environments.helpers_environments import load
 from tests.environments.test_terminal_env import call, has_namespaces
@@ -157,6 +160,8 @@ def test_one_run_says_what_is_forged_and_what_has_failed() -> None:
         (".git/hooks/post-checkout", True),
         ("../x.py", True),
         ("/tmp/x.py", True),
+        (".", True),
+        ("./.pytest.toml", True),
     ],
 )
 def test_a_change_cannot_touch_what_decides_which_tests_run(path: str, expected: bool) -> None:
@@ -167,7 +172,7 @@ def test_a_change_cannot_touch_what_decides_which_tests_run(path: str, expected:
     ("mode", "answers", "score"),
     [
         ("patch", [edits_for({PATH: WRONG.split("\n")}, {PATH: RIGHT.split("\n")})], 1.0),
-        ("patch", [edits_for({}, {"conftest.py": ["x = 1"]})], 0.0),
+        ("patch", [edits_for({}, {"conftest.py": ["x = 1"], ".": ["x"]})], 0.0),
         ("patch", ["<think>" + edits_for({PATH: WRONG.split("\n")}, {PATH: RIGHT.split("\n")})], 0.0),
         ("agent", [call("sed -i 's/(count - 1)/count/' shop/cost.py; python -m pytest -q"), "Done."], 1.0),
         ("agent", [call("echo 'def test_one(): 1' > tests/test_cost.py; touch conftest.py"), "Done."], 0.0),
@@ -184,6 +189,53 @@ async def test_the_tests_judge_edits_and_commands(
     assert ("<tools>" in shown) == (mode == "agent")
     assert ("1 passed" in shown) == ("pytest" in answers[0])
     assert env.counts["no_change"] == (score == 0.0)
+
+
+async def test_a_file_of_the_tests_is_protected_by_each_of_its_paths(made: Any) -> None:
+    env = made(swe.SWEEnv, mode="patch")
+    issue = replace(
+        env.parse_row(ROW), test_patch=ROW["test_patch"].replace(TESTS, "shop/check.py")
+    )
+    messages = [{"role": "assistant", "content": edits_for({}, {"./shop/check.py": ["x = 1"]})}]
+    assert await env.final_score(Episode(row=issue, messages=messages)) == 0.0
+    assert env.counts["no_change"] == 1
+
+
+class FakeContainer:
+    """Prints one thing for each command."""
+
+    def __init__(self, printed: str, status: int = 0) -> None:
+        self._ended = Ended(status, printed)
+
+    def run(self, command: str, *, timeout_s: float) -> Ended:
+        return self._ended
+
+    def read(self, path: str) -> str | None:
+        return None if path.startswith("large") else "\udcff" if path == "binary" else path
+
+    def close(self) -> None:
+        pass
+
+
+def test_only_a_deleted_file_is_a_deletion_and_what_is_left_out_is_counted() -> None:
+    num_new = 2 * repository_tests._MAX_CHANGED_FILES
+    pairs = [("M", "large"), ("D", "gone"), ("M", "b"), ("A", "binary")]
+    pairs += [("A", f"new{each}") for each in range(num_new)]
+    machine: Any = FakeContainer("".join(f"{status}\0{path}\0" for status, path in pairs))
+    files, num_left_out = changes_of(machine, {}, "commit") or ({}, 0)
+    assert [*files.items()][:3] == [("gone", None), ("b", "b"), ("new0", "new0")]
+    assert len(files) == repository_tests._MAX_CHANGED_FILES - 2
+    assert num_left_out == num_new + 4 - len(files)
+    broken: Any = FakeContainer("fatal: not a git repository", 128)
+    assert changes_of(broken, {}, "commit") is None
+
+
+async def test_an_image_without_a_commit_is_the_environments_fault(made: Any) -> None:
+    env = made(swe.SWEEnv)
+    row = {name: ROW[name] for name in ROW if name != "files"}
+    env.machine = lambda row: FakeContainer("fatal: not a git repository", 128)
+    with pytest.raises(EnvError, match="rev-parse: fatal"):
+        await env.reset(env.parse_row(row))
 
 
 @pytest.mark.drill
@@ -209,8 +261,8 @@ def test_a_repository_in_an_image_is_judged_in_new_containers(
         changes = changes_of(machine, {}, commit)
     finally:
         machine.close()
-    assert changes == {PATH: RIGHT, "README.md": None}
-    assert judge_change(changes, asked, 2048, 60.0) == "passed"
+    assert changes == ({PATH: RIGHT, "README.md": None}, 0)
+    assert judge_change(changes.files, asked, 2048, 60.0) == "passed"
     log = (tmp_path / "log").read_text()
     assert log.count("run --detach --rm") == log.count("rm --force") == 3
     assert "--network none --security-opt no-new-privileges" in log

@@ -4,7 +4,8 @@ Hostile code is imported by the tests that judge it, so it could end the process
 Therefore the tests run twice, each time on a fresh machine and with a random half of the test functions broken, so that
 each is broken once: broken ones must fail and the others pass. A file of further functions is run with them, so that a
 guess rarely succeeds however few tests a task has. A broken function passes, and shows the change as `forged`, if a
-value of `assert a == b` or `assertEqual` also equals something random.
+value of `assert a == b` or `assertEqual` also equals something random; tests of values made to equal everything thus
+cannot be used.
 
 What remains possible is code that reads the tests, or their errors, to tell broken functions from others, and values
 that lie in other comparisons (`in`, `<`, truth) or only to what a test asks. Called in a reward worker; arguments are
@@ -272,11 +273,11 @@ def failing(source: str, names: set[str]) -> str:
 
     >>> print(failing("def test_a():\\n    return 1\\n", {"test_a"}))
     def test_a():
-        lies = [0]
+        equality_lies = [0]
         try:
             return 1
         finally:
-            if not lies[0]:
+            if not equality_lies[0]:
                 raise AssertionError
     <BLANKLINE>
     """
@@ -285,10 +286,10 @@ def failing(source: str, names: set[str]) -> str:
         if node.name in names:
             start = min(each.lineno for each in (node, *node.decorator_list)) - 1
             indent = lines[start][: node.col_offset]
-            end = ast.parse("if not lies[0]: raise AssertionError").body
+            end = ast.parse("if not equality_lies[0]: raise AssertionError").body
             _Probes().generic_visit(node)
             tried = ast.Try(body=node.body, handlers=[], orelse=[], finalbody=end)
-            node.body = [*ast.parse("lies = [0]").body, tried]
+            node.body = [*ast.parse("equality_lies = [0]").body, tried]
             text = ast.unparse(ast.fix_missing_locations(node))
             lines[start : node.end_lineno] = textwrap.indent(text, indent).split("\n")
     return "\n".join(lines)
@@ -312,7 +313,7 @@ class _Probes(ast.NodeTransformer):
 
 def _probed(asserted: str, left: ast.expr, right: ast.expr) -> list[ast.stmt]:
     sides = f"left_side = {ast.unparse(left)}\nright_side = {ast.unparse(right)}\n"
-    probe = "try:\n    {}\n    lies[0] = 1\nexcept Exception:\n    pass\n"
+    probe = "try:\n    {}\n    equality_lies[0] = 1\nexcept Exception:\n    pass\n"
     pairs = [("left_side", _another(right)), (_another(left), "right_side")]
     probes = "".join(probe.format(asserted.format(*pair)) for pair in pairs)
     return ast.parse(sides + probes + asserted.format("left_side", "right_side")).body

@@ -3,7 +3,8 @@
 --env.dataset_path is a folder with task folders in it: of Harbor (`task.toml`, `instruction.md`, `environment/`,
 `tests/test.sh`, which writes /logs/verifier/reward.txt or reward.json) or of Terminal-Bench (`task.yaml`, `Dockerfile`,
 `run-tests.sh`, whose exit status 0 is the reward 1). /tests and /logs/verifier are emptied when the episode ends, then
-the tests run where the model worked. The reward is the one that they write, 0 if they write none.
+the tests run where the model worked. The reward is the one that they write, 0 if they write none from 0 to 1 or are
+killed. A program of the model that the tests run can write the reward itself: only the tests can prevent that.
 
 With Docker each episode has a container of the task's image: processes and programs that the model left stay while the
 tests run, as in Harbor. Without a running Docker, or with --env.runs_in sandbox, tasks run in bubblewrap whose
@@ -27,6 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
+import yaml
 from pydantic import Field
 
 from atroposlib.envs.dataset_env import Outcome, Split
@@ -42,6 +44,10 @@ logger = logging.getLogger(__name__)
 
 MAX_BYTES = 1 << 20
 """Size of a task's files in a sandbox."""
+
+
+_UNREADABLE = (AttributeError, KeyError, TypeError, ValueError, yaml.YAMLError)
+"""What a broken task raises."""
 
 
 class HarborConfig(ShellEnvConfig):
@@ -99,7 +105,7 @@ class HarborEnv(ShellEnv):
                 if not self.uses_docker:
                     sandboxed(task, config.sandbox_bases)
                 tasks.append(task)
-            except (KeyError, OSError, TypeError, ValueError) as error:
+            except (*_UNREADABLE, OSError) as error:
                 logger.warning("%s is skipped: %s: %s", each, type(error).__name__, error)
         return tasks
 
@@ -164,6 +170,8 @@ def _run_tests(task: Task, machine: Machine) -> float | None:
     ended = machine.run(command, timeout_s=task.tests_timeout_s)
     if "/tests/run-tests.sh" in task.tests:
         return float(ended.status == 0)
+    if ended.status is None or not 0 <= ended.status < 128:  # stopped, or killed by a signal
+        return None
     return reward_of(*(machine.read(f"/logs/verifier/reward.{kind}") for kind in ("txt", "json")))
 
 

@@ -3,8 +3,9 @@
 With --env.mode agent (the default) the model works with the commands of a shell in the repository; with `patch` it sees
 the files concerned and answers with SEARCH/REPLACE edits. The reward is 1 if all FAIL_TO_PASS and PASS_TO_PASS tests
 pass with its change, else 0. The tests of the task are not visible; a change of tests, of their settings and of
-Python's start files is ignored, and one that makes tests pass that must fail is `forged` and earns 0:
-`atroposlib/envs/repository_tests.py` says how, and what remains possible. An image may hold the repair in its .git.
+Python's start files is ignored, and one that makes broken tests pass is `forged` and earns 0, as do tests that cannot
+be broken (`change_unchecked`): `atroposlib/envs/repository_tests.py` says how, and what remains possible. An image may
+hold the repair in its .git.
 
 Data: SWE-Gym/SWE-Gym, evaluation on princeton-nlp/SWE-bench_Verified: in their images, by Docker, which pulls them.
 Rows whose tests are not pytest's (`path::name`) are skipped. Or JSONL rows with `problem_statement`, `patch`,
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import posixpath
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -33,6 +35,7 @@ from atroposlib.envs.rows import HubRows
 from atroposlib.envs.shell import Files, Machine
 from atroposlib.envs.shell_env import ShellEnv, ShellEnvConfig
 from atroposlib.envs.tool_env import MalformedCall, ToolCall
+from atroposlib.errors import EnvError
 
 MAX_KNOWN_VERDICTS = 256
 """Changes whose verdict is kept."""
@@ -166,6 +169,8 @@ class SWEEnv(ShellEnv):
 
         def look() -> dict[str, str]:
             commit = machine.run("git rev-parse HEAD", timeout_s=60.0)
+            if commit.status != 0:
+                raise EnvError(f"{row.image}: git rev-parse: {commit.printed}")
             episode.state["commit"] = commit.printed.strip()
             found = {path: machine.read(path) for path in patches.paths_of(row.patch)}
             return {path: text for path, text in found.items() if text is not None}
@@ -196,12 +201,17 @@ class SWEEnv(ShellEnv):
         """Return 1 if the tests pass with the change, else 0."""
         issue: Issue = episode.row
         if self.config.mode == "agent":
-            changes = await asyncio.to_thread(
+            found = await asyncio.to_thread(
                 repository_tests.changes_of,
                 episode.state["machine"],
                 issue.files,
                 episode.state.get("commit", ""),
             )
+            if found is None:
+                self.counts["no_list_of_changes"] += 1
+                return 0.0
+            changes = found.files
+            self.counts["files_left_out"] += found.num_left_out
         else:
             before = patches.lines_of(issue.files)
             answer = solution_of(episode.messages[-1]["content"])
@@ -210,7 +220,7 @@ class SWEEnv(ShellEnv):
         tests, own = patches.paths_of(issue.test_patch), patches.paths_of(issue.patch)
         changes = {
             path: text
-            for path, text in changes.items()
+            for path, text in ((posixpath.normpath(each), changes[each]) for each in changes)
             if path not in tests and (path in own or not repository_tests.is_protected(path))
         }
         if not changes:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import posixpath
 import shlex
 import tomllib
@@ -118,9 +117,9 @@ def built(context: Path) -> str:
 
 
 def reward_of(text: str | None, as_json: str | None) -> float | None:
-    """Return what tests wrote as the reward; None if it is no finite number.
+    """Return what tests wrote as the reward; None if it is no number from 0 to 1.
 
-    >>> reward_of("0.5\\n", None), reward_of(None, '{"reward": 1}'), reward_of("nan", None), reward_of(None, "[")
+    >>> reward_of("0.5\\n", None), reward_of(None, '{"reward": 1}'), reward_of("nan", None), reward_of("2", None)
     (0.5, 1.0, None, None)
     """
     try:
@@ -128,7 +127,7 @@ def reward_of(text: str | None, as_json: str | None) -> float | None:
         reward = float("" if found is None else found)
     except (KeyError, RecursionError, TypeError, ValueError):
         return None
-    return reward if math.isfinite(reward) else None
+    return reward if 0 <= reward <= 1 else None
 
 
 def _text_of(path: Path) -> str:

@@ -1,9 +1,9 @@
 """Run shell commands on a task's files: in sandboxes without a daemon, or in a container of an image.
 
 `Folder` runs each command in a new sandbox, to which the files are copied, and reads them back when the command has
-ended: processes, empty folders and links do not last. `python` is the sandbox's interpreter. `Container` is one
-container of Docker for all commands. Both block: call them in a thread or a reward worker, and `close` them. Paths are
-relative to the working folder or absolute.
+ended: processes, empty folders, links and the modes of files do not last. `python` is the sandbox's interpreter.
+`Container` is one container of Docker for all commands. Both block: call them in a thread or a reward worker, and
+`close` them. Paths are relative to the working folder or absolute.
 """
 
 from __future__ import annotations
@@ -13,13 +13,17 @@ import io
 import json
 import os
 import secrets
+import selectors
 import subprocess
 import tarfile
+import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
 from atroposlib.envs.child_variables import child_variables
+from atroposlib.envs.keeper import kill_group
 from atroposlib.envs.sandbox import Sandbox, SandboxLimits, run_code
 from atroposlib.errors import EnvError
 
@@ -28,11 +32,14 @@ Files: TypeAlias = dict[str, str | None]
 
 _DOCKER_S = 600.0
 """Limit of a command of Docker itself, such as pulling or building an image."""
+_MORE_BYTES = 1 << 14
+"""What a status, or the blocks of an archive, may add to the output of a command of Docker."""
 _LIFETIME_S = 6 * 3600
 """A container whose caller was killed ends this long after its start."""
 
 _IN_SANDBOX = """\
-import json, os, subprocess, sys
+import ctypes, json, os, subprocess, sys
+ctypes.CDLL(None).prctl(4, 0)
 given = json.loads(sys.stdin.read())
 captured = os.path.abspath("printed")
 os.makedirs(given["folders"][0], exist_ok=True)
@@ -60,6 +67,7 @@ with open(captured, encoding="utf-8", errors="replace") as printed:
     text = printed.read(given["max_bytes"])
 print(json.dumps({"printed": text, "status": status.returncode, "files": files}))
 """
+"""PR_SET_DUMPABLE (4): the command, of the same user, cannot write to this process's output or memory."""
 
 _IN_CONTAINER = """\
 ulimit -f 2097152
@@ -112,14 +120,30 @@ class Folder:
         result = run_code(
             _IN_SANDBOX, stdin=json.dumps(given), limits=limits, sandbox=self._sandbox
         )
+        if result.exit_code == 0 and (ended := self._ended(result.stdout)) is not None:
+            return ended
+        return Ended(None, f"{reason_of(result.reason, result.stderr)}. The files are unchanged")
+
+    def _ended(self, output: str) -> Ended | None:
+        """Return how a command ended, and keep its files; None for output that a command has forged or broken."""
         try:
-            ended = json.loads(result.stdout)
-        except ValueError:
-            return Ended(
-                None, f"{reason_of(result.reason, result.stderr)}. The files are unchanged"
-            )
-        self.files = ended["files"]
-        return Ended(ended["status"], ended["printed"])
+            given = json.loads(output)
+            files, status, printed = given["files"], given["status"], given["printed"]
+            is_text = all(isinstance(each, str) for each in (printed, *files.values()))
+            num_bytes = sum(len(path) + len(text) for path, text in files.items())
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            return None
+        is_placed = all(self._has_place(path) for path in files)
+        if not (is_text and is_placed and num_bytes <= self._max_bytes and isinstance(status, int)):
+            return None
+        self.files = files
+        return Ended(status, printed)
+
+    def _has_place(self, path: str) -> bool:
+        if path != os.path.normpath(path) or path.startswith("../") or path in ("..", "."):
+            return False
+        tops = (each.rstrip("/") + "/" for each in self._folders[1:])
+        return not os.path.isabs(path) or path.startswith(tuple(tops))
 
     def write(self, files: Mapping[str, str | None]) -> None:
         """Write these files, and delete those without a text."""
@@ -188,7 +212,8 @@ class Container:
         script = ["sh", "-c", _IN_CONTAINER, "sh", *given]
         try:
             argv = ["exec", "--workdir", self._folder, self._name, *script]
-            output = docker(*argv, timeout_s=timeout_s + _DOCKER_S)
+            size = self._max_bytes + _MORE_BYTES
+            output = docker(*argv, timeout_s=timeout_s + _DOCKER_S, max_bytes=size)
         except EnvError as error:
             docker("version")  # raises if it was not the model that broke the container
             return Ended(None, str(error))
@@ -212,13 +237,14 @@ class Container:
             docker("exec", "--workdir", self._folder, self._name, *remove)
 
     def read(self, path: str) -> str | None:
+        """Return the text of a file; None if there is none, or it is too large."""
         source = f"{self._name}:{os.path.join(self._folder, path)}"
-        argv = ["docker", "cp", "--follow-link", source, "-"]
-        quiet = subprocess.DEVNULL
-        with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=quiet, env=_variables()) as cp:
-            assert cp.stdout is not None
-            received = cp.stdout.read(self._max_bytes)
-            cp.kill()
+        size = self._max_bytes + _MORE_BYTES
+        try:
+            received = docker("cp", "--follow-link", source, "-", max_bytes=size)
+        except EnvError:
+            docker("version")  # raises if it was not the model that broke the container
+            return None
         with (
             contextlib.suppress(tarfile.TarError),
             tarfile.open(fileobj=io.BytesIO(received), mode="r:") as tar,
@@ -239,23 +265,50 @@ Machine: TypeAlias = Folder | Container
 """Where commands run."""
 
 
-def docker(*argv: str, given: bytes = b"", timeout_s: float = _DOCKER_S) -> bytes:
-    """Run Docker's client and return what it printed; EnvError if it fails or takes too long."""
-    try:
-        ended = subprocess.run(
-            ["docker", *argv],
-            input=given,
-            capture_output=True,
-            env=_variables(),
-            timeout=timeout_s,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise EnvError(f"cannot run docker {argv[0]}: {error}") from error
-    if ended.returncode:
-        reason = ended.stderr.decode("utf-8", "replace").strip()[-1000:]
-        raise EnvError(f"docker {argv[0]}: exit status {ended.returncode}. {reason}")
-    return ended.stdout
+def docker(
+    *argv: str, given: bytes = b"", timeout_s: float = _DOCKER_S, max_bytes: int = 1 << 20
+) -> bytes:
+    """Run Docker's client and return what it printed; EnvError if it fails, takes too long or prints more."""
+    deadline = time.monotonic() + timeout_s
+    received: dict[str, bytearray] = {"stdout": bytearray(), "stderr": bytearray()}
+    with tempfile.TemporaryFile() as stdin, contextlib.ExitStack() as stack:
+        stdin.write(given)
+        stdin.seek(0)
+        try:
+            process = subprocess.Popen(
+                ["docker", *argv],
+                stdin=stdin,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=_variables(),
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise EnvError(f"cannot run docker {argv[0]}: {error}") from error
+        stack.enter_context(process)
+        stack.callback(kill_group, process.pid)
+        selector = stack.enter_context(selectors.DefaultSelector())
+        for name, output in received.items():
+            selector.register(getattr(process, name), selectors.EVENT_READ, output)
+        while selector.get_map():
+            ready = selector.select(max(0.0, deadline - time.monotonic()))
+            if not ready or time.monotonic() > deadline:
+                raise EnvError(f"docker {argv[0]}: no end within {timeout_s:g} s")
+            for key, _ in ready:
+                if not (chunk := os.read(key.fd, 1 << 16)):
+                    selector.unregister(key.fileobj)
+                key.data.extend(chunk)
+            del received["stderr"][:-1000]
+            if len(received["stdout"]) > max_bytes:
+                raise EnvError(f"docker {argv[0]}: more than {max_bytes} bytes of output")
+        try:
+            status = process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired as error:
+            raise EnvError(f"docker {argv[0]}: no end within {timeout_s:g} s") from error
+    if status:
+        reason = received["stderr"].decode("utf-8", "replace").strip()
+        raise EnvError(f"docker {argv[0]}: exit status {status}. {reason}")
+    return bytes(received["stdout"])
 
 
 def _variables() -> dict[str, str]:

@@ -7,6 +7,7 @@ was printed, and answers without a call when it is done.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from abc import abstractmethod
 from typing import Any
 
@@ -17,7 +18,7 @@ from atroposlib.envs.multi_turn_env import Episode
 from atroposlib.envs.sandbox import Sandbox, local_sandbox
 from atroposlib.envs.shell import Machine
 from atroposlib.envs.tool_env import MalformedCall, ToolCall, ToolEnv, ToolEnvConfig, ToolFailure
-from atroposlib.errors import ConfigError
+from atroposlib.errors import ConfigError, EnvError
 
 
 class ShellEnvConfig(ToolEnvConfig):
@@ -69,7 +70,8 @@ class ShellEnv(ToolEnv):
         try:
             machine = await asyncio.shield(starting)
         except asyncio.CancelledError:
-            await asyncio.to_thread((await starting).close)
+            with contextlib.suppress(EnvError):  # it has not started
+                await asyncio.to_thread((await starting).close)
             raise
         state = {"machine": machine, "command_timeout_s": self.config.command_timeout_s}
         return Episode(row=row, messages=self.conversation(row), state=state)

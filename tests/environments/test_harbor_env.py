@@ -1,5 +1,6 @@
 """Task folders of Harbor and Terminal-Bench, in sandboxes and in a program that imitates Docker."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ pytestmark = has_namespaces
 SAMPLES = Path(harbor.__file__).with_name("samples") / "harbor"
 HALF = "cd /app/reports; for file in *; do echo $file 0; done > ../errors.txt"
 FORGE = "mkdir -p /logs/verifier /tests; echo 1 > /logs/verifier/reward.txt; echo 1 > reward.txt"
+KILLS = 'echo "{\\"reward\\":1}" > /logs/verifier/reward.json; kill -9 $PPID'
 
 
 @pytest.fixture
@@ -44,6 +46,7 @@ def played(started: Any) -> Any:
         ("count-errors", [call(FORGE), "Done."], 0.0),
         ("repair-backup", [], 1.0),
         ("repair-backup", ["It works."], 0.0),
+        ("repair-backup", [call(f"echo '{KILLS}' > backup.sh"), "Done."], 0.0),
         ("rename-fields", [], 1.0),
         ("rename-fields", [call("rm people.csv"), "Done."], 0.0),
     ],
@@ -101,3 +104,11 @@ def test_a_task_of_several_containers_is_refused(tmp_path: Path) -> None:
     (tmp_path / "docker-compose.yaml").write_text("services: {client: {}, server: {}}")
     with pytest.raises(ValueError, match="several"):
         read_task(tmp_path / "task.yaml")
+
+
+async def test_a_task_that_cannot_be_read_is_skipped(started: Any, tmp_path: Path) -> None:
+    shutil.copytree(SAMPLES, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "rename-fields/task.yaml").write_text("instruction: [")
+    (tmp_path / "repair-backup/task.toml").write_text("environment = 1")
+    env = await started(harbor.HarborEnv, dataset_path=str(tmp_path), runs_in="sandbox")
+    assert [each.name for each in env.train_rows] == ["count-errors"]

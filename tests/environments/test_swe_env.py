@@ -3,16 +3,28 @@
 import json
 import subprocess
 import sys
+import unittest
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from atroposlib.envs import repository_tests
+from atroposlib.envs.multi_turn_env import Episode
 from atroposlib.envs.patches import edits_for, patched
-from atroposlib.envs.repository_tests import changes_of, container_of, is_protected, judge_change
+from atroposlib.envs.repository_tests import (
+    changes_of,
+    container_of,
+    failing,
+    is_protected,
+    judge_change,
+    verdict_of,
+)
 from atroposlib.envs.rows import read_jsonl, sample_path
-from atroposlib.errors import ConfigError
+from atroposlib.envs.shell import Ended
+from atroposlib.errors import ConfigError, EnvError
 from tests.builders.fake_docker import fake_docker
 from tests.environments.helpers_environments import load
 from tests.environments.test_terminal_env import call, has_namespaces
@@ -41,6 +53,13 @@ def passed(cls, item, call):
     return real(cls, item, call)
 TestReport.from_item_and_call = classmethod(passed)
 """
+COIN = f"""
+import random
+if random.random() < 0.5:
+    exec({PATCH_PYTEST!r})
+"""
+EQUAL = "class Equal:\n    __eq__ = lambda *_: True\ncost = total = lambda _: Equal()\n"
+PATCH_UNITTEST = "import unittest\nunittest.TestCase.assertEqual = lambda *a, **k: None\n"
 LEAVE_A_PROCESS = f"""
 import os, time
 for path in ("{TESTS}", "conftest.py", "/tmp/conftest.py"):
@@ -65,14 +84,62 @@ def task(**more: Any) -> dict[str, Any]:
         ({PATH: PRINT_A_SUMMARY + WRONG}, "failed"),
         ({PATH: REPORT_IDS + WRONG}, "forged"),
         ({PATH: PATCH_PYTEST + WRONG}, "forged"),
+        ({PATH: COIN + WRONG}, "failed or forged"),
+        ({PATH: EQUAL}, "forged"),
+        ({PATH: PATCH_UNITTEST + RIGHT}, "failed"),
         ({PATH: LEAVE_A_PROCESS + WRONG, **SHADOWS}, "failed"),
     ],
-    ids=["right", "summary", "ids", "pytest", "files"],
+    ids=["right", "summary", "ids", "pytest", "coin", "equal", "unittest", "files"],
 )
 def test_only_a_change_with_which_the_tests_pass_and_can_fail_is_paid(
     changes: dict[str, str], verdict: str
 ) -> None:
-    assert judge_change(changes, task(), 2048, 60.0) == verdict
+    assert judge_change(changes, task(), 2048, 60.0) in verdict.split(" or ")
+
+
+def test_a_change_whose_tests_cannot_be_broken_is_not_paid() -> None:
+    assert judge_change({PATH: RIGHT}, task(ids=[f"{TESTS}::test_none"]), 2048, 60.0) == "unchecked"
+
+
+UNIT = """# the first line
+class Test:
+    # a comment
+    @staticmethod
+    def test_one(): {}
+    def test_more(self): pass
+"""
+
+
+@pytest.mark.parametrize("asserted", ["assert value == 3", "unit.assertEqual(value, 3)"])
+@pytest.mark.parametrize(("value", "lies"), [(3, False), (4, False), (mock.ANY, True)])
+def test_a_broken_test_passes_only_with_a_value_that_equals_everything(
+    asserted: str, value: object, lies: bool
+) -> None:
+    text = failing(UNIT.format(asserted), {"test_one"})
+    assert "# a comment" in text
+    known: dict[str, Any] = {"value": value, "unit": unittest.TestCase()}
+    exec(text, known)
+    known["Test"]().test_more()
+    if lies:
+        known["Test"].test_one()
+    else:
+        with pytest.raises(AssertionError):
+            known["Test"].test_one()
+
+
+def test_one_run_says_what_is_forged_and_what_has_failed() -> None:
+    tests = {"t.py": "def test_a(): pass\ndef test_b(): pass\nclass C(B):\n    pass\n"}
+    ids = ["t.py::test_a", "t.py::test_b[x]", "t.py::C::test_a"]
+    for a, b, inherited, expected in [
+        ("failed", "passed", "failed", "passed"),
+        ("failed", "passed", "passed", "passed"),
+        ("passed", "passed", "passed", "forged"),
+        ("failed", "failed", "failed", "failed"),
+        (None, "passed", "passed", "failed"),
+    ]:
+        found = dict(zip(ids, (a, b, inherited), strict=True))
+        outcomes = {each: outcome for each, outcome in found.items() if outcome is not None}
+        assert verdict_of(outcomes, ids, {"test_a"}, tests) == expected
 
 
 @pytest.mark.parametrize(
@@ -93,6 +160,8 @@ def test_only_a_change_with_which_the_tests_pass_and_can_fail_is_paid(
         (".git/hooks/post-checkout", True),
         ("../x.py", True),
         ("/tmp/x.py", True),
+        (".", True),
+        ("./.pytest.toml", True),
     ],
 )
 def test_a_change_cannot_touch_what_decides_which_tests_run(path: str, expected: bool) -> None:
@@ -103,7 +172,7 @@ def test_a_change_cannot_touch_what_decides_which_tests_run(path: str, expected:
     ("mode", "answers", "score"),
     [
         ("patch", [edits_for({PATH: WRONG.split("\n")}, {PATH: RIGHT.split("\n")})], 1.0),
-        ("patch", [edits_for({}, {"conftest.py": ["x = 1"]})], 0.0),
+        ("patch", [edits_for({}, {"conftest.py": ["x = 1"], ".": ["x"]})], 0.0),
         ("patch", ["<think>" + edits_for({PATH: WRONG.split("\n")}, {PATH: RIGHT.split("\n")})], 0.0),
         ("agent", [call("sed -i 's/(count - 1)/count/' shop/cost.py; python -m pytest -q"), "Done."], 1.0),
         ("agent", [call("echo 'def test_one(): 1' > tests/test_cost.py; touch conftest.py"), "Done."], 0.0),
@@ -120,6 +189,53 @@ async def test_the_tests_judge_edits_and_commands(
     assert ("<tools>" in shown) == (mode == "agent")
     assert ("1 passed" in shown) == ("pytest" in answers[0])
     assert env.counts["no_change"] == (score == 0.0)
+
+
+async def test_a_file_of_the_tests_is_protected_by_each_of_its_paths(made: Any) -> None:
+    env = made(swe.SWEEnv, mode="patch")
+    issue = replace(
+        env.parse_row(ROW), test_patch=ROW["test_patch"].replace(TESTS, "shop/check.py")
+    )
+    messages = [{"role": "assistant", "content": edits_for({}, {"./shop/check.py": ["x = 1"]})}]
+    assert await env.final_score(Episode(row=issue, messages=messages)) == 0.0
+    assert env.counts["no_change"] == 1
+
+
+class FakeContainer:
+    """Prints one thing for each command."""
+
+    def __init__(self, printed: str, status: int = 0) -> None:
+        self._ended = Ended(status, printed)
+
+    def run(self, command: str, *, timeout_s: float) -> Ended:
+        return self._ended
+
+    def read(self, path: str) -> str | None:
+        return None if path.startswith("large") else "\udcff" if path == "binary" else path
+
+    def close(self) -> None:
+        pass
+
+
+def test_only_a_deleted_file_is_a_deletion_and_what_is_left_out_is_counted() -> None:
+    num_new = 2 * repository_tests._MAX_CHANGED_FILES
+    pairs = [("M", "large"), ("D", "gone"), ("M", "b"), ("A", "binary")]
+    pairs += [("A", f"new{each}") for each in range(num_new)]
+    machine: Any = FakeContainer("".join(f"{status}\0{path}\0" for status, path in pairs))
+    files, num_left_out = changes_of(machine, {}, "commit") or ({}, 0)
+    assert [*files.items()][:3] == [("gone", None), ("b", "b"), ("new0", "new0")]
+    assert len(files) == repository_tests._MAX_CHANGED_FILES - 2
+    assert num_left_out == num_new + 4 - len(files)
+    broken: Any = FakeContainer("fatal: not a git repository", 128)
+    assert changes_of(broken, {}, "commit") is None
+
+
+async def test_an_image_without_a_commit_is_the_environments_fault(made: Any) -> None:
+    env = made(swe.SWEEnv)
+    row = {name: ROW[name] for name in ROW if name != "files"}
+    env.machine = lambda row: FakeContainer("fatal: not a git repository", 128)
+    with pytest.raises(EnvError, match="rev-parse: fatal"):
+        await env.reset(env.parse_row(row))
 
 
 @pytest.mark.drill
@@ -145,8 +261,8 @@ def test_a_repository_in_an_image_is_judged_in_new_containers(
         changes = changes_of(machine, {}, commit)
     finally:
         machine.close()
-    assert changes == {PATH: RIGHT, "README.md": None}
-    assert judge_change(changes, asked, 2048, 60.0) == "passed"
+    assert changes == ({PATH: RIGHT, "README.md": None}, 0)
+    assert judge_change(changes.files, asked, 2048, 60.0) == "passed"
     log = (tmp_path / "log").read_text()
     assert log.count("run --detach --rm") == log.count("rm --force") == 3
     assert "--network none --security-opt no-new-privileges" in log

@@ -11,7 +11,7 @@ import pytest
 
 from atroposlib.envs import hooks
 from atroposlib.envs.sandbox import ProcessSandbox, local_sandbox
-from atroposlib.errors import ConfigError
+from atroposlib.errors import ConfigError, EnvError
 from tests.environments.helpers_environments import load
 
 terminal = load("terminal_env")
@@ -94,14 +94,17 @@ async def test_without_a_sandbox_that_starts_processes_setup_says_what_to_instal
 
 
 @has_namespaces
+@pytest.mark.parametrize("starts", [True, False])
 async def test_a_machine_that_starts_while_its_episode_is_cancelled_is_closed(
-    started: Any, monkeypatch: pytest.MonkeyPatch
+    started: Any, monkeypatch: pytest.MonkeyPatch, starts: bool
 ) -> None:
     env = await started(terminal.TerminalEnv, dataset_path=None, num_eval_rows=0)
     may_start, closed = threading.Event(), []
 
     def machine(row: Any) -> Any:
         may_start.wait(10)
+        if not starts:
+            raise EnvError("no image")
         return SimpleNamespace(close=lambda: closed.append(row))
 
     monkeypatch.setattr(env, "machine", machine)
@@ -112,7 +115,7 @@ async def test_a_machine_that_starts_while_its_episode_is_cancelled_is_closed(
     may_start.set()
     with pytest.raises(asyncio.CancelledError):
         await starting
-    assert closed == [env.train_rows[0]]
+    assert closed == ([env.train_rows[0]] if starts else [])
 
 
 def test_generated_tasks_are_not_solved_from_the_start() -> None:

@@ -98,6 +98,8 @@ def judge_program(
 
 MAX_VALUES_BYTES = 1 << 25
 """Limit of the arguments or results of all calls together."""
+MAX_UNPACKED_BYTES = 1 << 29
+"""Limit of the tests of one problem, unpacked."""
 
 _PLAIN_VALUES = """\
 import builtins, copy, json, random, sys, types
@@ -155,10 +157,10 @@ try:
     import numpy
 except ImportError:
     sys.modules["numpy"] = Near("numpy")
-names = {{"__name__": "tests"}}
-exec(compile({reference!r}, "reference.py", "exec"), names)
-real = names[{function!r}]
-names[{function!r}] = names["candidate"] = stand_in
+own = {{"__name__": "tests"}}
+exec(compile({reference!r}, "reference.py", "exec"), own)
+real = own[{function!r}]
+names = {{**own, {function!r}: stand_in, "candidate": stand_in}}  # the reference may call itself
 random.seed(0)
 exec(compile({tests!r}, "tests.py", "exec"), names)
 assert calls, "the tests do not call the function"
@@ -222,13 +224,16 @@ def judge_function(
 def unpack_tests(packed: str) -> list[list[str]]:
     """Return the input and output of LiveCodeBench's tests: JSON, or base64 of zlib of a pickled text of JSON.
 
-    The pickle is read as data: the text in it is found without running it.
+    The pickle is read as data: the text in it is found without running it. ValueError beyond `MAX_UNPACKED_BYTES`.
 
     >>> unpack_tests('[{"input": "1", "output": "2", "testtype": "stdin"}]')
     [['1', '2']]
     """
     if not packed.startswith("["):
-        pickled = zlib.decompress(base64.b64decode(packed))
+        unpacker = zlib.decompressobj()
+        pickled = unpacker.decompress(base64.b64decode(packed), MAX_UNPACKED_BYTES)
+        if not unpacker.eof:
+            raise ValueError(f"the tests are cut off or have more than {MAX_UNPACKED_BYTES} bytes")
         [packed] = [
             str(arg) for code, arg, _ in pickletools.genops(pickled) if "UNICODE" in code.name
         ]

@@ -256,14 +256,17 @@ def _last_line(printed: str) -> str:
     return printed.rstrip("\n").rpartition("\n")[2]
 
 
-def is_same_text(printed: str, expected: str) -> bool:
+def is_same_text(printed: str, expected: str, *, abs_tol: float = TOLERANCE) -> bool:
     """Whether all lines are equal, without surrounding space, or are numbers: equal integers, near decimals.
+
+    `abs_tol` 0: decimals only differ by `TOLERANCE` relative to their size.
 
     >>> is_same_text("yes  \\n0.5000001 7\\n", "yes\\n0.5 7"), is_same_text("0", "0.00001"), is_same_text("1", "1\\n2")
     (True, False, False)
     """
     lines, wanted = _lines(printed), _lines(expected)
-    return len(lines) == len(wanted) and all(map(_is_same_line, lines, wanted))
+    pairs = zip(lines, wanted, strict=False)
+    return len(lines) == len(wanted) and all(_is_same_line(*pair, abs_tol) for pair in pairs)
 
 
 def is_same_value(printed: str, expected: str) -> bool:
@@ -295,18 +298,19 @@ def _lines(text: str) -> list[str]:
     return [line.strip() for line in text.strip().split("\n")]
 
 
-def _is_same_line(line: str, wanted: str) -> bool:
+def _is_same_line(line: str, wanted: str, abs_tol: float) -> bool:
     if line == wanted:
         return True
     words, wanted_words = line.split(), wanted.split()
-    return len(words) == len(wanted_words) and all(map(_is_same_number, words, wanted_words))
+    pairs = zip(words, wanted_words, strict=False)
+    return len(words) == len(wanted_words) and all(_is_same_number(*p, abs_tol) for p in pairs)
 
 
-def _is_same_number(word: str, wanted: str) -> bool:
-    """Whether two texts are numbers and equal; if one is not an integer, within `TOLERANCE`."""
+def _is_same_number(word: str, wanted: str, abs_tol: float) -> bool:
+    """Whether two texts are numbers and equal; if one is not an integer, within `TOLERANCE` or `abs_tol`."""
     if not _NUMBER.fullmatch(word) or not _NUMBER.fullmatch(wanted):
         return False
     if word.lstrip("+-").isdigit() and wanted.lstrip("+-").isdigit():
         return Decimal(word) == Decimal(wanted)
     a, b = float(word), float(wanted)
-    return math.isfinite(b) and math.isclose(a, b, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+    return math.isfinite(b) and math.isclose(a, b, rel_tol=TOLERANCE, abs_tol=abs_tol)

@@ -221,9 +221,8 @@ async def _text_of_reply(reply: httpx.Response) -> str:
     page = bytes(received[:_MAX_PAGE_BYTES])
     match reply.headers.get("content-encoding", "identity").lower():
         case "gzip" | "x-gzip":
-            page = zlib.decompressobj(31).decompress(
-                page, _MAX_PAGE_BYTES
-            )  # 31: with gzip's header
+            unpacker = zlib.decompressobj(zlib.MAX_WBITS + 16)  # of gzip's format
+            page = unpacker.decompress(page, _MAX_PAGE_BYTES)
         case "identity":
             pass
         case encoding:
@@ -253,8 +252,8 @@ def text_of_page(page: str) -> str:
     shown: list[str] = []
     hidden_until = ""
     for text, mark in zip(pieces[::2], [*pieces[1::2], ""], strict=True):
-        if not hidden_until and text.strip():
-            shown.append(" ".join(html.unescape(text).split()))
+        if not hidden_until and (words := html.unescape(text).split()):
+            shown.append(" ".join(words))
         name = _NAME.findall(mark.lower())[0]
         if hidden_until in ("", name):
             hidden_until = _HIDDEN.get(name, "")

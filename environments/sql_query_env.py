@@ -129,7 +129,7 @@ class SQLQueryEnv(DatasetEnv):
         return [f"<think>I read the table.</think> \\boxed{{{item.query}}}"]
 
     async def score(self, row: Question, answer: str) -> Outcome:
-        """Return 1 for the right result, else -1; None if the recorded query has no result, or only NULL."""
+        """Return 1 for the right result, else -1; None if the recorded query has no result, only NULL, or fails."""
         boxes = boxes_in(after_thinking_once(answer) or "")
         query = boxes[0].rstrip(";") if len(boxes) == 1 else ""
         queries = [row.query, query]
@@ -138,8 +138,10 @@ class SQLQueryEnv(DatasetEnv):
             if isinstance(results, RewardFailure):
                 return results
             gold, found = results
+            if gold is None:  # an error, or it took too long
+                return None
             if rows is row.rows:
-                if set(gold or ()) <= {"[null]"}:  # any query that finds nothing would be right
+                if set(gold) <= {"[null]"}:  # any query that finds nothing would be right
                     return None
                 self.record("train/execution_success", found is not None)
             # Of no rows, an aggregate is NULL, and `ORDER BY ... LIMIT 1` finds nothing.

@@ -67,7 +67,8 @@ class SWEConfig(ShellEnvConfig):
     reward_timeout_s: float = Field(default=1500.0, gt=0)
     """Time limit of judging one change, in seconds."""
     memory_mb: int = Field(default=2048, ge=256)
-    """Memory limit of a process in a sandbox, or of a container, MiB."""
+    """Memory limit of a process in a sandbox, or of a container, MiB; tests in a sandbox judge a change with at most
+    2048, the limit of a reward worker."""
     image: str = "xingyaoww/sweb.eval.x86_64.{id}:latest"
     """Image of a row that has none in `docker_image` or `image_name`; {id}: the instance with `id_separator` for __."""
     id_separator: str = "_s_"

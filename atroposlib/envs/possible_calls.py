@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -84,6 +86,8 @@ def _fits(value: Any, possible: Sequence[Any], described: Mapping[str, Any]) -> 
     if kind is list:
         inner = _TYPES.get(described.get("items", {}).get("type", "any"), str)
     if described["type"] == "float" and type(value) is int:
+        if abs(value) > sys.float_info.max:
+            return False
         value = float(value)
     typed = _typed(value, possible, kind, inner)
     if not typed.is_valid:
@@ -151,7 +155,8 @@ def python_calls(text: str) -> list[ToolCall]:
     if len(text) > MAX_CALLS_CHARS:
         return []
     try:
-        body = ast.parse(text, mode="eval").body
+        with warnings.catch_warnings(action="ignore"):  # about escapes in the model's text
+            body = ast.parse(text, mode="eval").body
         listed = body.elts if isinstance(body, ast.List | ast.Tuple) else [body]
         return [
             ToolCall(

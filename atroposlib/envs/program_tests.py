@@ -98,6 +98,8 @@ def judge_program(
 
 MAX_VALUES_BYTES = 1 << 25
 """Limit of the arguments or results of all calls together."""
+MAX_UNPACKED_BYTES = 1 << 29
+"""Limit of the tests of one problem, unpacked."""
 
 _PLAIN_VALUES = """\
 import builtins, copy, json, random, sys, types
@@ -155,10 +157,10 @@ try:
     import numpy
 except ImportError:
     sys.modules["numpy"] = Near("numpy")
-names = {{"__name__": "tests"}}
-exec(compile({reference!r}, "reference.py", "exec"), names)
-real = names[{function!r}]
-names[{function!r}] = names["candidate"] = stand_in
+own = {{"__name__": "tests"}}
+exec(compile({reference!r}, "reference.py", "exec"), own)
+real = own[{function!r}]
+names = {{**own, {function!r}: stand_in, "candidate": stand_in}}  # the reference may call itself
 random.seed(0)
 exec(compile({tests!r}, "tests.py", "exec"), names)
 assert calls, "the tests do not call the function"
@@ -222,13 +224,16 @@ def judge_function(
 def unpack_tests(packed: str) -> list[list[str]]:
     """Return the input and output of LiveCodeBench's tests: JSON, or base64 of zlib of a pickled text of JSON.
 
-    The pickle is read as data: the text in it is found without running it.
+    The pickle is read as data: the text in it is found without running it. ValueError beyond `MAX_UNPACKED_BYTES`.
 
     >>> unpack_tests('[{"input": "1", "output": "2", "testtype": "stdin"}]')
     [['1', '2']]
     """
     if not packed.startswith("["):
-        pickled = zlib.decompress(base64.b64decode(packed))
+        unpacker = zlib.decompressobj()
+        pickled = unpacker.decompress(base64.b64decode(packed), MAX_UNPACKED_BYTES)
+        if not unpacker.eof:
+            raise ValueError(f"the tests are cut off or have more than {MAX_UNPACKED_BYTES} bytes")
         [packed] = [
             str(arg) for code, arg, _ in pickletools.genops(pickled) if "UNICODE" in code.name
         ]
@@ -251,14 +256,17 @@ def _last_line(printed: str) -> str:
     return printed.rstrip("\n").rpartition("\n")[2]
 
 
-def is_same_text(printed: str, expected: str) -> bool:
+def is_same_text(printed: str, expected: str, *, abs_tol: float = TOLERANCE) -> bool:
     """Whether all lines are equal, without surrounding space, or are numbers: equal integers, near decimals.
+
+    `abs_tol` 0: decimals only differ by `TOLERANCE` relative to their size.
 
     >>> is_same_text("yes  \\n0.5000001 7\\n", "yes\\n0.5 7"), is_same_text("0", "0.00001"), is_same_text("1", "1\\n2")
     (True, False, False)
     """
     lines, wanted = _lines(printed), _lines(expected)
-    return len(lines) == len(wanted) and all(map(_is_same_line, lines, wanted))
+    pairs = zip(lines, wanted, strict=False)
+    return len(lines) == len(wanted) and all(_is_same_line(*pair, abs_tol) for pair in pairs)
 
 
 def is_same_value(printed: str, expected: str) -> bool:
@@ -290,18 +298,19 @@ def _lines(text: str) -> list[str]:
     return [line.strip() for line in text.strip().split("\n")]
 
 
-def _is_same_line(line: str, wanted: str) -> bool:
+def _is_same_line(line: str, wanted: str, abs_tol: float) -> bool:
     if line == wanted:
         return True
     words, wanted_words = line.split(), wanted.split()
-    return len(words) == len(wanted_words) and all(map(_is_same_number, words, wanted_words))
+    pairs = zip(words, wanted_words, strict=False)
+    return len(words) == len(wanted_words) and all(_is_same_number(*p, abs_tol) for p in pairs)
 
 
-def _is_same_number(word: str, wanted: str) -> bool:
-    """Whether two texts are numbers and equal; if one is not an integer, within `TOLERANCE`."""
+def _is_same_number(word: str, wanted: str, abs_tol: float) -> bool:
+    """Whether two texts are numbers and equal; if one is not an integer, within `TOLERANCE` or `abs_tol`."""
     if not _NUMBER.fullmatch(word) or not _NUMBER.fullmatch(wanted):
         return False
     if word.lstrip("+-").isdigit() and wanted.lstrip("+-").isdigit():
         return Decimal(word) == Decimal(wanted)
     a, b = float(word), float(wanted)
-    return math.isfinite(b) and math.isclose(a, b, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+    return math.isfinite(b) and math.isclose(a, b, rel_tol=TOLERANCE, abs_tol=abs_tol)

@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 import functools
 import heapq
+import html
 import ipaddress
 import math
 import os
 import re
+import socket
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from html.parser import HTMLParser
 from typing import Any, NamedTuple, Protocol
 
 import httpx
@@ -25,11 +27,18 @@ from atroposlib.errors import ConfigError, EnvError
 _K1, _B = 1.5, 0.75
 """Usual constants of BM25: Robertson and Zaragoza, The Probabilistic Relevance Framework, 2009."""
 _EXCERPT_CHARS = 200
-_MAX_PAGE_BYTES = 1 << 21
+_MAX_PAGE_BYTES = 1 << 18
+"""Of a page: what is received, and the same after decompression."""
+_LATIN = ("iso-8859-1", "latin-1", "latin1", "windows-1252", "cp1252")
+"""Charsets that are read as windows-1252, as browsers do; any other as UTF-8, for some codecs take quadratic time."""
 _MAX_REDIRECTS = 3
 _MAX_KNOWN_PAGES = 100_000
-_TIMEOUT_S = 20.0
-"""Of connecting, and of each read of a reply."""
+_TIMEOUT_S = 8.0
+"""Of connecting, and of each read of a reply; below `tool_timeout_s`, which is the model's fault."""
+_FAULTS_OF_QUERY = (400, 414, 422)
+"""Statuses of a service that the model gets as an error; others are not its fault."""
+_TRANSLATED = tuple(map(ipaddress.ip_network, ("64:ff9b::/96", "2002::/16")))
+"""IPv6 addresses that lead to IPv4 ones (RFC 6052, RFC 3056), which may be private."""
 
 
 class Hit(NamedTuple):
@@ -137,15 +146,20 @@ class WebPages:
         self._headers = {header: f"{prefix}{key}"}
 
     async def search(self, query: str, *, limit: int) -> list[Hit]:
-        """See `SearchEngine`. EnvError if the service refuses the key."""
+        """See `SearchEngine`. EnvError if the service refuses the key or does not work, as beyond its rate limit."""
         service = self._service
         asked = dict(zip(service.asked, (query, str(limit)), strict=True))
         sent = {"params" if service.method == "GET" else "json": asked}
         async with httpx.AsyncClient(timeout=_TIMEOUT_S, headers=self._headers) as client:
             request: Any = functools.partial(client.request, service.method, self._url)
-            reply = await request(**sent)
+            try:
+                reply = await request(**sent)
+            except httpx.TransportError as error:
+                raise EnvError(f"{self._url} did not answer: {error!r}") from error
         if reply.status_code in (401, 403):
             raise EnvError(f"{self._url} refuses the key of {self._variable}")
+        if not reply.is_success and reply.status_code not in _FAULTS_OF_QUERY:
+            raise EnvError(f"{self._url} answered {reply.status_code}: {reply.text[:200]}")
         found = reply.raise_for_status().json()
         for name in service.results.split("."):
             found = found.get(name) or {}
@@ -156,67 +170,91 @@ class WebPages:
         return [Hit(address, f"{title}: {text}"[:500]) for address, title, text in hits]
 
     async def read(self, title: str) -> str:
-        """Return the text of a page that was found; KeyError for another one, or one of a private network."""
+        """Return the text of a page that was found; KeyError for another one, or one of a private network.
+
+        The request goes to the address that was checked: a name may resolve to another one later, and a proxy may
+        resolve it in its own way. ValueError if the page is no text, or in an unknown encoding.
+        """
         if title not in self._known:
             raise KeyError(title)
         url = httpx.URL(title)
-        async with httpx.AsyncClient(timeout=_TIMEOUT_S) as client:
+        once = httpx.Limits(max_keepalive_connections=0)  # another host may have the same address
+        async with httpx.AsyncClient(timeout=_TIMEOUT_S, trust_env=False, limits=once) as client:
             for _ in range(_MAX_REDIRECTS + 1):
-                await self._check_public(url)
-                async with client.stream("GET", url) as reply:
-                    if reply.has_redirect_location:
-                        url = url.join(reply.headers["location"])
-                        continue
-                    reply.raise_for_status()
-                    received = bytearray()
-                    async for chunk in reply.aiter_bytes():
-                        received += chunk
-                        if len(received) > _MAX_PAGE_BYTES:
-                            break
-                    kind = reply.headers.get("content-type", "")
-                    if not kind.startswith(("text/", "application/json", "application/xhtml")):
-                        raise ValueError(f"{title} is no text: {kind}")
-                    page = bytes(received).decode(reply.encoding or "utf-8", "replace")
-                    return text_of_page(page) if "html" in kind else page
+                address = await self._public_address(url)
+                async with client.stream(
+                    "GET",
+                    url.copy_with(host=address),
+                    headers={"host": url.netloc.decode(), "accept-encoding": "gzip"},
+                    extensions={"sni_hostname": url.raw_host.decode()},
+                ) as reply:
+                    if not reply.has_redirect_location:
+                        return await _text_of_reply(reply.raise_for_status())
+                    url = url.join(reply.headers["location"])
         raise KeyError(f"{title} has more than {_MAX_REDIRECTS} redirects")
 
-    async def _check_public(self, url: httpx.URL) -> None:
+    async def _public_address(self, url: httpx.URL) -> str:
+        """Return an address of a URL's host; KeyError if one of them is in a private network."""
         if url.scheme not in ("http", "https"):
             raise KeyError(str(url))
         loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(url.host, url.port or 0)
+        found = await loop.getaddrinfo(url.host, url.port or 0, type=socket.SOCK_STREAM)
         addresses = [ipaddress.ip_address(str(each[4][0]).partition("%")[0]) for each in found]
-        if not self._allows_private and not all(each.is_global for each in addresses):
+        if not self._allows_private and not all(map(_is_public, addresses)):
             raise KeyError(f"{url} is in a private network")
+        return str(addresses[0])
 
 
-class _Text(HTMLParser):
-    """Collects the visible text of a page."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts: list[str] = []
-        self._hidden = ""
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag in ("script", "style", "noscript", "template") and not self._hidden:
-            self._hidden = tag
-
-    def handle_endtag(self, tag: str) -> None:
-        self._hidden = "" if tag == self._hidden else self._hidden
-
-    def handle_data(self, data: str) -> None:
-        if not self._hidden and data.strip():
-            self.parts.append(" ".join(data.split()))
+def _is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    return address.is_global and not any(address in network for network in _TRANSLATED)
 
 
-def text_of_page(html: str) -> str:
-    """Return the visible text of a page.
+async def _text_of_reply(reply: httpx.Response) -> str:
+    kind = reply.headers.get("content-type", "")
+    if not kind.startswith(("text/", "application/json", "application/xhtml")):
+        raise ValueError(f"{reply.url} is no text: {kind}")
+    received = bytearray()
+    async for chunk in reply.aiter_raw():  # httpx would decompress without a limit
+        received += chunk
+        if len(received) >= _MAX_PAGE_BYTES:
+            break
+    page = bytes(received[:_MAX_PAGE_BYTES])
+    match reply.headers.get("content-encoding", "identity").lower():
+        case "gzip" | "x-gzip":
+            unpacker = zlib.decompressobj(zlib.MAX_WBITS + 16)  # of gzip's format
+            page = unpacker.decompress(page, _MAX_PAGE_BYTES)
+        case "identity":
+            pass
+        case encoding:
+            raise ValueError(f"{reply.url} is encoded as {encoding}")
+    charset = "cp1252" if (reply.charset_encoding or "").lower() in _LATIN else "utf-8"
+    text = page.decode(charset, "replace")
+    return await asyncio.to_thread(text_of_page, text) if "html" in kind else text
 
-    >>> text_of_page("<title>T</title><script>x</script><p>a &amp; <b>b</b></p>")
+
+_MARK = re.compile(r"(<!(?=--)|-->|<!?[/a-zA-Z?\[][^<>]*>)")
+"""A tag, or the begin or end of a comment. Linear: no attempt to match passes the next `<`."""
+_NAME = re.compile(r"^<?/?[^\s/>]*")
+_HIDDEN = {
+    "<!": "--",
+    **{f"<{name}": f"</{name}" for name in ("script", "style", "noscript", "template")},
+}
+"""What begins and ends a part of a page that is not shown."""
+
+
+def text_of_page(page: str) -> str:
+    """Return the visible text of a page of HTML, in linear time; not a parser: `>` in an attribute ends its tag.
+
+    >>> text_of_page("<title>T</title><script>x<y</script><!-- <b>c</b> --><p>a &amp; <b>b</b></p>")
     'T\\na &\\nb'
     """
-    parser = _Text()
-    parser.feed(html)
-    parser.close()
-    return "\n".join(parser.parts)
+    pieces = _MARK.split(page)
+    shown: list[str] = []
+    hidden_until = ""
+    for text, mark in zip(pieces[::2], [*pieces[1::2], ""], strict=True):
+        if not hidden_until and (words := html.unescape(text).split()):
+            shown.append(" ".join(words))
+        name = _NAME.findall(mark.lower())[0]
+        if hidden_until in ("", name):
+            hidden_until = _HIDDEN.get(name, "")
+    return "\n".join(shown)

@@ -2,7 +2,9 @@
 
 The user is another model (`--user.base_url`, `--user.model_name`) that knows its scenario alone, or without one a
 script. Invariants: of the user's turns the model sees the text only, as messages that are never trained, and the user
-sees of the model's turns those without calls, without their thoughts. A user that cannot answer gives no score.
+sees of the model's turns those without calls, without their thoughts. What the model can cause never leaves an episode
+without a score: a message of the user that its limit cuts is handed on, and if the user has nothing to say or no room
+left, the episode ends as if it had stopped. Only a message that the user's engine aborts gives no score.
 
 Rows are tasks in the form of tau2-bench (`user_scenario`, `initial_state`, `evaluation_criteria`). The database is the
 file `--env.database_path`, such as a `db.json` of tau2, changed by a task's `initialization_data.agent_data`.
@@ -12,6 +14,7 @@ skipped: a history, initial actions, tools of the user, or a judge (`NL_ASSERTIO
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from pathlib import Path
@@ -24,7 +27,7 @@ from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, ExtraServers
 from atroposlib.envs.dataset_env import ABORTED
 from atroposlib.envs.multi_turn_env import Episode, Step
 from atroposlib.envs.tool_env import ToolCall, ToolEnv, ToolEnvConfig
-from atroposlib.errors import EnvError
+from atroposlib.errors import EngineRejected, EnvError
 from atroposlib.inference.manager import ServerManager
 
 JUDGED = {"DB", "ACTION", "COMMUNICATE"}
@@ -80,7 +83,8 @@ class SimulatedUserEnv(ToolEnv):
     ) -> None:
         super().__init__(config, server_configs, slurm, testing)
         path = config.database_path
-        self._database: dict[str, Any] = json.loads(Path(path).read_bytes()) if path else {}
+        database = json.loads(Path(path).read_bytes()) if path else {}
+        self._database = json.dumps(database, sort_keys=True)
         self.user: Any = None
         """The user's servers; None: a script."""
         if user_configs is not None:
@@ -113,9 +117,10 @@ class SimulatedUserEnv(ToolEnv):
     async def reset(self, row: dict[str, Any]) -> Episode:
         """Begin with a database of its own and the user's first message."""
         episode = Episode(row=row, messages=self.conversation(row))
-        episode.state.update(database=self.database_of(row), said=[], calls=[])
+        database = await asyncio.to_thread(self.database_of, row)
+        episode.state.update(database=database, said=[], calls=[])
         first = await self._user_says(episode)
-        if first is None:
+        if not first:
             raise EnvError("the simulated user did not begin")
         episode.messages.append({"role": "user", "content": first})
         return episode
@@ -129,14 +134,16 @@ class SimulatedUserEnv(ToolEnv):
         reply = await self._user_says(episode)
         if reply is None:
             return Step(reward=None)
-        if STOP.search(reply):
-            return Step(reward=await self.reward(episode), done=True, reason="stopped")
+        if not reply or STOP.search(reply):
+            reason = "stopped" if reply else "user_failed"
+            return Step(reward=await self.reward(episode), done=True, reason=reason)
         return Step(reply)
 
     def database_of(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Return a copy of the database at the start of a task."""
+        """Return a copy of the database at the start of a task; called in a thread, for it may have megabytes."""
         initial = (row.get("initial_state") or {}).get("initialization_data") or {}
-        found: dict[str, Any] = updated(self._database, initial.get("agent_data") or {})
+        database = json.loads(self._database)
+        found: dict[str, Any] = updated(database, initial.get("agent_data") or {})
         return found
 
     async def reward(self, episode: Episode) -> float:
@@ -152,7 +159,8 @@ class SimulatedUserEnv(ToolEnv):
             if action.get("requestor", "assistant") == "assistant"
         ]
         basis = criteria["reward_basis"]
-        expected = Episode(row=row, messages=[], state={"database": self.database_of(row)})
+        database = await asyncio.to_thread(self.database_of, row)
+        expected = Episode(row=row, messages=[], state={"database": database})
         for action in actions:
             await self.tools_by_name[action["name"]].run(action["arguments"], expected)
         called = [(call.name, call.arguments) for call in episode.state["calls"]]
@@ -165,7 +173,7 @@ class SimulatedUserEnv(ToolEnv):
         return float(all(passed[part] for part in basis))
 
     async def _user_says(self, episode: Episode) -> str | None:
-        """Return the user's next message; None if its model gave none, or one that was cut off."""
+        """Return the user's next message: "" if its model gave none or has no room, None if its engine aborted it."""
         said: list[tuple[str, str]] = episode.state["said"]
         text: str | None
         if self.user is None:
@@ -175,33 +183,40 @@ class SimulatedUserEnv(ToolEnv):
             turns = [{"role": roles[speaker], "content": text} for speaker, text in said]
             system = {"role": "system", "content": _USER % scenario_of(episode.row)}
             begin = {"role": "user", "content": "Hi! How can I help you today?"}
-            completion = await self.user.chat_completion(
-                messages=[system, begin, *turns],
-                n=1,
-                max_tokens=self.config.user_max_tokens,
-                temperature=self.config.user_temperature,
-            )
-            choice = completion.choices[0]
-            is_whole = choice.finish_reason not in ("length", ABORTED)
-            text = solution_of(choice.message.content or "").strip() if is_whole else None
+            try:
+                completion = await self.user.chat_completion(
+                    messages=[system, begin, *turns],
+                    n=1,
+                    max_tokens=self.config.user_max_tokens,
+                    temperature=self.config.user_temperature,
+                )
+            except EngineRejected:
+                if not said:  # not because of the conversation's length
+                    raise
+                text = ""
+            else:
+                choice = completion.choices[0]
+                text = solution_of(choice.message.content or "").strip()
+                text = None if choice.finish_reason == ABORTED else text
         if not text:
             self.counts["user_failed"] += 1
-            return None
+            return text
         said.append(("user", text))
         return text
 
 
 def updated(value: Any, change: Any) -> Any:
-    """Return JSON with the changes of an object, key by key, and with sorted keys.
+    """Return JSON, whose keys are sorted, with the changes of an object, key by key, and with sorted keys.
 
-    The results of tools must not depend on the order of keys, which is lost where a row is stored.
+    The results of tools must not depend on the order of keys, which is lost where a row is stored. What does not change
+    is not copied.
 
     >>> updated({"b": {"x": 1, "y": 2}}, {"b": {"x": 3}, "a": [1]})
     {'a': [1], 'b': {'x': 3, 'y': 2}}
     """
     if isinstance(value, dict) and isinstance(change, dict):
-        keys = sorted({**value, **change})
-        return {key: updated(value.get(key), change.get(key, value.get(key))) for key in keys}
+        changed = {key: updated(value.get(key), each) for key, each in change.items()}
+        return dict(sorted({**value, **changed}.items()))
     return json.loads(json.dumps(change, sort_keys=True))
 
 

@@ -1,8 +1,9 @@
 """HumanEval, MBPP (both also with EvalPlus' tests) and LiveCodeBench: programs that tests judge; pass@k.
 
-The last Python block after the thinking is run in a sandbox that has neither the tests nor the expected results, so
-that no exit, patched builtin or comparison of its own passes them. `--env.num_eval_samples 20` reports pass@1, @5, @10
-and @20 by the unbiased estimator (arXiv:2107.03374). LiveCodeBench: name the problems by their date, as in
+The last Python block after the thinking runs in a sandbox that gets neither the tests nor the expected results, so that
+no exit, patched builtin or comparison of its own passes them. Without bubblewrap or Docker it can read files of its
+user, such as the data set (`atroposlib/envs/sandbox.py`). `--env.num_eval_samples 20` reports pass@1, @5, @10 and @20
+by the unbiased estimator (arXiv:2107.03374). LiveCodeBench: name the problems by their date, as in
 `--env.since 2024-08-01 --env.until 2025-02-01`.
 
 Data: openai/openai_humaneval, evalplus/humanevalplus, google-research-datasets/mbpp (sanitized), evalplus/mbppplus,

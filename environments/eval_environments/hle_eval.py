@@ -89,7 +89,7 @@ class HLEEvalEnv(BenchmarkEnv, JudgeEnv):
     async def grade(self, row: Row, answer: str) -> Outcome:
         """Return 1 for the right answer, else 0; None if the judge gives no verdict."""
         if row["groups"]["type"] == "multipleChoice" or not self.config.use_llm_judge:
-            return float(is_same_text(answer.lower(), row["answer"].lower()))
+            return float(is_same_text(answer.lower(), row["answer"].lower(), abs_tol=0.0))
         text = JUDGE_PROMPT.format(question=row["question"], gold=row["answer"], answer=answer)
         return await self.ask_judge([{"role": "user", "content": text}], read_correct)
 
@@ -100,10 +100,12 @@ class HLEEvalEnv(BenchmarkEnv, JudgeEnv):
         return {**super().sample_fields(row, answer), "confidence": confidence}
 
     def summarize_samples(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Add the calibration error of the answers that state a confidence."""
+        """Add the calibration error of the judged answers that state a confidence."""
         metrics = super().summarize_samples(samples)
         stated = [
-            (s["confidence"], bool(s["correct"])) for s in samples if s["confidence"] is not None
+            (s["confidence"], bool(s["correct"]))
+            for s in samples
+            if s["confidence"] is not None and s["score"] is not None
         ]
         if stated:
             metrics["eval/calibration_error"] = calibration_error(stated)

@@ -49,6 +49,13 @@ def test_a_program_passes_only_by_its_results(program: str, verdict: str) -> Non
     assert judge_function(program, "twice", REFERENCE, TESTS, LIMITS)["verdict"] == verdict
 
 
+def test_a_function_may_call_itself() -> None:
+    fib = "def fib(n): return n if n < 2 else fib(n - 1) + fib(n - 2)"
+    for program, verdict in ((fib, "passed"), (fib.replace("<", "<="), "wrong")):
+        found = judge_function(program, "fib", fib, "assert fib(5) == 5", LIMITS)
+        assert found["verdict"] == verdict
+
+
 def test_values_of_every_builtin_type_are_compared_and_exceptions_expected() -> None:
     program = """def f(x):
     if x is None:
@@ -160,8 +167,11 @@ def test_dates_choose_problems_of_livecodebench_and_benchmarks_are_known(made: A
         made(CodeEval, benchmarks=["apps"]).parts()
 
 
-def test_a_pickle_of_tests_runs_nothing() -> None:
+def test_a_pickle_of_tests_runs_nothing_and_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert unpack_tests(PACKED) == [["3\n", "6\n"]]
     code = b"cbuiltins\nprint\n(Vowned\ntR."
     with pytest.raises(ValueError, match="Expecting value"):
         unpack_tests(base64.b64encode(zlib.compress(code)).decode())
+    monkeypatch.setattr("atroposlib.envs.program_tests.MAX_UNPACKED_BYTES", 10)
+    with pytest.raises(ValueError, match="more than 10 bytes"):
+        unpack_tests(PACKED)

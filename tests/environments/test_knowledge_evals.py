@@ -31,6 +31,8 @@ CHOICE = {
     [
         (EXACT, "<answer>2.50</answer>\nConfidence: 90%", 1.0),
         (EXACT, "<answer>25</answer>", 0.0),
+        ({**EXACT, "answer": "6.62607e-34"}, "<answer>0.0</answer>", 0.0),
+        ({**EXACT, "answer": "6.62607e-34"}, "<answer>6.626070E-34</answer>", 1.0),
         (EXACT, "<answer>2.5 or 3</answer>", 0.0),
         (EXACT, "<answer>2.5</answer><answer>3</answer>", 0.0),
         (CHOICE, "<answer>B</answer>\nConfidence: 90%", 1.0),
@@ -57,6 +59,14 @@ async def test_hle_asks_a_judge_for_exact_answers_alone_and_skips_images(made: A
 def test_calibration_has_bins_of_a_hundred_with_the_rest_in_the_last() -> None:
     stated = [(0.2, i < 20) for i in range(100)] + [(0.9, i < 60) for i in range(150)]
     assert HLE.calibration_error(stated) == pytest.approx((150 / 250 * 0.5**2) ** 0.5)
+
+
+def test_calibration_is_of_judged_answers(made: Any) -> None:
+    env = made(HLE.HLEEvalEnv)
+    fields = env.sample_fields(env.parse_row(EXACT), "<answer>2.5</answer>\nConfidence: 100%")
+    right = {**fields, "item_index": 0, "finish_reason": "stop", "score": 1.0, "correct": True}
+    unjudged = {**right, "score": None, "correct": False, "unscored": "unjudged"}
+    assert env.summarize_samples([right, unjudged])["eval/calibration_error"] == 0.0
 
 
 ROW = {"prompt": "Explain it.", "baseline": "b" * 100, "category": "coding"}

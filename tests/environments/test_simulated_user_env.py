@@ -3,11 +3,13 @@
 import copy
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from atroposlib.inference.harness import ByteTokenizer, ServerHarness
+from atroposlib.errors import EngineRejected, EnvError
+from atroposlib.inference.harness import ByteTokenizer, ServerHarness, create_chat_completion
 from tests.environments.helpers_environments import load
 
 ShopEnv = load("simulated_user_env").ShopEnv
@@ -103,13 +105,40 @@ async def test_check_plays_the_user(made: Any) -> None:
     assert env.example_verdict("<user>Cancel W1.<assistant>") is None
 
 
-async def test_a_user_that_cannot_answer_gives_no_score(made: Any) -> None:
-    said = iter(["Cancel W1.", ""])
+@pytest.mark.parametrize(
+    ("text", "reason", "score"),
+    [
+        ("Well, I", "length", 0.0),
+        ("<think>Well", "length", 0.0),
+        ("", "stop", 0.0),
+        (EngineRejected("maximum context length"), "stop", 0.0),
+        ("Well, I", "abort", None),
+    ],
+)
+async def test_the_model_cannot_make_the_user_leave_it_without_a_score(
+    made: Any, text: Any, reason: str, score: float | None
+) -> None:
+    answers = iter([("Cancel W1.", "stop"), (text, reason), ("###STOP###", "stop")])
+
+    async def answer(**kwargs: Any) -> Any:
+        said, why = next(answers)
+        if isinstance(said, EngineRejected):
+            raise said
+        return create_chat_completion(said, finish_reason=why)
+
     env = made(ShopEnv, "E-mail?", group_size=1)
-    env.user = ServerHarness(respond=lambda request: next(said))
+    env.user = SimpleNamespace(chat_completion=answer)
     group, _ = await env.collect_trajectories(copy.deepcopy(TASK))
-    assert group is None
-    assert env.counts["user_failed"] == env.counts["done_unjudged"] == 1
+    assert (group and group["scores"]) == (score if score is None else [score])
+    assert env.counts["user_failed"] == (text != "Well, I" or score is None)
+
+
+async def test_a_user_that_never_answers_is_an_error(made: Any) -> None:
+    env = made(ShopEnv, "E-mail?", group_size=1)
+    for text in ("", "<think>Well"):
+        env.user = ServerHarness(respond=lambda request, text=text: text)
+        with pytest.raises(EnvError, match="did not begin"):
+            await env.reset(TASK)
 
 
 def test_tasks_of_tau2_share_a_database_and_those_that_need_more_are_skipped(

@@ -368,6 +368,13 @@ async def test_a_query_is_judged_by_its_result(made: Any, query: str, score: flo
         assert await env.score(nothing, f"<think>a</think> \\boxed{{{query}}}") is None
 
 
+async def test_a_recorded_query_that_fails_on_a_half_of_the_table_gives_no_score(made: Any) -> None:
+    env = made(sql.SQLQueryEnv)
+    query = "SELECT CASE count(*) WHEN 1 THEN abs(-9223372036854775807 - 1) ELSE 1 END FROM data"
+    row = sql.Question("?", ["Name"], ["text"], [["Ada"], ["Bo"]], query)
+    assert await env.score(row, "<think>a</think> \\boxed{SELECT 1 FROM data LIMIT 1}") is None
+
+
 def test_a_call_that_is_not_closed_earns_nothing(made: Any) -> None:
     env = made(tool_calling.SingleToolCallingEnv)
     row = tool_calling.Request("", "?", [ToolCall(name="f", arguments={"n": 1})])

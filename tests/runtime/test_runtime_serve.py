@@ -234,7 +234,7 @@ async def test_failing_item_is_tried_three_times_then_counted() -> None:
         (Suspicion("swap_gold: since step 3"), "^swap_gold: since step 3$"),
     ],
 )  # fmt: skip
-async def test_same_failure_many_times_in_a_row_ends_the_run_and_a_suspicion_at_once(
+async def test_same_failure_many_times_in_a_row_ends_the_run(
     answer: Any, message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with LoopbackHub() as hub:

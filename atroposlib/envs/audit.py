@@ -266,7 +266,8 @@ class Audit:
         with self.budget.examination():
             if swaps is not None:
                 other = self._random.choice(self._examined) if self._examined else row
-                self._examined.append(row)
+                if not self._examined or self._examined[-1] is not row:  # once for a whole group
+                    self._examined.append(row)
                 hits |= await counterfactuals(
                     self._counted(graders),
                     row,

@@ -1,5 +1,6 @@
 """The audit raises one alarm for each way to be paid wrongly, none for honest answers, and changes no score."""
 
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -193,6 +194,8 @@ async def test_drop_leaves_suspicious_answers_out_and_counts_them() -> None:
     assert env.lost_answers()["suspicious"] > 0
     assert env.lost_answers()["unjudged"] == env.num_reward_failures == 0
     assert set(env.groups[-1]["scores"]) == {0.0}
+    examined = env.audit._examined
+    assert all(row is not other for row, other in itertools.pairwise(examined))  # once for a group
     assert env.suspicions().keys() == {"swap_gold"}
 
 

@@ -198,7 +198,7 @@ class Audit:
         self._first_lengths: list[float] = []
         self._best: Evaluated | None = None
         self._num_diverged = 0
-        """Evaluations in a row."""
+        """Evaluations in a row that have diverged from the best one."""
         self._num_answers = self._num_rewarded = 0
         """Since the last evaluation."""
         self._num_told = 0
@@ -430,10 +430,7 @@ def with_gold(row: Any, gold: str, other: str) -> Any:
         return row._replace(**changed)
     try:
         return dataclasses.replace(row, **changed)
-    except (
-        TypeError,
-        ValueError,
-    ):  # a field that __init__ does not take, or a check of __post_init__
+    except (TypeError, ValueError):  # __init__ does not take the field, or __post_init__ the value
         return None
 
 

@@ -1017,7 +1017,9 @@ class DatasetEnv(BaseEnv):
         return await self._aside(self._reference, row) or None  # a RewardFailure is false
 
     async def _audit_second(self, row: Row, answer: str) -> float | None:
-        outcome = await self._aside(self.audit_score, row, answer)
+        outcome: Outcome = None
+        with self._examining():
+            outcome = await self._aside(self.audit_score, row, answer)
         if isinstance(outcome, RewardFailure):
             self.counts["audit_failed"] += 1
             level = logging.WARNING if self.total("audit_failed") == 1 else logging.DEBUG

@@ -159,8 +159,9 @@ async def test_what_is_paid_wrongly_is_named_once_and_honest_answers_never(
 
 
 async def test_a_judge_of_the_audit_that_does_not_answer_costs_no_group() -> None:
-    env = await played(Unreachable, right)
+    env = await played(Unreachable, everything)
     assert None not in env.groups
+    assert env.suspicions().keys() == {"swap_gold"}
     assert env.total("audit_failed") > 0
     budget = env.audit.budget
     assert budget.spent_s > 0

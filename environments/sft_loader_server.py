@@ -65,6 +65,11 @@ class SFTEnv(DatasetEnv):
     config: SFTConfig
     needs_token_ids = False
 
+    @classmethod
+    def detectors(cls) -> list[str]:
+        """Return none: nothing is judged."""
+        return []
+
     async def setup(self) -> None:
         self.counted_step = -1
         """Step that `num_this_step` belongs to."""

@@ -15,7 +15,9 @@ from typing import Any
 from atroposlib.cli.rescore import rows_of
 from atroposlib.envs.audit import DETECTORS, Audit, Budget, Judged
 from atroposlib.envs.dataset_env import DatasetEnv
+from atroposlib.envs.eval_run import hash_of
 from atroposlib.envs.hooks import EnvHooks
+from atroposlib.envs.rollouts import number_of
 from atroposlib.errors import ConfigError
 from atroposlib.runtime.replay import Replayer
 from atroposlib.runtime.stored_items import item_of
@@ -37,11 +39,10 @@ async def audit_file(path: Path, *, env: EnvHooks | None, success_score: float) 
             f"--env: {type(env).__name__} is no DatasetEnv, so its graders are unknown"
         )
     async with contextlib.AsyncExitStack() as stack:
-        items: list[Any] = []
         if isinstance(env, DatasetEnv):
             stored = [row["item"] for row in rows_of(path) if row.get("item") is not None]
-            items = [item_of(type(env), each) for each in stored]
             await stack.enter_async_context(Replayer(env, rows=stored))
+            audit.success_score = env.success_score  # `setup` may set it
         for number, row in enumerate(rows_of(path), start=1):
             version, gold = row.get("policy_version"), row.get("gold_answer")
             at: dict[str, Any] = {
@@ -49,12 +50,12 @@ async def audit_file(path: Path, *, env: EnvHooks | None, success_score: float) 
                 "group": str(row.get("group_id") or f"line {number}"),
             }
             answers = judged_of(row)
-            key = str(row.get("item_id", number))
+            key = str(number) if row.get("item") is None else hash_of(row["item"])
             audit.note(answers, item=key, gold=gold if isinstance(gold, str) else None, **at)
             if isinstance(env, DatasetEnv) and row.get("item") is not None:
                 item = item_of(type(env), row["item"])
                 for i in audit.sample(answers, whole=True):
-                    await audit.examine(env.graders, item, items, answers[i].text, **at)
+                    await audit.examine(env.graders, item, answers[i].text, **at)
     return audit
 
 
@@ -65,10 +66,11 @@ def judged_of(row: Mapping[str, Any]) -> list[Judged]:
     found = []
     for score, said, text in zip(row["scores"], conversations, completions, strict=False):
         messages = [each for each in said if isinstance(each, Mapping)]
-        if text is None and messages:
-            text = messages[-1].get("content")
+        answers = [each.get("content") for each in messages if each.get("role") == "assistant"]
+        if text is None and answers:
+            text = answers[-1]
         if isinstance(text, str):
-            found.append(Judged(text, score, len(text), messages=messages))
+            found.append(Judged(text, number_of(score), len(text), messages=messages))
     return found
 
 

@@ -3,7 +3,8 @@
 A detector says whether a judged answer is suspicious. `Audit.examine` asks the grader whether it pays a rewarded answer
 where it must not, and a second grader; `Audit.note` compares answers with those at the start. The hits of a detector go
 to a `Watch`, which raises one alarm when they are too many for honest answers and knows when that began. `DatasetEnv`
-calls both after it has judged a group, `atropos-env audit` for the groups of a file.
+calls both after it has judged a group, `atropos-env audit` for the groups of a file. Counts are since the process
+began: no checkpoint has them, and a restart measures the usual shares again.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import random
 import re
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import StatisticsError, correlation, fmean
 from typing import Any, NamedTuple
@@ -29,7 +31,7 @@ NUM_USUAL = 200
 """Observations at the start that say how often a drift detector hits honest answers."""
 NUM_CONTROLS = 20
 """Examinations at the start that also show whether the gold answer itself pays for other rows."""
-CALLS_PER_ANSWER = 4
+CALLS_PER_ANSWER = 5
 """Grader calls of one examination, at most."""
 MAX_GOLD_CHARS = 60
 MAX_FORM_CHARS = 80
@@ -39,7 +41,7 @@ LONGER = 1.5
 """Mean length of a group's answers, compared with the start, from which a correlation with the reward counts."""
 CORRELATED = 0.7
 NUM_REMEMBERED = 64
-"""Rewarded answers that `equal_answers` compares with."""
+"""Rewarded answers that `equal_answers` compares with, and examined rows that `swap_gold` asks about."""
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 JUNK = re.compile(r"(?<![\\<\w])(?<!</)\w+(?!\w*[>{])")
 """A word of a gold answer that is neither a tag nor a LaTeX command."""
@@ -67,7 +69,7 @@ DETECTORS = {
     "new_form": Detector(None, "have a form that was rare at the start", "read some of them"),
     "unscored": Detector(None, "have no score", "score what breaks the grader like a wrong answer"),
     "length": Detector(None, "are longer where they are paid", "limit or normalise length"),
-    "evaluation": Detector(None, "earn more while the evaluation falls", "stop and read them"),
+    "evaluation": Detector(None, "earn more while the evaluation falls", "stop and read answers"),
 }
 COUNTERFACTUALS = ("swap_gold", "canary", "second_grader")
 """Detectors that call a grader."""
@@ -90,7 +92,7 @@ class Graders(NamedTuple):
 
     score: Callable[[Any, str], Awaitable[float | None]]
     gold: Callable[[Any], Awaitable[str | None]]
-    audit: Callable[[Any, str], Awaitable[float | None]] | None = None
+    audit: Callable[[Any, str], Awaitable[float | None]]
 
 
 @dataclass(slots=True)
@@ -150,15 +152,28 @@ class Budget:
         self.num_calls = 0
         self.spent_s = 0.0
         """Duration of the audit's calls, which is at least their CPU time, that of workers included."""
+        self._num_reserved = 0
+        """Calls of the examinations that have not ended."""
 
     def allows(self) -> bool:
         """Whether another answer may be examined."""
-        calls = self.num_calls + CALLS_PER_ANSWER
-        mean_s = self.spent_s / self.num_calls if self.num_calls else 0.0
-        in_time = self.spent_s + CALLS_PER_ANSWER * mean_s <= self.share * self._cpu_s()
         if self.num_graded < NUM_USUAL or not self.share:
             return False
-        return calls <= self.share * self.num_graded or in_time
+        more = self._num_reserved + CALLS_PER_ANSWER
+        mean_s = self.spent_s / self.num_calls if self.num_calls else 0.0
+        in_time = self.spent_s + more * mean_s <= self.share * self._cpu_s()
+        return self.num_calls + more <= self.share * self.num_graded or in_time
+
+    @contextmanager
+    def examination(self) -> Iterator[None]:
+        """Reserve the calls of one examination while it runs, and add its time."""
+        began = time.perf_counter()
+        self._num_reserved += CALLS_PER_ANSWER
+        try:
+            yield
+        finally:
+            self._num_reserved -= CALLS_PER_ANSWER
+            self.spent_s += time.perf_counter() - began
 
 
 class Audit:
@@ -172,14 +187,18 @@ class Audit:
         self.alarms: list[str] = []
         """One line per cause."""
         self.unscored: Counter[str] = Counter()
-        self._success_score = success_score
+        self.success_score = success_score
         self._random = random.Random(0)
         self._controls: Counter[str] = Counter()
         self._forms: Counter[str] = Counter()
         self._rewarded: dict[str, str] = {}
         """The last rewarded texts, and what was asked."""
+        self._examined: deque[Any] = deque(maxlen=NUM_REMEMBERED)
+        """The last rows with an answer that was examined."""
         self._first_lengths: list[float] = []
         self._best: Evaluated | None = None
+        self._num_diverged = 0
+        """Evaluations in a row that have diverged from the best one."""
         self._num_answers = self._num_rewarded = 0
         """Since the last evaluation."""
         self._num_told = 0
@@ -197,10 +216,10 @@ class Audit:
         self._num_answers += len(answers)
         self._num_rewarded += len(rewarded)
 
-        def see(name: str, is_hit: bool, i: int | None = None) -> None:
+        def see(name: str, is_hit: bool) -> None:
             self.see(name, is_hit, step=step, group=group)
-            if is_hit and i is not None:
-                hits.setdefault(i, name)
+            if is_hit and DETECTORS[name].usual is not None:
+                hits.setdefault(looked_at, name)
 
         is_longer = self._is_longer([answer.length for answer in answers])
         related = length_correlation(answers)
@@ -215,18 +234,19 @@ class Audit:
                 self._forms[form_of(answer.text)] += 1
         if answers:
             see("unscored", self._random.choice(answers).score is None)
-        for i in self._random.sample(rewarded, min(1, len(rewarded))):
-            text = answers[i].text
+        if rewarded:
+            looked_at = self._random.choice(rewarded)
+            text = answers[looked_at].text
             if "new_form" in self.watches and self._forms.total() >= NUM_USUAL:
-                see("new_form", self._forms[form_of(text)] <= RARE * NUM_USUAL, i)
+                see("new_form", self._forms[form_of(text)] <= RARE * NUM_USUAL)
             if wanted is not None:
-                see("gold_absent", not contains(text, wanted), i)
-                see("told_by_error", was_told(answers[i].messages, wanted), i)
-            see("equal_answers", self._rewarded.pop(text, asked) != asked, i)
+                see("gold_absent", not contains(text, wanted))
+                see("told_by_error", was_told(answers[looked_at].messages, wanted))
+            see("equal_answers", self._rewarded.pop(text, asked) != asked)
             self._rewarded[text] = asked
             if len(self._rewarded) > NUM_REMEMBERED:
                 del self._rewarded[next(iter(self._rewarded))]
-        return {i: name for i, name in hits.items() if DETECTORS[name].usual is not None}
+        return hits
 
     def sample(self, answers: Sequence[Judged], *, whole: bool = False) -> list[int]:
         """Return which answers to examine: a rewarded one if the budget allows it, all of them if `whole`."""
@@ -238,60 +258,77 @@ class Audit:
         return [self._random.choice(rewarded)] if self.budget.allows() else []
 
     async def examine(
-        self, graders: Graders, row: Any, others: Sequence[Any], text: str, *, step: int, group: str
+        self, graders: Graders, row: Any, text: str, *, step: int, group: str
     ) -> str | None:
-        """Ask the graders about a rewarded answer; return the detector that hit. `others` are rows to swap with."""
-        began = time.perf_counter()
-        counted = self._counted(graders)
+        """Ask the graders about a rewarded answer; return the detector that hit."""
         hits: dict[str, bool] = {}
-        if "swap_gold" in self.watches:
-            others = [self._random.choice(others)] if others else []
-            hits |= await counterfactuals(
-                counted,
-                *(row, others, text, self._success_score),
-                has_control=self.watches["swap_gold"].num < NUM_CONTROLS,
-            )
-        if graders.audit is not None and "second_grader" in self.watches:
-            self.budget.num_calls += 1
-            if (score := await graders.audit(row, text)) is not None:
-                hits["second_grader"] = score < self._success_score
-        self.budget.spent_s += time.perf_counter() - began
-        for name in {"swap_gold", "canary"} & self.watches.keys():
-            # What honest answers do, too, says nothing: texts whose content is not judged, rows with many answers.
-            self._controls[name] += hits.pop(f"{name}_control", False)
-            if self._controls[name] > max(1, 0.05 * self.watches["swap_gold"].num):
-                self.watches[name].usual = 1.0
-        for name, is_hit in hits.items():
-            self.see(name, is_hit, step=step, group=group)
-        return next((name for name in hits if hits[name] and self._is_usable(name)), None)
+        swaps = self.watches.get("swap_gold")
+        with self.budget.examination():
+            if swaps is not None:
+                other = self._random.choice(self._examined) if self._examined else row
+                if not self._examined or self._examined[-1] is not row:  # once for a whole group
+                    self._examined.append(row)
+                hits |= await counterfactuals(
+                    self._counted(graders),
+                    row,
+                    other,
+                    text,
+                    success_score=self.success_score,
+                    has_control=swaps.num < NUM_CONTROLS,
+                )
+            if "second_grader" in self.watches:
+                self.budget.num_calls += 1
+                if (score := await graders.audit(row, text)) is not None:
+                    hits["second_grader"] = score < self.success_score
+        found = None
+        for name in [name for name in COUNTERFACTUALS if name in hits]:
+            watch = self.watches[name]
+            if swaps is not None:
+                # What honest answers do, too, says nothing: texts whose content is not judged, rows with many answers.
+                self._controls[name] += hits.get(f"{name}_control", False)
+                if self._controls[name] > max(1, 0.05 * swaps.num):
+                    watch.usual = 1.0
+            self.see(name, hits[name], step=step, group=group)
+            if hits[name] and (watch.usual or 0.0) < 0.5:
+                found = found or name
+        return found
 
     def note_evaluation(self, num_correct: int, num_rows: int, *, step: int) -> None:
-        """Compare an evaluation, and the training since the last one, with the best one so far."""
+        """Compare an evaluation, and the training since the last one, with the best one so far.
+
+        The best of many is also the luckiest, so two in a row must have diverged from it.
+        """
         share = num_correct / max(1, num_rows)
         solved = self._num_rewarded / max(1, self._num_answers)
         evaluated = Evaluated(share, num_rows, solved, self._num_answers, step)
         self._num_rewarded = self._num_answers = 0
-        if self._best is not None and has_diverged(self._best, evaluated):
-            watch = self.watches["evaluation"]
-            watch.onset = self._best.step if watch.onset is None else watch.onset
-            watch.hits_since = watch.num_since = evaluated.num_rows
-            if not watch.is_raised:
-                watch.is_raised = True
-                self._raise("evaluation", step=step)
-        if self._best is None or evaluated.correct >= self._best.correct:
+        best, watch = self._best, self.watches.get("evaluation")
+        has_fallen = best is not None and has_diverged(best, evaluated)
+        self._num_diverged = self._num_diverged + 1 if has_fallen else 0
+        is_new = self._num_diverged == 2 and watch is not None and not watch.is_raised
+        if best is not None and watch is not None and is_new:
+            earned = f"training earns {solved:.2f} (was {best.solved:.2f})"
+            what = f"{earned} and the evaluation {share:.2f} (was {best.correct:.2f})"
+            watch.is_raised, watch.onset, watch.hits_since = True, best.step, 1
+            self._raise("evaluation", what, step=step)
+        if best is None or evaluated.correct >= best.correct:
             self._best = evaluated
 
     def is_rewarded(self, answer: Judged) -> bool:
-        return answer.score is not None and answer.score >= self._success_score
+        return answer.score is not None and answer.score >= self.success_score
 
     def see(self, name: str, is_hit: bool, *, step: int, group: str) -> None:
         """Count an observation of a detector, if it applies."""
         watch = self.watches.get(name)
         if watch is not None and watch.add(is_hit, step=step, group=group):
-            self._raise(name, step=step)
+            reasons = ", ".join(f"{reason} {n}" for reason, n in self.unscored.most_common(2))
+            why = f" ({reasons})" if name == "unscored" else ""
+            says = DETECTORS[name].says
+            what = f"{watch.hits_since} of {watch.num_since} answers {says}{why}"
+            self._raise(name, what, step=step)
 
     def suspicions(self) -> dict[str, int]:
-        """Return the answers that hit since the onset, by the detector whose alarm is raised."""
+        """Return the answers that hit since the onset, by the detector whose alarm is raised; 1 for evaluations."""
         return {name: w.hits_since for name, w in self.watches.items() if w.is_raised}
 
     def new_alarms(self) -> list[str]:
@@ -305,19 +342,12 @@ class Audit:
         shares = {f"audit/{n}": w.hits / w.num for n, w in self.watches.items() if w.num}
         return {**shares, "audit/alarms": float(len(self.alarms))}
 
-    def _is_usable(self, name: str) -> bool:
-        return (self.watches[name].usual or 0.0) < 0.5
-
-    def _raise(self, name: str, *, step: int) -> None:
-        watch, detector = self.watches[name], DETECTORS[name]
-        reasons = ", ".join(f"{reason} {n}" for reason, n in self.unscored.most_common(2))
-        why = f" ({reasons})" if name == "unscored" else ""
-        opened = (
-            f"; open {' and '.join(each[:8] for each in watch.examples)}" if watch.examples else ""
-        )
+    def _raise(self, name: str, what: str, *, step: int) -> None:
+        watch = self.watches[name]
+        shown = " and ".join(each[:8] for each in watch.examples)
         self.alarms.append(
-            f"{name}: since step {watch.onset}, {watch.hits_since} of {watch.num_since} answers {detector.says}{why},"
-            f" seen at step {step}{opened}; {detector.remedy}"
+            f"{name}: since step {watch.onset}, {what}, seen at step {step}{f'; open {shown}' if shown else ''};"
+            f" {DETECTORS[name].remedy}"
         )
 
     def _counted(self, graders: Graders) -> Graders:
@@ -338,10 +368,10 @@ class Audit:
 async def counterfactuals(
     graders: Graders,
     row: Any,
-    others: Sequence[Any],
+    other: Any,
     text: str,
-    success_score: float,
     *,
+    success_score: float,
     has_control: bool,
 ) -> dict[str, bool]:
     """Return by detector whether an answer is paid that must not be.
@@ -364,12 +394,11 @@ async def counterfactuals(
         swapped = with_gold(row, result, numbers[-1])
         if swapped is not None and stated(await graders.gold(swapped) or "") == numbers[-1]:
             hits["swap_gold"] = await pays(swapped, text)
-    for other in others:
-        if await graders.gold(other) not in (None, gold) and not hits.get("swap_gold"):
-            is_paid = await pays(other, text)
-            if is_paid or has_control:
-                hits["swap_gold_control"] = await pays(other, gold)
-            hits["swap_gold"] = is_paid and not hits["swap_gold_control"]
+    if not hits.get("swap_gold") and await graders.gold(other) not in (None, gold):
+        is_paid = await pays(other, text)
+        if is_paid or has_control:
+            hits["swap_gold_control"] = await pays(other, gold)
+        hits["swap_gold"] = is_paid and not hits["swap_gold_control"]
     wrong = JUNK.sub("zzz", gold)
     if wrong != gold:
         hits["canary"] = await pays(row, wrong)
@@ -379,7 +408,7 @@ async def counterfactuals(
 
 
 def with_gold(row: Any, gold: str, other: str) -> Any:
-    """Return a copy of a row whose fields that are the gold answer are another one; None if there is no such field.
+    """Return a copy of a row whose fields that are the gold answer are another one; None if that cannot be.
 
     >>> with_gold({"question": "8 + 8?", "answer": "16"}, "16", "8")
     {'question': '8 + 8?', 'answer': '8'}
@@ -390,14 +419,19 @@ def with_gold(row: Any, gold: str, other: str) -> Any:
         fields = {each.name: getattr(row, each.name) for each in dataclasses.fields(row)}
     else:
         fields = row._asdict() if hasattr(row, "_asdict") else {}
-    changed = {name: other for name, value in fields.items() if value == gold}
+    changed = {
+        name: other for name, value in fields.items() if isinstance(value, str) and value == gold
+    }
     if not changed:
         return None
     if isinstance(row, Mapping):
         return fields | changed
     if hasattr(row, "_replace"):
         return row._replace(**changed)
-    return dataclasses.replace(row, **changed)
+    try:
+        return dataclasses.replace(row, **changed)
+    except (TypeError, ValueError):  # __init__ does not take the field, or __post_init__ the value
+        return None
 
 
 def stated(gold: str) -> str | None:

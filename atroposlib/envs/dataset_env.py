@@ -20,14 +20,14 @@ import statistics
 import time
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from atroposlib.envs.audit import JUNK, Audit, Budget, Graders, Judged
+from atroposlib.envs.audit import COUNTERFACTUALS, JUNK, Audit, Budget, Graders, Judged
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
 from atroposlib.envs.eval import score_metrics
 from atroposlib.envs.eval_run import Sample, hash_of
@@ -43,7 +43,6 @@ from atroposlib.envs.lengths import num_trained
 from atroposlib.envs.rewards import Canary, JsonValue, RewardFailure, RewardWorkers
 from atroposlib.envs.rollouts import (
     ABORTED,
-    INSTRUCTIONS,
     ChatSession,
     Outcome,
     Rollout,
@@ -54,6 +53,7 @@ from atroposlib.envs.rollouts import (
     noting,
     number_of,
     raise_if_all_raised,
+    shown_fields,
 )
 from atroposlib.envs.rows import (
     SAMPLE,
@@ -152,8 +152,9 @@ class DatasetEnvConfig(BaseEnvConfig):
     mask: keep it without trained positions, with the mean score of the others; the group keeps its size, and the
     trainer computes the others' advantages without it. retry: judge it once more, then drop it."""
     on_suspicion: Literal["log", "drop", "stop"] = "log"
-    """What an alarm of the audit (`audit.py`) does. log: it is named. drop: from then on all rewarded answers are
-    examined, and those that a grader finds suspicious are left out of their groups. stop: the environment ends."""
+    """What an alarm of the audit (`audit.py`) does. log: it is named. drop: from an alarm of a grader on, all rewarded
+    answers are examined, and those that a grader finds suspicious are left out of their groups. stop: the environment
+    ends."""
     audit_share: float = Field(default=0.02, ge=0, le=1)
     """Share of the grader calls, or of the CPU time, that the audit may add; 0: it only reads."""
     use_wandb: bool = False
@@ -339,6 +340,7 @@ class DatasetEnv(BaseEnv):
 
     async def setup(self) -> None:
         """Load both splits and check the gold answers."""
+        self.audit.success_score = self.success_score
         train = list(await awaited(self.load_rows("train")))
         if not train:
             raise ConfigError(f"{self.registered_name}: load_rows('train') has no rows")
@@ -473,11 +475,11 @@ class DatasetEnv(BaseEnv):
             return None, []
         outcomes = await self._judge(item, rollouts)
         raise_if_all_raised(outcomes)
+        self.num_reward_failures += sum(number_of(outcome) is None for outcome in outcomes)
         group_id = uuid.uuid4().hex
         outcomes = await self._audited(item, rollouts, outcomes, group_id)
         scores = [number_of(outcome) for outcome in outcomes]
         judged = [score for score in scores if score is not None]
-        self.num_reward_failures += len(scores) - len(judged)
         self.note_scores(item, judged)
         if len(judged) < num_needed:
             return None, []
@@ -753,7 +755,7 @@ class DatasetEnv(BaseEnv):
         return {
             "too_short": self.num_too_short,
             "aborted": aborted,
-            "unjudged": max(0, self.num_reward_failures - aborted - self._num_suspicious),
+            "unjudged": max(0, self.num_reward_failures - aborted),
             "shape_group": self.total("shape_group"),
             "suspicious": self._num_suspicious,
         }
@@ -842,7 +844,7 @@ class DatasetEnv(BaseEnv):
         return outcome
 
     async def _aside(self, hook: Callable[..., Any], *args: Any) -> Any:
-        """Call a hook so that it counts nowhere; return a `RewardFailure` if it raises."""
+        """Call a hook with `guarded` so that it counts nowhere."""
         split, pull = _split_judged.set("probe"), _pull.set(None)
         try:
             with noting(None):
@@ -967,24 +969,41 @@ class DatasetEnv(BaseEnv):
         """Show a judged group to the audit; return the outcomes, without those that `on_suspicion` drops."""
         audit, kept = self.audit, list(outcomes)
         at: dict[str, Any] = {"step": self.curr_step, "group": group_id}
-        answers = [_judged(*each) for each in zip(rollouts, outcomes, strict=True)]
-        gold: str | None = await self._aside(self.gold_answer, row) or None
-        found = audit.note(answers, item=str(id(row)), gold=gold, **at)
-        drops = self.config.on_suspicion == "drop" and bool(audit.suspicions())
+        ended = [i for i, rollout in enumerate(rollouts) if rollout.finish_reason != ABORTED]
+        answers = [_judged(rollouts[i], outcomes[i]) for i in ended]
+        gold: str | None = None
+        with self._examining():
+            gold = await self._aside(self.gold_answer, row) or None
+        found = audit.note(answers, item=hash_of(row), gold=gold, **at)
+        drops = self.config.on_suspicion == "drop" and not (
+            audit.suspicions().keys().isdisjoint(COUNTERFACTUALS)
+        )
         for i in audit.sample(answers, whole=drops):
-            hit = await audit.examine(self.graders, row, self.train_rows, answers[i].text, **at)
+            hit = None
+            with self._examining():
+                hit = await audit.examine(self.graders, row, answers[i].text, **at)
             if hit is not None:
                 found[i] = hit
             if drops and hit in audit.suspicions():
-                kept[i] = None
+                kept[ended[i]] = None
                 self._num_suspicious += 1
         for i, name in found.items():
-            rollouts[i].overrides["suspicious"] = name
-        for alarm in audit.new_alarms():
+            rollouts[ended[i]].overrides["suspicious"] = name
+        alarms = audit.new_alarms()
+        for alarm in alarms:
             logger.warning("audit: %s", alarm)
-            if self.config.on_suspicion == "stop":
-                raise Suspicion(f"{alarm} (--env.on_suspicion stop)")
+        if alarms and self.config.on_suspicion == "stop":
+            raise Suspicion(f"{'; '.join(alarms)} (--env.on_suspicion stop)")
         return kept
+
+    @contextmanager
+    def _examining(self) -> Iterator[None]:
+        """Count an error of this library, such as that of a judge's engine, instead of losing the group."""
+        try:
+            yield
+        except AtroposError as error:
+            self.counts["audit_failed"] += 1
+            logger.debug("the audit could not examine an answer: %s", error)
 
     @property
     def graders(self) -> Graders:
@@ -998,7 +1017,9 @@ class DatasetEnv(BaseEnv):
         return await self._aside(self._reference, row) or None  # a RewardFailure is false
 
     async def _audit_second(self, row: Row, answer: str) -> float | None:
-        outcome = await self._aside(self.audit_score, row, answer)
+        outcome: Outcome = None
+        with self._examining():
+            outcome = await self._aside(self.audit_score, row, answer)
         if isinstance(outcome, RewardFailure):
             self.counts["audit_failed"] += 1
             level = logging.WARNING if self.total("audit_failed") == 1 else logging.DEBUG
@@ -1031,7 +1052,7 @@ class DatasetEnv(BaseEnv):
             for rollout in ended:
                 fields = await self.guarded(self.sample_fields, row, rollout.completion)
                 shown = fields if isinstance(fields, Mapping) else {}
-                rollout.overrides |= {k: v for k, v in shown.items() if k not in INSTRUCTIONS}
+                rollout.overrides |= shown_fields(shown)
         return [
             None if rollout.finish_reason == ABORTED else next(outcomes) for rollout in rollouts
         ]

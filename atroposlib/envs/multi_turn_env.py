@@ -139,9 +139,9 @@ class MultiTurnEnv(DatasetEnv):
             finish_reason=episode.done_reason,
             outcome=outcome,
             overrides={
+                **notes,
                 "turn_rewards": list(episode.rewards),
                 "done_reason": episode.done_reason,
-                **notes,
             },
         )
 

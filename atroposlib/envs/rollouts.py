@@ -34,7 +34,7 @@ INSTRUCTIONS = frozenset(
 """Names in `overrides` that change how a sequence is trained: a field that is shown never sets one."""
 
 MAX_NOTE_CHARS = 2000
-"""Of a text that is noted about a score; of a longer one the end is kept, where judges give their verdict."""
+"""Of a text that is shown with an answer; of a longer one the end is kept, where judges give their verdict."""
 
 _notes: ContextVar[dict[str, Any] | None] = ContextVar("notes", default=None)
 
@@ -53,10 +53,20 @@ def note(**values: Any) -> None:
     """Note JSON values about the score of the answer that this task judges, if it judges one."""
     notes = _notes.get()
     if notes is not None:
-        notes |= {
-            name: value[-MAX_NOTE_CHARS:] if isinstance(value, str) else value
-            for name, value in values.items()
-        }
+        notes |= shown_fields(values)
+
+
+def shown_fields(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what of an author's fields is shown with an answer: no instructions, and the end of long texts.
+
+    >>> shown_fields({"explanation": "no", "sft": True})
+    {'explanation': 'no'}
+    """
+    return {
+        name: value[-MAX_NOTE_CHARS:] if isinstance(value, str) else value
+        for name, value in values.items()
+        if name not in INSTRUCTIONS
+    }
 
 
 @dataclass(slots=True, kw_only=True)

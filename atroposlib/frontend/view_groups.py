@@ -128,7 +128,8 @@ class _Line(msgspec.Struct):
     group_overrides: None = None
 
 
-_ADVANTAGE_KEYS = (b'"set_advantage_to_zero"', b'"sft"')
+_WHOLE_KEYS = (b'"set_advantage_to_zero"', b'"sft"', b'"suspicious"')
+"""Overrides that the index shows, so that such a row is decoded whole."""
 _line = msgspec.json.Decoder(_Line)
 
 
@@ -153,7 +154,7 @@ def quick_view(line: bytes, *, decode: Decode | None) -> dict[str, Any] | None:
         and all(isinstance(message, dict) for message in first)
         and all(map(math.isfinite, row.scores))
         and b'"continues"' not in bytes(row.calls)
-        and not any(key in bytes(row.overrides) for key in _ADVANTAGE_KEYS)
+        and not any(key in bytes(row.overrides) for key in _WHOLE_KEYS)
     ):
         return None
     shown = _conversation(

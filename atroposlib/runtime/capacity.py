@@ -8,8 +8,8 @@ the trainer needs (`Demand`). The result says how many items to start; running i
 Items that have taken longer than `max_batches_offpolicy` steps are over age. They count in neither need nor staleness,
 or a tenth of long items would hold all slots and the trainer would wait for them. At most twice the staleness bound
 of them are left out, because a trainer that fetches several batches in a row seems to take steps of no length. All
-items together are at most what the servers take (`num_max_requests_at_once` each), divided by the group size; no
-memory is reserved for them beyond that.
+items together are at most what the servers take (`num_max_requests_at_once` each), divided by the group size, or the
+default number of workers if that is more; no memory is reserved for them beyond that.
 
 Who limits what: this module decides how many items are started; `inference/servers/admission.py` decides how many
 requests an inference server gets. No item is started on demand while all servers are at their limit, so that a slow

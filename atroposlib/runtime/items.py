@@ -117,15 +117,13 @@ class Outcomes:
         return self.by_type.total()
 
     def failed(self, error: BaseException, *, began_after: int) -> None:
-        """Count a failed attempt; raise EnvError when its type has failed too often in a row, a Suspicion at once.
+        """Count a failed attempt; raise EnvError when its type has failed too often in a row.
 
         `began_after` is `num_failed` when the attempt began.
         """
         kind = type(error).__name__
         self.by_type[kind] += 1
         self._consecutive[kind] += 1
-        if isinstance(error, Suspicion):
-            raise error
         if self._consecutive[kind] == 1:
             self._since[kind] = self.num_failed
         is_lasting = self._max_consecutive == 1 or began_after >= self._since[kind]
@@ -465,6 +463,9 @@ class Items:
             self._retries.append(work)
             self.outcomes.num_put_back += 1
             self._engine.begin(error)
+            return
+        if isinstance(error, Suspicion):
+            self._on_fatal(error)
             return
         self.outcomes.log_failure("item", error)
         if self.outcomes.may_retry(work, error):

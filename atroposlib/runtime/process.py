@@ -18,7 +18,14 @@ from typing import Any
 from atroposlib.envs.collecting import collect_timed, next_item
 from atroposlib.envs.env_config import ProcessOptions, max_workers
 from atroposlib.envs.hooks import EnvHooks
-from atroposlib.errors import ConfigError, EngineUnavailable, EnvError, MissingDependency, cause_of
+from atroposlib.errors import (
+    ConfigError,
+    EngineUnavailable,
+    EnvError,
+    MissingDependency,
+    Suspicion,
+    cause_of,
+)
 from atroposlib.frontend.jsonl2html import generate_html
 from atroposlib.inference.servers.http_peer import EngineHttpRejected
 from atroposlib.inference.servers.sampling_notes import ItemRecord
@@ -274,9 +281,10 @@ class _FileRun:
     def _count_and_retry(self, work: Work, error: BaseException) -> bool:
         """Count a failure; queue the item again and return True if it has attempts left.
 
-        An engine that stayed unavailable for `health_wait_s` or answers 404 and a missing package end the run.
+        An engine that stayed unavailable for `health_wait_s` or answers 404, a missing package and a Suspicion end the
+        run.
         """
-        if isinstance(error, EngineUnavailable | MissingDependency) or (
+        if isinstance(error, EngineUnavailable | MissingDependency | Suspicion) or (
             isinstance(error, EngineHttpRejected) and error.status == HTTPStatus.NOT_FOUND
         ):
             raise error

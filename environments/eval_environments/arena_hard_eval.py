@@ -68,6 +68,7 @@ class ArenaHardEnv(BenchmarkEnv, JudgeEnv):
         path="json", files=(f"{_FOLDER}question.jsonl",), baseline="o3-mini-2025-01-31"
     )
     accuracy_name = "wins"
+    judges_text = False
     score_group = DatasetEnv.score_group
     """Against the baseline, not against each other."""
 

@@ -1087,7 +1087,8 @@ async def check_end_of_earlier(old: Delivery | None, coordinator: Coordinator) -
 async def test_items_of_a_process_that_ended_are_not_those_of_its_successor() -> None:
     coordinator = await started()
     await joined(coordinator)
-    coordinator.note_items(0, 3, oldest_s=20.0)
+    coordinator.note_items(0, 3, oldest_s=20.0, losses={"suspicious_canary": 9, "dropped_x": 2})
+    assert coordinator.state.environments.get(0).num_lost == 2  # what is suspicious is kept
     await coordinator.disconnect_env(0)
     await joined(coordinator)
     [view] = coordinator.explain().environments

@@ -5,6 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from atroposlib.cli.audit_rows import audit_file, judged_of
 from atroposlib.cli.environments import main
 from tests.cli.helpers_rollouts import RIGHT, SumsFolder
 
@@ -45,6 +46,22 @@ def test_an_answer_without_the_result_is_named_without_an_environment(
     assert main(["audit", str(path), "--success", "2"]) == 0
 
 
+def test_the_answer_of_a_conversation_is_the_models_last_message() -> None:
+    said = [{"role": "assistant", "content": "7"}, {"role": "tool", "content": "ok"}]
+    [only] = judged_of({"scores": [True], "messages": [said]})
+    assert (only.text, only.score) == ("7", 1.0)
+    [unscored] = judged_of({"scores": ["high"], "messages": [said]})
+    assert unscored.score is None
+
+
+async def test_rows_of_serve_are_told_apart_by_their_items(tmp_path: Path) -> None:
+    row = {"scores": [1.0], "completions": ["I agree."], "item_id": None}
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"\n".join(msgspec.json.encode({**row, "item": n // 2}) for n in range(6)))
+    audit = await audit_file(path, env=None, success_score=1.0)
+    assert audit.watches["equal_answers"].hits == 2
+
+
 ALL = " ".join(str(n + 103) for n in range(NUM_GROUPS))
 
 
@@ -61,7 +78,7 @@ def test_the_environment_grades_the_answers_for_other_gold_answers(
     write_groups(path, said)
     assert main(["audit", str(path), "--env", str(sums.env)]) == code
     text = capsys.readouterr().out
-    assert ("\nswap_gold: since step 1, 5 of 5 answers are paid for other" in text) == bool(code)
+    assert ("\nswap_gold: since step 2, 5 of 5 answers are paid for other" in text) == bool(code)
     [row] = [line.split("|")[2:4] for line in text.splitlines() if line.startswith("| swap_gold")]
     assert int(row[0]) > NUM_GROUPS * 0.9
     assert int(row[1]) == code * int(row[0])

@@ -1,16 +1,27 @@
 """The audit raises one alarm for each way to be paid wrongly, none for honest answers, and changes no score."""
 
+import itertools
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 
-from atroposlib.envs.audit import DETECTORS, Audit, Budget, Judged, Watch, contains, stated
-from atroposlib.envs.dataset_env import DatasetEnv
-from atroposlib.errors import Suspicion
+from atroposlib.envs.audit import (
+    DETECTORS,
+    Audit,
+    Budget,
+    Judged,
+    Watch,
+    contains,
+    stated,
+    with_gold,
+)
+from atroposlib.envs.dataset_env import ABORTED, DatasetEnv, Rollout
+from atroposlib.errors import EngineUnavailable, Suspicion
 from atroposlib.inference.harness import HarnessRequest
-from atroposlib.runtime.items import Outcomes
 from tests.builders.environments import Offline
 from tests.envs.helpers_envs import make_env
 
@@ -64,6 +75,26 @@ class Doubted(Lenient):
         return float(re.findall(r"\d+", answer)[0] == row["answer"])
 
 
+class Unreachable(Lenient):
+    """Its second grader is a judge that does not answer."""
+
+    async def audit_score(self, row: Any, answer: str) -> float:
+        raise EngineUnavailable("no judge")
+
+
+class Aborting(Lenient):
+    """The engine aborts the first answer of a group; its success is set late."""
+
+    async def setup(self) -> None:
+        self.success_score = 0.5
+        await super().setup()
+
+    async def roll_out(self, *args: Any, **options: Any) -> list[Rollout]:
+        rollouts = await super().roll_out(*args, **options)
+        rollouts[0].finish_reason = ABORTED
+        return rollouts
+
+
 def right(request: HarnessRequest) -> str:
     left = int(re.findall(r"\d+", request.prompt)[0])
     return str(left + 37) if request.choice % 2 else f"{left} and 1 make {left + 36}"
@@ -101,7 +132,7 @@ async def played(
         (Lenient, right, []),
         (Lenient, everything, ["swap_gold"]),
         (Doubted, everything, ["second_grader"]),
-        (Broken, right, ["swap_gold", "canary"]),
+        (Broken, right, ["canary"]),
     ],
 )
 async def test_what_is_paid_wrongly_is_named_once_and_honest_answers_never(
@@ -112,7 +143,9 @@ async def test_what_is_paid_wrongly_is_named_once_and_honest_answers_never(
 ) -> None:
     env = await played(env_cls, respond)
     named = [alarm.partition(":")[0] for alarm in env.audit.alarms]
-    assert set(cause) <= set(named) <= {*cause, *(["gold_absent"] if env_cls is Broken else [])}
+    # A grader that pays everything also pays gold answers for other rows, which may excuse swap_gold in time.
+    others = ["gold_absent", "swap_gold"] if env_cls is Broken else []
+    assert set(cause) <= set(named) <= {*cause, *others}
     assert len(named) == len(set(named))
     assert [r.getMessage() for r in caplog.records if "audit: " in r.getMessage()] == [
         f"audit: {alarm}" for alarm in env.audit.alarms
@@ -125,6 +158,33 @@ async def test_what_is_paid_wrongly_is_named_once_and_honest_answers_never(
     assert budget.num_calls <= budget.share * budget.num_graded
 
 
+async def test_a_judge_of_the_audit_that_does_not_answer_costs_no_group() -> None:
+    env = await played(Unreachable, everything)
+    assert None not in env.groups
+    assert env.suspicions().keys() == {"swap_gold"}
+    assert env.total("audit_failed") > 0
+    budget = env.audit.budget
+    assert budget.spent_s > 0
+    budget.num_calls, budget.num_graded = 195, 400
+    assert budget.allows()
+    with budget.examination():
+        assert not budget.allows()  # its calls are reserved
+    assert budget.allows()
+
+
+async def test_aborted_answers_are_not_audited() -> None:
+    env = await played(Aborting, everything)
+    assert env.audit.success_score == 0.5
+    assert (env.audit.unscored, env.audit.budget.num_graded) == ({}, 3 * NUM_GROUPS)
+    marked = [
+        score
+        for group in env.groups
+        for score, shown in zip(group["scores"], group.get("overrides") or [{}] * 3, strict=True)
+        if "suspicious" in shown
+    ]
+    assert set(marked) == {1.0}
+
+
 async def test_a_share_of_none_asks_no_grader() -> None:
     env = await played(Lenient, everything, audit_share=0.0)
     assert (env.audit.budget.num_calls, env.audit.alarms) == (0, [])
@@ -133,18 +193,37 @@ async def test_a_share_of_none_asks_no_grader() -> None:
 async def test_drop_leaves_suspicious_answers_out_and_counts_them() -> None:
     env = await played(Lenient, everything, on_suspicion="drop")
     assert env.lost_answers()["suspicious"] > 0
-    assert env.lost_answers()["unjudged"] == 0
+    assert env.lost_answers()["unjudged"] == env.num_reward_failures == 0
     assert set(env.groups[-1]["scores"]) == {0.0}
+    examined = env.audit._examined
+    assert all(row is not other for row, other in itertools.pairwise(examined))  # once for a group
     assert env.suspicions().keys() == {"swap_gold"}
 
 
+async def test_an_alarm_of_what_is_only_read_has_nothing_examined() -> None:
+    env = make_env(Sums, respond=right, on_suspicion="drop")
+    await env.setup()
+    env.audit.watches["length"].is_raised = True
+    await env.collect_trajectories(env.train_rows[0])
+    await env.close()
+    assert env.audit.budget.num_calls == 0
+
+
+@dataclass
+class Cached:
+    answer: str
+    key: str = field(init=False, default="8")
+
+
+def test_a_gold_answer_is_replaced_where_the_row_allows_it() -> None:
+    assert with_gold({"x": np.arange(3), "answer": "8"}, "8", "9")["answer"] == "9"
+    assert with_gold(Cached("7"), "7", "9") == Cached("9")
+    assert with_gold(Cached("7"), "8", "9") is None  # of `key`, which __init__ does not take
+
+
 async def test_stop_ends_the_run_at_once() -> None:
-    with pytest.raises(
-        Suspicion, match=r"swap_gold: since step \d+, .*on_suspicion stop"
-    ) as caught:
+    with pytest.raises(Suspicion, match=r"swap_gold: since step \d+, .*on_suspicion stop"):
         await played(Lenient, everything, on_suspicion="stop")
-    with pytest.raises(Suspicion):
-        Outcomes(Lenient.env_config_cls()).failed(caught.value, began_after=0)
 
 
 def test_a_watch_knows_when_it_began_and_forgets_single_hits() -> None:
@@ -197,12 +276,20 @@ def test_drift_is_named_after_its_onset_and_not_before(kind: str) -> None:
 
 def test_an_evaluation_that_falls_while_the_reward_rises_is_named() -> None:
     audit = Audit(DETECTORS, success_score=1.0, budget=Budget(0.0))
-    for step, (solved, correct) in enumerate([(0.3, 150), (0.5, 200), (0.6, 210), (0.9, 90)]):
+    for step, (solved, correct) in enumerate(
+        [(0.3, 150), (0.5, 200), (0.6, 210), (0.9, 90), (0.9, 90)]
+    ):
         for i in range(400):
             paid = float(i < 400 * solved)
             audit.note([Judged(f"{i}", paid, 1)], item="x", gold=None, step=step, group="g")
+        assert not any(
+            alarm.startswith("evaluation") for alarm in audit.alarms
+        )  # one may be bad luck
         audit.note_evaluation(correct, 300, step=10 * step)
-    assert [a for a in audit.alarms if a.startswith("evaluation: since step 20")]
+    [alarm] = [alarm for alarm in audit.alarms if alarm.startswith("evaluation")]
+    earned = "training earns 0.90 (was 0.60) and the evaluation 0.30 (was 0.70)"
+    assert alarm == f"evaluation: since step 20, {earned}, seen at step 40; stop and read answers"
+    assert audit.suspicions()["evaluation"] == 1
 
 
 @pytest.mark.parametrize(

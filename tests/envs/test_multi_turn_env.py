@@ -131,11 +131,13 @@ async def test_reset_gives_each_episode_a_state_of_its_own() -> None:
 
         def step(self, episode: Episode, answer: str) -> Step:
             episode.state["left"] -= 1
+            self.note(turn_rewards=9.0, left=episode.state["left"], sft=True)
             return Step("again", reward=1.0, done=episode.state["left"] == 0)
 
     env = make(Stateful)
     group = await group_of(env, 1)
-    assert [o["turn_rewards"] for o in group["overrides"]] == [[1.0, 1.0]] * 2
+    shown = {"turn_rewards": [1.0, 1.0], "done_reason": "done", "left": 0}  # no note replaces them
+    assert group["overrides"] == [shown] * 2
 
 
 @pytest.mark.parametrize("reply", ["", [], ["a text is no message"]])

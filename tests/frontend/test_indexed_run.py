@@ -49,6 +49,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "rollouts": {"rollout": [0, 0]},
     "overrides": {"overrides": [{"set_advantage_to_zero": True}, {}]},
     "notes": {"overrides": [{"explanation": "no", "turn_rewards": [1.0, None]}, {}]},
+    "a suspicion": {"overrides": [{"suspicious": "swap_gold"}, {}]},
     "examples": {"group_overrides": {"sft": True}},
     "no scores": {"scores": []},
     "an odd environment": {"environment": {"a": 1}, "policy_version": "x", "item_id": [1]},

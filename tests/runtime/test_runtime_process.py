@@ -21,6 +21,7 @@ from atroposlib.errors import (
     EngineUnavailable,
     EnvError,
     MissingDependency,
+    Suspicion,
 )
 from atroposlib.inference.harness import ByteTokenizer
 from atroposlib.inference.servers.http_peer import EngineHttpRejected
@@ -208,13 +209,16 @@ async def test_missing_wandb_is_named_with_both_cures(
         await process(env)
 
 
-@pytest.mark.parametrize("error", [MissingDependency("no x"), EngineUnavailable("no answer")])
-async def test_missing_package_and_an_engine_that_stays_down_end_the_run(
-    tmp_path: Path, error: Exception
+@pytest.mark.parametrize(
+    "error", [MissingDependency("no x"), EngineUnavailable("no answer"), Suspicion("swap_gold")]
+)
+async def test_missing_package_an_engine_that_stays_down_and_a_suspicion_end_the_run(
+    tmp_path: Path, error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     env = env_at(tmp_path, answer=lambda i: error)
     with pytest.raises(type(error), match=str(error)):
         await process(env)
+    assert "item failed" not in caplog.text
     assert len(env.started) <= env.config.max_num_workers
 
 

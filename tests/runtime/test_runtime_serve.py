@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from atroposlib.envs.env_config import BaseEnvConfig
-from atroposlib.errors import ConfigError, EngineUnavailable, EnvError
+from atroposlib.errors import ConfigError, EngineUnavailable, EnvError, Suspicion
 from atroposlib.runtime.serve import serve
 from tests.runtime.helpers_runtime import (
     FAST,
@@ -231,9 +231,12 @@ async def test_failing_item_is_tried_three_times_then_counted() -> None:
     [
         (ValueError("the reward is broken"), "5 items in a row failed with ValueError: the reward"),
         (make_group() | {"masks": [[-100, 6, 7], [-100]]}, r"sequences\[1\].masks: 1 values for 3 tokens"),
+        (Suspicion("swap_gold: since step 3"), "^swap_gold: since step 3$"),
     ],
 )  # fmt: skip
-async def test_same_failure_many_times_in_a_row_ends_the_run(answer: Any, message: str) -> None:
+async def test_same_failure_many_times_in_a_row_ends_the_run(
+    answer: Any, message: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async with LoopbackHub() as hub:
         env = ScriptedEnv(
             rollout_server_url=hub.url, answer=lambda item: answer, max_consecutive_failures=5
@@ -242,6 +245,7 @@ async def test_same_failure_many_times_in_a_row_ends_the_run(answer: Any, messag
             await serve(env, timings=FAST)
         assert not env.running_items
         assert produced(hub) == 0
+    assert ("item failed" in caplog.text) == (not isinstance(answer, Suspicion))
 
 
 async def test_item_past_its_deadline_is_cancelled_and_awaited() -> None:

@@ -486,7 +486,10 @@ class Coordinator(Accounts):
         environment.items_in_flight = num_in_flight
         environment.oldest_item_since = None if oldest_s is None else self._clock() - oldest_s
         environment.over_age = over_age
-        environment.losses, environment.num_lost = losses, sum((losses or {}).values())
+        environment.losses = losses
+        environment.num_lost = sum(
+            n for name, n in (losses or {}).items() if not name.startswith("suspicious_")
+        )
         environment.main_loss = None
         if losses is not None and groups_kept is not None:
             environment.main_loss = main_loss(losses, num_kept=groups_kept)

@@ -67,7 +67,7 @@ class Environment:
     losses: Mapping[str, int] | None = None
     """What came to nothing since its start, as of that request, by reason."""
     num_lost: int = 0
-    """Sum of the losses."""
+    """Sum of the losses; what is only suspicious is not lost."""
     main_loss: str | None = None
     """What most of its work came to, if not to groups, as of that request; None also if unknown."""
 

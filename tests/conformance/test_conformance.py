@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from tests.conformance.benchmarks import TASKS, Task, choices
+from tests.conformance.tasks import TASKS, Task, choices
 from tests.environments.helpers_environments import load
 from tests.processes import ROOT
 

@@ -194,6 +194,8 @@ class _Worker:
         self._variables = variables
         self._is_isolated = is_isolated
         self._process: asyncio.subprocess.Process | None = None
+        self._starting: asyncio.Task[asyncio.subprocess.Process] | None = None
+        """A task of its own: a start that is cancelled twice would leave a process that nobody ends."""
         self._drain: asyncio.Task[None] | None = None
         self._stderr_tail = b""
 
@@ -235,7 +237,7 @@ class _Worker:
         if self._is_isolated:
             found = await asyncio.to_thread(lambda: isolated_command(argv, readable=folders))
             argv = found or argv
-        process = self._process = await asyncio.create_subprocess_exec(
+        starting = asyncio.create_subprocess_exec(
             *argv,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
@@ -248,6 +250,8 @@ class _Worker:
                 "PYTHONPATH": os.pathsep.join(folders),
             },
         )
+        self._starting = asyncio.create_task(starting)
+        process = self._process = await asyncio.shield(self._starting)
         self._drain = asyncio.create_task(self._keep_stderr_tail(process))
         try:
             async with asyncio.timeout(_STARTUP_TIMEOUT_S):
@@ -286,9 +290,12 @@ class _Worker:
             self._stderr_tail = (self._stderr_tail + chunk)[-TAIL_BYTES:]
 
     async def kill(self) -> None:
-        """Kill the process and its descendants, and wait for it."""
-        process, self._process = self._process, None
-        drain, self._drain = self._drain, None
+        """Kill the process and its descendants, and wait for it; a call that was cancelled can be repeated."""
+        if self._process is None and self._starting is not None:
+            with contextlib.suppress(OSError):
+                self._process = await asyncio.shield(self._starting)
+        self._starting = None
+        process = self._process
         if process is None:
             return
         # Before the first await: once the pipe is closed, the keeper kills them even if this call is cancelled.
@@ -305,9 +312,11 @@ class _Worker:
         except TimeoutError:
             logger.error("reward worker %d does not end; killing its process group", process.pid)
             kill_group(process.pid)
-        if drain is not None:
-            drain.cancel()
-            await asyncio.gather(drain, return_exceptions=True)
+        if self._process is process:
+            self._process = None
+            if self._drain is not None:
+                self._drain.cancel()
+                await asyncio.gather(self._drain, return_exceptions=True)
 
 
 def _address(function: Callable[..., JsonValue] | str) -> dict[str, str | None]:

@@ -1,9 +1,11 @@
 """The promises of `atroposlib.envs.rewards`: a failure is data, a worker is replaced, nothing is left."""
 
 import asyncio
+import gc
 import os
 import signal
 import sys
+import warnings
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -239,3 +241,23 @@ async def test_a_hung_worker_does_not_outlive_a_killed_parent(tmp_path: Path) ->
         await parent.wait()
     pid = int(pid_file.read_text())
     await until(lambda: not is_running(pid))
+
+
+def test_a_start_that_is_cancelled_twice_leaves_no_process() -> None:
+    """At twenty moments of the start; a process left would be reported when its loop is gone."""
+
+    async def cancel_after(delay_s: float) -> None:
+        async with RewardWorkers() as workers:
+            call = asyncio.create_task(workers.run("math:sqrt", 4.0, timeout_s=5))
+            await asyncio.sleep(delay_s)
+            call.cancel()
+            await asyncio.sleep(0)
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", ResourceWarning)
+        for i in range(20):
+            asyncio.run(cancel_after(i * 0.0015))
+        gc.collect()
+    assert [str(each.message) for each in caught] == []

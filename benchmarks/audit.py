@@ -168,7 +168,7 @@ def num_facts(answer: str) -> int:
 
 
 class Keyword(Played):
-    """A judge that wants three facts and likes praise; nobody else looks at the answers."""
+    """The judge pays three facts, and also praise; there is no second grader."""
 
     ways = {"brief": facts(0.2), "full": facts(0.5), "praise": facts(0.2, then=f"\n{PRAISE}")}
 

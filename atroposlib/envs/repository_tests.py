@@ -40,7 +40,7 @@ MAX_REPOSITORY_BYTES = 1 << 20
 _MAX_CHANGED_FILES = 200
 """Files of a container that are read after an episode."""
 _NUM_DECOYS = 16
-"""Test functions of ours that are run with a task's, half of them broken."""
+"""Number of generated test functions that run beside those of a task; a random half of them must fail."""
 
 _PROTECTED = (
     *("test_*.py", "*_test.py", "tests.py", "conftest.py", "pytest.ini", ".pytest.ini", "tox.ini"),

@@ -195,7 +195,7 @@ class _Worker:
         self._is_isolated = is_isolated
         self._process: asyncio.subprocess.Process | None = None
         self._starting: asyncio.Task[asyncio.subprocess.Process] | None = None
-        """A task of its own: a start that is cancelled twice would leave a process that nobody ends."""
+        """The start of `_process`; a task, because a caller that is cancelled twice would leave a process running."""
         self._drain: asyncio.Task[None] | None = None
         self._stderr_tail = b""
 

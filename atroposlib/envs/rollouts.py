@@ -41,7 +41,7 @@ _notes: ContextVar[dict[str, Any] | None] = ContextVar("notes", default=None)
 
 @contextmanager
 def noting(notes: dict[str, Any] | None) -> Iterator[None]:
-    """Put what `note` is told in this task into `notes`; None: nowhere."""
+    """Within the block, add the values that this task passes to `note` to `notes`; None: discard them."""
     token = _notes.set(notes)
     try:
         yield

@@ -80,7 +80,7 @@ printf '\\n%s' "$status"
 """
 """Bounds the time of a command, its output and each of its files (1 GiB); its status is the last line.
 
-A file, and not a pipe, takes the output: a program that goes on in the background would hold the pipe open.
+The output is written to a file: reading a pipe would last until programs in the background close it, too.
 """
 _KILLED = "137"
 """Status of a command that `timeout` killed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -367,7 +368,7 @@ def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(
         (("after the update", 2, "raise 1"), "as planned"),
         (("before shards", 2, "raise 0"), "as planned"),
         (("before shards", 2, "raise 1"), "as planned"),
-        (("before leasing", 2, "kill"), "Connection closed by peer"),
+        (("before leasing", 2, "kill"), "onnection (closed|reset) by peer|Broken pipe"),
     ],
 )
 def test_a_process_that_fails_takes_the_others_with_it(
@@ -376,8 +377,8 @@ def test_a_process_that_fails_takes_the_others_with_it(
     with course(tmp_path, model_dir, forge, num_steps=7) as run:  # the sixth has nothing to train
         ended = run.live(ranks=2, deeds=[deed])
         assert 0 not in ended.codes
-        assert ended.seconds < 30  # none waits for a process that is gone
-        assert said in run.said
+        assert ended.seconds < 90  # none waits for a process that is gone, as gloo would for half an hour
+        assert re.search(said, run.said)
         assert run.live(ranks=2).codes == [0, 0]
         assert [m["step"] for m in run.metrics if m["loss"] is None] == [6]
         assert ledger_of(run.hub.url) == {"trained": 14}

@@ -197,6 +197,7 @@ class LoopbackHub:
     async def __aexit__(self, *_: object) -> None:
         self._hub.stop_waiting()
         await self.stop()
+        await self._app.state.services.codec.close()  # its process has started if a body was heavy
 
     async def start(self) -> None:
         await self._hub.open()

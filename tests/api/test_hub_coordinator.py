@@ -26,6 +26,7 @@ from atroposlib.api.schemas import (
     RegisterEnv,
     RegisterTrainer,
     RegistrationReply,
+    StatusQuery,
 )
 from atroposlib.api.stores.base import (
     Appended,
@@ -1087,7 +1088,9 @@ async def check_end_of_earlier(old: Delivery | None, coordinator: Coordinator) -
 async def test_items_of_a_process_that_ended_are_not_those_of_its_successor() -> None:
     coordinator = await started()
     await joined(coordinator)
-    coordinator.note_items(0, 3, oldest_s=20.0, losses={"suspicious_canary": 9, "dropped_x": 2})
+    losses: Any = '{"suspicious_canary": 9, "dropped_x": 2}'
+    asked = StatusQuery(env_id=0, items_in_flight=3, oldest_item_s=20.0, losses=losses)
+    coordinator.note_items(asked)
     assert coordinator.state.environments.get(0).num_lost == 2  # what is suspicious is kept
     await coordinator.disconnect_env(0)
     await joined(coordinator)

@@ -213,14 +213,7 @@ async def status_env(request: Request) -> Response:
     asking = {"env_uid": query.env_uid, "experiment": query.experiment}
     found = run.status_env(query.env_id, **asking)
     if query.items_in_flight is not None:
-        run.note_items(
-            query.env_id,
-            query.items_in_flight,
-            oldest_s=query.oldest_item_s,
-            over_age=query.over_age,
-            losses=query.losses,
-            groups_kept=query.groups_kept,
-        )
+        run.note_items(query)
     deadline = time.monotonic() + min(query.wait, _services(request).limits.max_wait_s)
     while (
         found.current_step == query.seen_step

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from atroposlib.api.run import experiments
@@ -34,6 +34,7 @@ from atroposlib.api.schemas import (
     RegisterTrainer,
     RegistrationReply,
     RejectReply,
+    StatusQuery,
 )
 from atroposlib.api.stores.base import (
     Appended,
@@ -471,28 +472,20 @@ class Coordinator(Accounts):
         self.state.note_call(environment, now=self._clock())
         return env_status(self.state, environment, now=self._clock())
 
-    def note_items(
-        self,
-        env_id: int,
-        num_in_flight: int,
-        *,
-        oldest_s: float | None = None,
-        over_age: Mapping[str, int] | None = None,
-        losses: Mapping[str, int] | None = None,
-        groups_kept: int | None = None,
-    ) -> None:
-        """Record an environment's items in flight, how long ago the oldest began, and what came of the earlier ones."""
-        environment = self.state.environments.get(env_id)
-        environment.items_in_flight = num_in_flight
-        environment.oldest_item_since = None if oldest_s is None else self._clock() - oldest_s
-        environment.over_age = over_age
+    def note_items(self, asked: StatusQuery) -> None:
+        """Record what an environment says with a status request of its items in flight, and of the earlier ones."""
+        environment = self.state.environments.get(asked.env_id)
+        since_s, losses = asked.oldest_item_s, asked.losses
+        environment.items_in_flight = asked.items_in_flight
+        environment.oldest_item_since = None if since_s is None else self._clock() - since_s
+        environment.over_age = asked.over_age
         environment.losses = losses
         environment.num_lost = sum(
             n for name, n in (losses or {}).items() if not name.startswith("suspicious_")
         )
         environment.main_loss = None
-        if losses is not None and groups_kept is not None:
-            environment.main_loss = main_loss(losses, num_kept=groups_kept)
+        if losses is not None and asked.groups_kept is not None:
+            environment.main_loss = main_loss(losses, num_kept=asked.groups_kept)
 
     # Groups
 

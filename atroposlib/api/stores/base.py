@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -106,6 +106,31 @@ class NewGroup:
     """`wire.pack_group`."""
     place: Place = Place.QUEUED
     """QUEUED or BUFFERED."""
+
+
+def known_and_new(
+    groups: Sequence[NewGroup],
+    digest_of: Callable[[str], bytes | None],
+    *,
+    refusal: StoreFull | None,
+) -> tuple[list[Appended], list[NewGroup]]:
+    """Return the answers of `append`, and the groups to store. `digest_of`: that of a stored id; None: unknown.
+
+    Raises `refusal`, if one is given, unless every id is known.
+    """
+    outcomes, new = [], dict[str, NewGroup]()
+    for group in groups:
+        twin = new.get(group.header.group_id)
+        known = twin.header.digest if twin else digest_of(group.header.group_id)
+        if known is None:
+            new[group.header.group_id] = group
+            outcomes.append(Appended.STORED)
+        else:
+            is_same = known == group.header.digest
+            outcomes.append(Appended.DUPLICATE if is_same else Appended.CONFLICT)
+    if new and refusal is not None:
+        raise refusal
+    return outcomes, list(new.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

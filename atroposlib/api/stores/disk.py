@@ -32,6 +32,7 @@ from atroposlib.api.stores.base import (
     StoreFull,
     StoreUsage,
     UnreadableRun,
+    known_and_new,
 )
 from atroposlib.api.stores.run_file import (
     NAME,
@@ -220,24 +221,11 @@ class DiskStore(JobStore):
 
     def _append(self, groups: Sequence[NewGroup], refusal: StoreFull | None) -> list[Appended]:
         """Insert the new groups; raises `StoreFull` if there is no room, or `refusal`."""
-        outcomes = []
-        new: dict[str, NewGroup] = {}
-        for group in groups:
-            header = group.header
-            twin = new.get(header.group_id)
-            known = twin.header.digest if twin else self._file.digest_of(header.group_id)
-            if known is None:
-                new[header.group_id] = group
-                outcomes.append(Appended.STORED)
-            else:
-                is_same = known == header.digest
-                outcomes.append(Appended.DUPLICATE if is_same else Appended.CONFLICT)
-        if new and refusal is not None:
-            raise refusal
+        outcomes, new = known_and_new(groups, self._file.digest_of, refusal=refusal)
         if new:
-            num_bytes = sum(len(group.payload) for group in new.values())
+            num_bytes = sum(len(group.payload) for group in new)
             self._space.take(self._file.needed_bytes(num_bytes))
-        for group in new.values():
+        for group in new:
             self._file.insert(group)
         return outcomes
 

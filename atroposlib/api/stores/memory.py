@@ -17,6 +17,7 @@ from atroposlib.api.stores.base import (
     StoredGroup,
     StoreFull,
     StoreUsage,
+    known_and_new,
 )
 from atroposlib.api.stores.space import Space
 
@@ -57,28 +58,18 @@ class MemoryStore:
     async def append(
         self, groups: Sequence[NewGroup], *, refusal: StoreFull | None = None
     ) -> list[Appended]:
-        new = [group for group in groups if group.header.group_id not in self._digests]
-        if new and refusal is not None:
-            raise refusal
+        outcomes, new = known_and_new(groups, self._digests.get, refusal=refusal)
         num_bytes = sum(len(group.payload) for group in new)
-        before = self._num_bytes
         self._space.take(num_bytes)
-        outcomes = [self._append_one(group) for group in groups]
-        self._space.give_back(num_bytes - (self._num_bytes - before))
+        self._num_bytes += num_bytes
+        for group in new:
+            header, number = group.header, group.header.number
+            assert number not in self._groups, f"arrival number {number} is in use"
+            self._digests[header.group_id] = header.digest
+            self._payloads[number] = group.payload
+            self._groups[number] = StoredGroup(header=header, place=group.place)
+            self._next_number = max(self._next_number, number + 1)
         return outcomes
-
-    def _append_one(self, group: NewGroup) -> Appended:
-        header, number = group.header, group.header.number
-        known = self._digests.get(header.group_id)
-        if known is not None:
-            return Appended.DUPLICATE if known == header.digest else Appended.CONFLICT
-        assert number not in self._groups, f"arrival number {number} is in use"
-        self._digests[header.group_id] = header.digest
-        self._payloads[number] = group.payload
-        self._groups[number] = StoredGroup(header=header, place=group.place)
-        self._num_bytes += len(group.payload)
-        self._next_number = max(self._next_number, number + 1)
-        return Appended.STORED
 
     async def commit(self, change: Change) -> None:
         change.check(self._groups)

@@ -45,47 +45,31 @@ class HubMetrics:
     def __init__(self, runs: Callable[[], Mapping[str, Coordinator]]) -> None:
         self._registry = registry = CollectorRegistry(auto_describe=False)
         registry.register(_RunCollector(runs))
-        self.requests = Histogram(
-            "atropos_request_seconds",
-            "From the request head to the end of the answer",
-            ["route", "method", "status"],
-            buckets=_LATENCY_BUCKETS,
-            registry=registry,
-        )
-        self.staleness = Histogram(
+        counter = functools.partial(Counter, registry=registry)
+        histogram = functools.partial(Histogram, registry=registry)
+        text = "From the request head to the end of the answer"
+        labels = ["route", "method", "status"]
+        self.requests = histogram("atropos_request_seconds", text, labels, buckets=_LATENCY_BUCKETS)
+        self.staleness = histogram(
             "atropos_delivered_staleness_versions",
             "Policy versions between sampling and delivery of a group",
             ["run"],
             buckets=_STALENESS_BUCKETS,
-            registry=registry,
         )
-        self.back_pressure = Counter(
-            "atropos_back_pressure",
-            "Requests that were not let in at once because the run was full",
-            ["run", "outcome"],
-            registry=registry,
-        )
-        self.lag = Histogram(
-            "atropos_event_loop_lag_seconds",
-            "How late the event loop woke a sleeper",
-            buckets=_LAG_BUCKETS,
-            registry=registry,
-        )
-        self.forwarded = Counter(
-            "atropos_forwarded_requests",
-            "Requests passed on to the replica that owns the run: answered, failed, or without an owner",
-            ["outcome"],
-            registry=registry,
-        )
+        text = "Requests that were not let in at once because the run was full"
+        self.back_pressure = counter("atropos_back_pressure", text, ["run", "outcome"])
+        text = "How late the event loop woke a sleeper"
+        self.lag = histogram("atropos_event_loop_lag_seconds", text, buckets=_LAG_BUCKETS)
+        text = "Requests passed on to the replica that owns the run: answered, failed, or without an owner"
+        self.forwarded = counter("atropos_forwarded_requests", text, ["outcome"])
         self.certificate_end = Gauge(
             "atropos_certificate_expiry_timestamp_seconds",
             "When the certificate in force ends, in seconds since 1970",
             ["file"],
             registry=registry,
         )
-        self.held = Gauge(
-            "atropos_held_requests", "Requests held while a run is full", registry=registry
-        )
+        text = "Requests held while a run is full"
+        self.held = Gauge("atropos_held_requests", text, registry=registry)
 
     def watch_replica(self, replica: Replica) -> None:
         """Add the metrics of one hub process among several."""

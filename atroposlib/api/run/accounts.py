@@ -161,7 +161,9 @@ class Accounts:
                     buffered_sequences=run.num_buffered_sequences(each.env_id),
                     floor=floors.get(each.env_id, 0),
                     items_in_flight=each.items_in_flight,
-                    oldest_item_s=_age_s(each, now=now),
+                    oldest_item_s=None
+                    if (since := each.oldest_item_since) is None
+                    else now - since,
                     over_age=each.over_age,
                     losses=each.losses,
                 )
@@ -211,15 +213,14 @@ class Accounts:
     def info(self) -> HubInfo:
         """-1 before a trainer has registered."""
         trainer = self.state.trainer
-        if trainer is None:
-            return HubInfo(batch_size=-1, max_token_len=-1)
-        return HubInfo(batch_size=trainer.batch_size, max_token_len=trainer.max_token_len)
+        max_token_len = -1 if trainer is None else trainer.max_token_len
+        return HubInfo(batch_size=self.state.batch_size, max_token_len=max_token_len)
 
     def wandb_info(self) -> WandbInfo:
         trainer = self.state.trainer
-        if trainer is None:
-            return WandbInfo(group=None, project=None)
-        return WandbInfo(group=trainer.wandb_group, project=trainer.wandb_project)
+        return WandbInfo(
+            group=trainer and trainer.wandb_group, project=trainer and trainer.wandb_project
+        )
 
 
 def env_status(run: RunState, environment: Environment, *, now: float) -> EnvStatus:
@@ -296,12 +297,6 @@ def _cause(run: RunState, env_id: int | None, *, now: float) -> str:
         f"; {oldest.name} has reported {oldest.items_in_flight} items in flight,"
         f" the oldest started {now - since:.0f} s ago{over_age}"
     )
-
-
-def _age_s(environment: Environment, *, now: float) -> float | None:
-    """Return the age of the oldest item in flight at the last status request; None if none was reported."""
-    since = environment.oldest_item_since
-    return None if since is None else now - since
 
 
 def _state(environment: Environment) -> str:

@@ -38,7 +38,6 @@ from atroposlib.api.stores.base import (
 )
 from atroposlib.api.stores.disk import DiskStore
 from atroposlib.api.stores.memory import MemoryStore
-from atroposlib.api.stores.run_file import PayloadReader
 from atroposlib.errors import GroupError
 from atroposlib.scored_data import GroupHeader
 from tests.api.helpers_api import environment, registration
@@ -536,15 +535,6 @@ async def test_odd_groups_of_an_environment_that_left_are_queued() -> None:
     assert await coordinator.deliver() is None
     await coordinator.disconnect_env(0)
     assert tags(await coordinator.deliver()) == [1, 2]
-
-
-async def test_same_uid_is_the_same_environment() -> None:
-    coordinator = await started()
-    first = await joined(coordinator, env_uid="u")
-    other = await joined(coordinator)
-    again = await joined(coordinator, env_uid="u", weight=3.0)
-    assert again == first
-    assert (first.env_id, other.env_id) == (0, 1)
 
 
 async def test_restarted_environment_takes_over_the_name_of_the_one_that_left() -> None:
@@ -1128,24 +1118,6 @@ async def test_group_size_beyond_the_batch_buffers_nothing() -> None:
     await joined(coordinator, group_size=2**31 - 1)
     assert await coordinator.accept([incoming(4, env_id=0)]) == [Receipt(env_id=0)]
     assert await coordinator.deliver() is not None
-
-
-async def test_group_that_the_disk_cannot_read_is_set_aside_and_the_others_are_delivered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def read_one(self: PayloadReader, number: int) -> bytes | None:
-        payload = read(self, number)
-        return None if payload == b"13" else payload
-
-    read = PayloadReader._read_one
-    coordinator = Coordinator(DiskStore(tmp_path, min_free_bytes=0))
-    await coordinator.open()
-    await coordinator.register(RegisterTrainer(**registration(batch_size=2)))
-    await coordinator.accept([incoming(1, tag=tag) for tag in (12, 13, 14)])
-    monkeypatch.setattr(PayloadReader, "_read_one", read_one)
-    assert tags(await coordinator.deliver(LeaseRequest(request_id="r"))) == [12, 14]
-    assert [dead.reason for dead in coordinator.dead()] == ["damaged in the store"]
-    await coordinator.close()
 
 
 async def test_group_whose_sender_left_while_it_was_stored_is_queued() -> None:

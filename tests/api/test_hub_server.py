@@ -132,19 +132,6 @@ async def test_environment_without_a_name_is_given_one(hub: Hub) -> None:
 # Groups and batches
 
 
-async def test_batches_leave_oldest_first_and_step_advances_at_delivery(hub: Hub) -> None:
-    await hub.start(environment())
-    for number in range(6):
-        await hub.post("/scored_data", group(2, number, env_id=0))
-    assert await hub.get("/status") == {"current_step": 0, "queue_size": 6}
-    for step in range(3):
-        batch = (await hub.get("/batch"))["batch"]
-        assert [each["tokens"][0][0] for each in batch] == [2 * step, 2 * step + 1]
-        assert await hub.get("/status") == {"current_step": step + 1, "queue_size": 4 - 2 * step}
-    assert await hub.get("/batch") == {"batch": None}
-    assert await hub.get("/status") == {"current_step": 3, "queue_size": 0}
-
-
 async def test_group_larger_than_the_environments_size_is_queued_not_lost(hub: Hub) -> None:
     await hub.start(environment(group_size=2))
     assert await hub.post("/scored_data", group(4, env_id=0)) == {"status": "received"}
@@ -414,19 +401,6 @@ async def test_unknown_environment_is_404_json(hub: Hub, env_id: int) -> None:
     response = await hub.http.request("GET", "/status-env", json={"env_id": env_id})
     assert response.status_code == 404
     assert f"environment {env_id} is not registered" in response.json()["detail"]
-
-
-@pytest.mark.parametrize("content", [b"", b"{}", b"not json", b'{"env_id": null}', b"[]"])
-async def test_status_env_without_an_id_is_422(hub: Hub, content: bytes) -> None:
-    response = await hub.http.request("GET", "/status-env", content=content)
-    assert response.status_code == 422
-    assert response.json()["detail"]
-
-
-async def test_single_sequence_groups_of_others_are_counted(hub: Hub) -> None:
-    await hub.start(environment(group_size=1), environment(group_size=1))
-    await hub.post("/scored_data_list", [group(1, env_id=1)] * 3)
-    assert (await hub.get("/status-env", params={"env_id": 0}))["queue_size"] == 3
 
 
 async def test_policy_version_is_shown_once_announced(hub: Hub) -> None:

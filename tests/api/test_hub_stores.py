@@ -107,16 +107,6 @@ async def reopen(make: Make) -> AsyncIterator[Reopen]:
         await store.close()
 
 
-async def test_payloads_come_back_in_the_order_asked_or_a_number_is_absent(
-    store: GroupStore,
-) -> None:
-    payloads = [bytes([n]) * (n * 1000) for n in range(5)]
-    await store.append([new_group(n, payload) for n, payload in enumerate(payloads)])
-    assert await store.read([4, 0, 2]) == [payloads[4], payloads[0], payloads[2]]
-    with pytest.raises(KeyError):
-        await store.read([0, 5])
-
-
 async def test_a_known_id_is_a_duplicate_and_with_other_content_a_conflict(
     store: GroupStore,
 ) -> None:
@@ -144,13 +134,6 @@ async def test_a_known_group_needs_no_room(store: GroupStore) -> None:
         with pytest.raises(StoreFull, match="no room"):
             await store.append(groups, refusal=full)
     assert await store.append([new_group(2)]) == [Appended.STORED]
-
-
-async def test_appends_made_at_once_dedupe_against_each_other(store: GroupStore) -> None:
-    outcomes = await asyncio.gather(
-        *(store.append([new_group(n, group_id="same")]) for n in range(20))
-    )
-    assert [one for (one,) in outcomes] == [Appended.STORED] + [Appended.DUPLICATE] * 19
 
 
 async def test_id_and_number_of_an_ended_group_stay_known(
@@ -244,15 +227,6 @@ async def test_everything_comes_back_after_a_restart(store: GroupStore, reopen: 
     assert await again.read([2, 7]) == [groups[2].payload, groups[7].payload]
 
 
-async def test_usage_follows_what_is_held(store: GroupStore) -> None:
-    assert store.usage().payload_bytes == 0
-    await store.append([new_group(0, bytes(1000)), new_group(1, bytes(500))])
-    assert store.usage().payload_bytes == 1500
-    assert store.usage().stored_bytes >= 1500
-    await store.commit(Change(ends=[End(number=0, fate=Fate.TRAINED)]))
-    assert store.usage().payload_bytes == 500
-
-
 async def test_runs_in_memory_share_a_bound_and_give_back_what_they_took() -> None:
     runs = MemoryRuns(Space([Bound(text="memory", left_bytes=1000, flag="--flag")]))
     first, second = runs.store("first"), runs.store("second")
@@ -289,27 +263,6 @@ async def test_clear_forgets_everything_ids_included(store: GroupStore, reopen: 
     assert saved.groups == [stored(new_group(0, b"other"))]
     assert (saved.document, saved.facts, saved.batches, saved.ended) == (None, {}, [], {})
     assert await again.read([0]) == [b"other"]
-
-
-async def test_calls_take_effect_in_the_order_in_which_they_were_made(
-    store: GroupStore, reopen: Reopen
-) -> None:
-    await store.append([new_group(0)])
-    await asyncio.gather(
-        *(
-            store.commit(
-                Change(
-                    moves=[Move(number=0, place=Place.LEASED, batch=n, deliveries=n)],
-                    document=str(n).encode(),
-                    is_durable=n % 7 == 0,
-                )
-            )
-            for n in range(100)
-        )
-    )
-    _, saved = await reopen(store)
-    assert saved.document == b"99"
-    assert saved.groups[0].deliveries == 99
 
 
 async def test_a_change_that_names_an_absent_group_raises_key_error_and_changes_nothing(

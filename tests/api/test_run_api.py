@@ -39,18 +39,12 @@ from atroposlib.cli.hub_settings import certificate_end
 from atroposlib.cli.run_api import RunApiConfig, _stores, erase, main, policy_of
 from atroposlib.client import TrainerClient, TrainerRegistration
 from atroposlib.errors import ConfigError
+from tests.api.helpers_api import registration
 from tests.fake_packages import register
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = "a-secret-for-this-test"
-TRAINER = TrainerRegistration(
-    batch_size=4,
-    max_token_len=9,
-    checkpoint_dir="ck",
-    save_checkpoint_interval=1,
-    starting_step=0,
-    num_steps=1,
-)
+TRAINER = TrainerRegistration(**registration())
 
 
 def address_in(line: str) -> str:

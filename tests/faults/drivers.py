@@ -36,6 +36,7 @@ from atroposlib.client import (
 )
 from atroposlib.errors import HubUnavailable
 from atroposlib.scored_data import ScoredGroup, Strictness, check_group
+from tests.api import helpers_api
 from tests.processes import Process, answers, free_port, wait_for
 
 T = TypeVar("T")
@@ -313,15 +314,9 @@ class Producer:
 
 
 def registration(**changes: Any) -> TrainerRegistration:
-    fields = {
-        "batch_size": BATCH_SIZE,
-        "max_token_len": LOAD_TOKENS,
-        "checkpoint_dir": "ck",
-        "save_checkpoint_interval": 1,
-        "starting_step": 0,
-        "num_steps": 1_000_000,
-    }
-    return TrainerRegistration(**(fields | changes))
+    """What our trainer registers, with batches as `size_of` makes groups for."""
+    fields = {"batch_size": BATCH_SIZE, "max_token_len": LOAD_TOKENS, "num_steps": 1_000_000}
+    return TrainerRegistration(**helpers_api.registration(**fields | changes))
 
 
 class Crash(Exception):

@@ -8,6 +8,7 @@ which no neighbour can add to: an event loop that was held up by work has paid f
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
 import re
 import socket
@@ -329,12 +330,17 @@ def test_no_spelling_of_any_route_erases_anything_through_a_proxy(hub: HubProces
     half = json.dumps({"tokens": [[1]] * 2, "masks": [[1]] * 2, "scores": [0] * 2}).encode()
     assert post(hub, "/scored_data", half) == 200
     connection = http.client.HTTPConnection("127.0.0.1", hub.port, timeout=60)
-    headers = {"X-Forwarded-For": "10.0.0.7", "Content-Type": "application/json"}
+    headers = {"X-Forwarded-For": "10.0.0.7", "Host": "localhost"}
     for route in ROUTES:
         plain = re.sub(r"\{\w+\}", "1", route.template.replace("{run}", "default"))
         for path in (plain, f"/runs/default{plain}", f"http://hub{plain}", f"//hub{plain}"):
-            for target in (path, path.upper(), *(path + end for end in SPELLED_ENDS)):
-                connection.request(route.method, target, b"{}", headers)
+            odd = (path.upper(), f"/.{path}", f"/x/..{path}", path.replace("_", "%5F"))
+            odd += (path[:-1] + f"%{ord(path[-1]):X}",)
+            methods = [route.method, *(("HEAD", "PUT", "OPTIONS") if route.is_destructive else ())]
+            for method, target in itertools.product(
+                methods, (path, *odd, *(path + end for end in SPELLED_ENDS))
+            ):
+                connection.request(method, target, b"{}", headers)
                 answer = connection.getresponse()
                 answer.read()
                 is_refused = answer.status in (307, 403, 404, 405)

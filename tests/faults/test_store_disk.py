@@ -208,18 +208,6 @@ async def test_a_damaged_file_is_named_and_left_as_it_is(
     assert path.read_bytes() == content
 
 
-async def test_what_was_cleared_does_not_come_back_after_a_crash(
-    tmp_path: Path, opened: Open
-) -> None:
-    store, _ = await opened()
-    await store.append(make_groups(5))
-    await store.clear()
-    copy_run(tmp_path / "run", tmp_path / "crashed")
-    crashed, saved = await opened("crashed")
-    assert (saved.groups, saved.next_number) == ([], 0)
-    assert await crashed.append(make_groups(5)) == [Appended.STORED] * 5
-
-
 async def test_reading_goes_on_while_groups_come_and_go(opened: Open) -> None:
     store, _ = await opened()
     groups = make_groups(200)

@@ -25,6 +25,7 @@ from atroposlib.api.stores.base import NewGroup
 from atroposlib.api.stores.memory import MemoryStore
 from atroposlib.runtime.capacity import History, Load, num_to_start
 from atroposlib.scored_data import GroupHeader
+from tests.api.helpers_api import environment, registration
 
 MINUTE_S, HOUR_S = 60.0, 3600.0
 ROLLOUT_S = 1200.0
@@ -146,20 +147,14 @@ class SimulatedRun:
     # The trainer
 
     async def _register(self, *, resume_step: int | None = None) -> None:
-        registration = RegisterTrainer(
-            wandb_group="simulation",
-            wandb_project="simulation",
+        asked = registration(
             batch_size=self.batch_size,
-            max_token_len=2048,
-            checkpoint_dir="",
-            save_checkpoint_interval=CHECKPOINT_STEPS,
-            starting_step=0,
             num_steps=10**6,
             max_staleness=MAX_STALENESS,
             experiment=self.name,
             resume_step=resume_step,
         )
-        self._epoch = (await self.coordinator.register(registration)).epoch
+        self._epoch = (await self.coordinator.register(RegisterTrainer(**asked))).epoch
         await self.coordinator.set_policy(self._checkpoint, epoch=self._epoch)
         crash_s = self.world.rng.expovariate(4 / self.world.end_s)
         self.world.at(self.world.now + crash_s, self.crash_trainer, self._life)
@@ -232,15 +227,14 @@ class SimulatedRun:
     async def join(self, kind: Kind) -> None:
         """A new process registers; it has no memory of an earlier one."""
         uid = f"{self.name}-{next(self.world.numbers)}"
-        registration = RegisterEnv(
-            max_token_length=2048,
+        asked = environment(
             desired_name=f"{kind.group_size}",
             weight=kind.weight,
             group_size=kind.group_size,
             min_batch_allocation=kind.floor,
             env_uid=uid,
         )
-        found = await self.coordinator.register_env(registration)
+        found = await self.coordinator.register_env(RegisterEnv(**asked))
         assert found is not None
         env = Env(kind, uid, found.env_id)
         self.envs.append(env)

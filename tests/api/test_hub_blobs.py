@@ -142,26 +142,17 @@ def test_an_ordinary_group_is_checked_where_it_lies() -> None:
 
 
 UNUSUAL: dict[str, dict[str, Any]] = {
-    "no sequences": {"lengths": b"", "tokens": b"", "scores": b"", "trained": b"", "arrays": {}},
-    "no tokens": {"lengths": bytes(8), "tokens": b"", "trained": b"", "arrays": {}},
     "bits of no token": {"trained": b"\x5f"},
-    "masks of their own": {"masks": np.array([0, 1, 0, 1, 1], "<i4").tobytes(), "trained": None},
-    "wide floats": {"arrays": {"advantages": array("f8", 0, 1, 0.1, 1, 2)}},
     "wide floats that are narrow": {"arrays": {"advantages": array("f8", 0, 1, 0.5, 1, 2)}},
     "a score for each of the advantages": {
         "arrays": {"sequence_advantages": array("f4", 1, 2), "advantages": array("f4", *range(5))}
     },
-    "an advantage for each sequence": {"arrays": {"sequence_advantages": array("f4", 1, 2)}},
     "too many advantages": {"arrays": {"sequence_advantages": array("f4", 1, 2, 3)}},
-    "a label that no token is": {"masks": np.arange(5).astype("<i4").tobytes(), "trained": None},
-    "an impossible logprob": {"arrays": {"inference_logprobs": array("f4", 1, 0.1, 0, 0, 0)}},
-    "an impossible wide logprob": {"arrays": {"ref_logprobs": array("f8", 1, 0.1, 0, 0, 0)}},
-    "messages": {"tail": {"messages": b'[["a"],["b"]]'}},
-    "an empty field": {"empty": ["messages"]},
     "distillation": {
         "distill": {"distill_logprobs": PackedDistillation(bytes(20), "f4", b"")}  # type: ignore[arg-type]
     },
 }
+"""What no group that `pack_group` makes has; the others are drawn above."""
 
 
 @pytest.mark.parametrize("changes", UNUSUAL.values(), ids=UNUSUAL)

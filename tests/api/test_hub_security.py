@@ -462,11 +462,6 @@ def test_wrong_token_file_is_refused_without_quoting_it(
     assert "my-own-secret" not in str(refusal.value)
 
 
-def test_absent_token_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="absent.yaml"):
-        TokenSet.load(tmp_path / "absent.yaml")
-
-
 def test_plain_token_may_do_everything_and_is_not_kept() -> None:
     tokens = token_set_of("correct horse battery")
     found = tokens.find(b"correct horse battery")

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from atroposlib.api.http.handlers import ROUTES
 from atroposlib.api.http.security import Scope
 from atroposlib.cli.hub_settings import add_token
 from tests.api.helpers_api import registration
@@ -72,43 +73,23 @@ def case(client: str, line: str, status: int, body: Any = None, **headers: str) 
     return Case(client, method, path, status, body, (("Content-Type", "application/json"), *more))
 
 
-CALLS: list[tuple[str, Any]] = [
-    ("GET {run}/batch", None),
-    ("GET {run}/batch?lease=1&wait=60", None),
-    ("POST {run}/register", TRAINER | {"resume_step": 0, "resume": "discard"}),
-    ("POST {run}/policy", {"version": 10**9}),
-    ("POST {run}/checkpoints", {"step": 10**9}),
-    ("POST {run}/batches/0/ack", LEASE),
-    ("POST {run}/batches/0/heartbeat", LEASE),
-    ("POST {run}/batches/0/release", LEASE),
-    ("POST {run}/batches/0/reject", LEASE | {"groups": [0], "reason": "x"}),
-    ("POST {run}/scored_data", GROUP),
-    ("POST {run}/scored_data_list", [GROUP] * 3),
-    ("POST {run}/register-env", ENVIRONMENT),
-    ("POST {run}/disconnect-env", {"env_id": 0}),
-    ("GET {run}/status-env?env_id=0", None),
-    ("POST {run}/status-env", {"env_id": 0}),
-    ("GET {run}/status", None),
-    ("GET {run}/info", None),
-    ("GET {run}/wandb_info", None),
-    ("GET {run}/ledger", None),
-    ("GET {run}/explain", None),
-    ("GET {run}/latest_example", None),
-    ("GET {run}/dead", None),
-    ("POST {run}/dead/requeue", {"numbers": [0, 1, 2]}),
-    ("GET {run}/reset_data", None),
-    ("GET {run}/metrics", None),
-    ("GET {run}/openapi.json", None),
-    ("GET {run}/nowhere", None),
-]
-"""All that a client may ask of a run."""
+CALLS = [
+    f"{route.method} {VICTIM}{route.template.replace('{batch_id}', '0')}"
+    for route in ROUTES
+    if route.scopes and "{run}" not in route.template
+] + [f"GET {VICTIM}/nowhere"]
+"""All that a client may ask of a run; each is refused before a body is read."""
 
 
 def cases() -> Iterator[Case]:
     for client, status in [(STRANGER, 401), (PRODUCER, 403), (ADMIN, 403)]:
-        for line, body in CALLS:
-            yield case(client, line.format(run=VICTIM), status, body)
-        for line in (f"DELETE {VICTIM}", "DELETE /runs/default", "GET /reset_data", "GET /ledger"):
+        for line in (
+            *CALLS,
+            f"DELETE {VICTIM}",
+            "DELETE /runs/default",
+            "GET /reset_data",
+            "GET /ledger",
+        ):
             yield case(client, line, status)
         for path in ("/", "/healthz", "/readyz"):
             yield case(client, f"GET {path}", 200)

@@ -153,13 +153,6 @@ async def test_of_many_claims_at_once_one_succeeds(join: Join) -> None:
     assert sum(isinstance(claim, OwnedElsewhere) for claim in claims) == 7
 
 
-async def test_a_run_is_taken_from_a_living_member_by_force_alone(join: Join) -> None:
-    first, second = await join("http://a"), await join("http://b")
-    term = await first.claim("math")
-    assert (await second.claim("math", by_force=True)).number > term.number
-    assert owners_of(await first.renew()) == {"math": "http://b"}
-
-
 async def test_hubs_that_start_at_once_make_one_schema(postgres_url: str) -> None:
     pools = [await asyncpg.create_pool(postgres_url, min_size=1, max_size=1) for _ in range(4)]
     await asyncio.gather(*map(migrate, pools))

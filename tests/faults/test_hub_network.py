@@ -7,7 +7,6 @@ silence: pytest -m slow tests/faults/test_hub_network.py -s
 from __future__ import annotations
 
 import asyncio
-import random
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -112,27 +111,6 @@ async def test_bad_network_loses_nothing_and_repeats_nothing(
     if toxics.is_blackhole:
         assert during <= 3  # what was already on its way back
     assert (proxy.num_resets > 0) == (toxics.reset_chance > 0)
-
-
-async def test_network_that_is_cut_again_and_again_loses_nothing(hub: HubProcess) -> None:
-    num_cuts = 12
-    rng = random.Random(1)
-    async with fresh_run(hub) as proxy:
-        trainer = LeaseTrainer(proxy.url, timeout_s=TIMEOUT_S)
-        async with traffic(proxy.url, trainer=trainer, num_producers=3) as load:
-            for _ in range(num_cuts):
-                await asyncio.sleep(0.1 + 0.1 * rng.random())
-                await proxy.cut()
-                await asyncio.sleep(0.05 * rng.random())
-                await proxy.heal()
-            healed = time.monotonic()
-            await eventually(
-                lambda: load.last_acknowledged > healed < trainer.last_ack,
-                timeout_s=RECOVERY_S,
-                what="a group and an acknowledgement after the last cut",
-            )
-            await load.finish()
-        assert_balanced(hub.get("/ledger"))
 
 
 # One connection broken at chosen bytes

@@ -35,7 +35,6 @@ from atroposlib.api.stores.base import (
 from atroposlib.api.stores.disk import DiskStore
 from atroposlib.api.stores.run_file import PAGE_BYTES, RunFile
 from atroposlib.api.stores.space import file_system_of
-from atroposlib.errors import ConfigError
 from tests.faults.conftest import Open
 from tests.faults.sqlite_vfs import SqliteFiles, interposed, require_interposable
 from tests.faults.store_faults import copy_run, new_group, open_store, small_steps
@@ -58,17 +57,6 @@ async def fill(store: DiskStore, count: int) -> list[NewGroup]:
     for group in groups:
         await store.append([group])
     return groups
-
-
-async def test_a_second_hub_on_the_directory_is_told_so(tmp_path: Path, opened: Open) -> None:
-    first, _ = await opened()
-    second = open_store(tmp_path / "run")
-    with pytest.raises(ConfigError, match=f"another hub uses {tmp_path / 'run'}"):
-        await second.open()
-    await first.append(make_groups(1))
-    await first.close()
-    _, saved = await opened()
-    assert len(saved.groups) == 1
 
 
 async def test_other_users_cannot_read_the_directory(tmp_path: Path, opened: Open) -> None:

@@ -526,6 +526,7 @@ async def test_ended_leases_are_refused(hub_url: str, trainer: TrainerClient) ->
     third = trainer.lease_batch()
     assert third is not None
     assert (third.step, third.epoch) == (1, taken_over.epoch)
+    assert trainer.ack(third, step=7) == 7
 
 
 async def test_a_trainer_that_was_taken_over_is_told_to_stop(

@@ -132,6 +132,19 @@ async def test_environment_without_a_name_is_given_one(hub: Hub) -> None:
 # Groups and batches
 
 
+async def test_batches_leave_oldest_first_and_step_advances_at_delivery(hub: Hub) -> None:
+    await hub.start(environment())
+    for number in range(6):
+        await hub.post("/scored_data", group(2, number, env_id=0))
+    assert await hub.get("/status") == {"current_step": 0, "queue_size": 6}
+    for step in range(3):
+        batch = (await hub.get("/batch"))["batch"]
+        assert [each["tokens"][0][0] for each in batch] == [2 * step, 2 * step + 1]
+        assert await hub.get("/status") == {"current_step": step + 1, "queue_size": 4 - 2 * step}
+    assert await hub.get("/batch") == {"batch": None}
+    assert await hub.get("/status") == {"current_step": 3, "queue_size": 0}
+
+
 async def test_group_larger_than_the_environments_size_is_queued_not_lost(hub: Hub) -> None:
     await hub.start(environment(group_size=2))
     assert await hub.post("/scored_data", group(4, env_id=0)) == {"status": "received"}

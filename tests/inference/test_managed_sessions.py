@@ -270,12 +270,19 @@ async def test_the_adapter_is_an_openai_client_that_leaves_out_what_is_not_given
             method()
 
 
-async def test_a_dummy_session_in_tree_mode_has_its_nodes_by_text() -> None:
+async def test_a_dummy_session_has_its_text_by_node_or_tree_and_says_that_tokens_are_made_up() -> (
+    None
+):
     harness = ServerHarness()
-    harness.set_desired_response([user("a")], create_chat_completion("yes"))
-    managed = DummyManagedServer(harness, track_tree=True)
-    await managed.chat_completion(messages=[user("a")])
-    assert list(managed.get_state()["sequences"]) == ["user:a\n\nassistant:yes"]
+    harness.set_desired_response([user("a")], create_chat_completion("yes", n=2))
+    managed = DummyManagedServer(harness)
+    reply = await managed.chat_completion(messages=[user("a")], n=2)
+    assert len(reply.choices) == len(managed.get_state()["nodes"]) == 2
+    managed.track_tree = True
+    ((text, node),) = managed.get_state()["sequences"].items()
+    assert text == node.full_text == "user:a\n\nassistant:yes"
+    assert node.metadata["dummy_tokens"] is True
+    assert (len(node.tokens), node.masked_tokens[0], node.logprobs[5]) == (128, -100, -0.5)
     managed.reset()
     assert managed.get_state()["sequences"] == {}
     with pytest.raises(NotImplementedError):

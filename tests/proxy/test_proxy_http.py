@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import threading
 from collections.abc import AsyncIterator
@@ -221,24 +222,23 @@ NAMES = (
 )
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("value", [1, "x", None])
 async def test_variables_that_would_replace_parameters_of_the_template_are_400(
-    proxy: Proxy, name: str, value: Any
+    proxy: Proxy,
 ) -> None:
     proxy.sessions.tokenizer = make_tokenizer(CHATML, eos="<|im_end|>")
     uuid = await proxy.open()
-    body = {**HELLO, "chat_template_kwargs": {name: value}}
-    answer = await proxy.client.post(chat_url(uuid), json=body)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "chat_template_kwargs"
-    assert repr(name) in answer.json()["error"]["message"]
-    fixed = await proxy.open(sampling={"chat_template_kwargs": {"self": value}})
+    for name, value in itertools.product(NAMES, (1, None)):
+        body = {**HELLO, "chat_template_kwargs": {name: value}}
+        answer = await proxy.client.post(chat_url(uuid), json=body)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "chat_template_kwargs"
+        assert repr(name) in answer.json()["error"]["message"]
+    fixed = await proxy.open(sampling={"chat_template_kwargs": {"self": 1}})
     answer = await proxy.client.post(chat_url(fixed), json=HELLO)
     assert (answer.status_code, proxy.engine.requests) == (400, [])
 
 
-@pytest.mark.parametrize("value", [[1], 5, {"a": 1}, None])
+@pytest.mark.parametrize("value", [[1], None])
 async def test_variables_and_tools_that_the_template_cannot_use_are_400(
     proxy: Proxy, value: Any
 ) -> None:

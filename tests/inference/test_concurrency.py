@@ -85,7 +85,7 @@ def test_longer_answers_do_not_look_like_overload() -> None:
 
 
 def test_requests_do_not_time_out_in_the_queue_of_a_server() -> None:
-    with simulated(client(), timeout_s=10.0) as simulation:
+    with simulated(client(num_max_requests_at_once=512), timeout_s=10.0) as simulation:
         simulation.run(60)
         assert rate_until(simulation, 240) >= 0.9 * 64 / TOKEN_TIME_S
         [one] = simulation.clients

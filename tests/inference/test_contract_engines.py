@@ -92,22 +92,6 @@ async def test_a_conversation_is_the_same_sequence_over_http_and_in_process(name
     assert sum(token != -100 for token in node.masked_tokens) == 2 * 10  # both turns are trained
 
 
-@pytest.mark.parametrize("name", TYPES)
-async def test_chat_and_text_come_back_whole(name: str) -> None:
-    async with ScriptedEngine(Script(answers=("one", "two"))) as engine:
-        server = open_server(name, engine)
-        chat = await server.chat_completion(
-            messages=[{"role": "user", "content": "hi"}], n=2, max_tokens=8
-        )
-        text = await server.completion(prompt="hi", n=2, max_tokens=2)
-        await server.close()
-    assert [(c.message.content, c.finish_reason) for c in chat.choices] == [
-        ("one", "stop"),
-        ("two", "stop"),
-    ]
-    assert [(c.text, c.finish_reason) for c in text.choices] == [("on", "length"), ("tw", "length")]
-
-
 async def test_prompt_logprobs_are_the_same_from_sglang_vllm_and_in_process() -> None:
     async with ScriptedEngine() as engine:
         answers = []

@@ -14,7 +14,6 @@ import pytest
 from helpers_proxy import (
     ENGINE_URL,
     WEATHER,
-    WEATHER_TALK,
     Endless,
     Proxy,
     call_text,
@@ -32,7 +31,6 @@ from atroposlib.inference.servers.openai import OpenAIServer
 from atroposlib.proxy import chat
 from atroposlib.proxy.command import create_app, main
 from atroposlib.proxy.sessions import SessionLimits
-from atroposlib.scored_data import IGNORE_INDEX
 from tests.inference.helpers_templates import CHATML, make_tokenizer
 
 HELLO = {"messages": [{"role": "user", "content": "hi"}]}
@@ -292,30 +290,6 @@ async def test_tokens_are_decoded_one_by_one_off_the_event_loop(
     monkeypatch.setattr(proxy.tokenizer, "decode", decode)
     await proxy.post(chat_url(uuid), {**HELLO, "logprobs": True})
     assert singles == {False}
-
-
-async def test_tools_over_several_turns_train_exactly_what_was_sampled() -> None:
-    async with Proxy(weather_agent) as proxy:
-        uuid = await proxy.open()
-        messages: list[dict[str, Any]] = [{"role": "user", "content": "Weather in Oslo?"}]
-        first = await proxy.post(chat_url(uuid), {"messages": messages, "tools": [WEATHER]})
-        (choice,) = first["choices"]
-        assert choice["finish_reason"] == "tool_calls"
-        (call,) = choice["message"]["tool_calls"]
-        assert call["type"] == "function"
-        assert call["function"]["name"] == "weather"
-        assert call["function"]["arguments"] == '{"city": "Oslo"}'
-        said = {**choice["message"], "refusal": None, "annotations": [], "audio": None}
-        messages += [said, {"role": "tool", "tool_call_id": call["id"], "content": "2 C"}]
-        second = await proxy.post(chat_url(uuid), {"messages": messages, "tools": [WEATHER]})
-        assert second["choices"][0]["message"]["content"] == "It is 2 degrees."
-        (node,) = await proxy.nodes(uuid)
-        assert trained_text(node) == WEATHER_TALK
-        sent = [request["input_ids"] for request in proxy.engine.requests]
-        assert all(ids == node["tokens"][: len(ids)] for ids in sent)
-        assert node["metadata"]["policy_version"] == 7
-        masked = [label == IGNORE_INDEX for label in node["masked_tokens"]]
-        assert [logprob == 1.0 for logprob in node["logprobs"]] == masked
 
 
 async def test_tool_choice_none_leaves_the_text_alone() -> None:

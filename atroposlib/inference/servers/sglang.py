@@ -33,6 +33,7 @@ from atroposlib.inference.servers.token_ids import (
     gather,
     gather_top,
     most_likely,
+    take_num_top,
 )
 
 EVERY_TOKEN = -1
@@ -209,8 +210,7 @@ class SGLangServer(TokenServer, OpenAIRoutesServer):
         request = read_request(kwargs, timeout_s=self.config.timeout)
         given = request.body
         prompt_tokens = await self._take_prompt(given)
-        top_k, top_logprobs = given.pop("top_k", None), given.pop("top_logprobs", None)
-        num_top = int(next((k for k in (top_k, top_logprobs) if k is not None), 1))
+        num_top = take_num_top(given)
         if num_top < 0:
             raise ValueError(f"get_logprobs: top_k = {num_top}, expected 0 or more")
         given |= {"n": 1, "temperature": 0.0, "top_p": 1.0}

@@ -299,6 +299,16 @@ def most_likely(
     return sorted(pairs, key=lambda pair: -pair[1])[:num_wanted]
 
 
+def take_num_top(keywords: dict[str, Any]) -> int:
+    """Remove from the keywords of `get_logprobs` how many likeliest tokens to return, and return it; 0: only the own.
+
+    >>> take_num_top({"top_logprobs": 2}), take_num_top({"top_k": 0, "top_logprobs": 2}), take_num_top({})
+    (2, 0, 1)
+    """
+    given = [keywords.pop(name, None) for name in ("top_k", "top_logprobs")]
+    return next((int(k) for k in given if k is not None), 1)
+
+
 def gather_top(
     prompt_tokens: list[int], positions: Sequence[Sequence[tuple[int, float]]]
 ) -> dict[str, Any]:

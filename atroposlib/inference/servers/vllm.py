@@ -37,6 +37,7 @@ from atroposlib.inference.servers.token_ids import (
     TokenServer,
     check_count,
     gather,
+    take_num_top,
 )
 from atroposlib.inference.servers.vllm_bodies import (
     DEFAULT_MAX_TOKENS,
@@ -228,8 +229,7 @@ class VLLMServer(TokenServer, OpenAIRoutesServer):
         request = read_request(kwargs, timeout_s=self.config.timeout)
         prompt_tokens = await self._take_prompt(request.body)
         body = rename_max_tokens(request.body)
-        wanted = [body.pop("top_k", None), body.pop("top_logprobs", None)]
-        num_top = next((max(0, int(k)) for k in wanted if k is not None), 1)
+        num_top = max(0, take_num_top(body))
         body |= {"n": 1, "temperature": 0.0, "top_p": 1.0, "prompt_logprobs": num_top}
         body.setdefault("max_tokens", 1)
         read = functools.partial(

@@ -228,7 +228,8 @@ class Session:
         If `write` raises, the turn is not stored. The answer has the id and the time of `head`. `say` is called with
         what is certain of each choice.
         """
-        send, kwargs = self._text_turn, {"prompt": ask.prompt}
+        send: Turn = self._text_turn
+        kwargs: dict[str, Any] = {"prompt": ask.prompt}
         if ask.prompt is None:
             if has_images(ask.messages) and begun_text(ask.messages) is not None:
                 raise ProxyError(

@@ -157,17 +157,6 @@ async def test_what_the_agent_asks_for_reaches_the_engine_and_the_rest_is_ignore
     assert proxy.engine.requests[1]["max_tokens"] == 1024
 
 
-async def test_content_parts_and_developer_messages_are_read_as_text(proxy: Proxy) -> None:
-    uuid = await proxy.open()
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    messages = [
-        {"role": "developer", "content": "be kind"},
-        {"role": "user", "content": parts},
-    ]
-    await proxy.post(chat_url(uuid), {"messages": messages})
-    assert proxy.engine.requests[0]["prompt"] == ("<system>be kind<eos><user>ab<eos><assistant>")
-
-
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -497,21 +486,6 @@ async def test_sampling_that_would_make_logprobs_wrong_is_dropped_and_reported(
         assert not (lies.keys() - {"temperature"}) & sent.keys()
     honest = await proxy.client.post(chat_url(uuid), json={**HELLO, "max_tokens": 4})
     assert "X-Atropos-Dropped" not in honest.headers
-
-
-@pytest.mark.parametrize("dialect", ["chat/completions", "messages", "responses"])
-async def test_half_a_character_in_a_call_reaches_the_agent_once_and_replaced(dialect: str) -> None:
-    async with Proxy(lambda request: call_text("\ud800")) as proxy:
-        uuid = await proxy.open()
-        tool: dict[str, Any] = WEATHER["function"] | {"type": "function"}
-        if dialect == "messages":
-            tool = {"name": "weather", "input_schema": {"type": "object"}}
-        asked: dict[str, Any] = {"input": "hi"} if dialect == "responses" else dict(HELLO)
-        tools = [WEATHER] if dialect == "chat/completions" else [tool]
-        answer = await proxy.client.post(f"/{uuid}/v1/{dialect}", json={**asked, "tools": tools})
-        assert answer.status_code == 200, answer.text
-        assert "\ufffd" in answer.text or "\\\\ufffd" in answer.text
-        assert len(await proxy.nodes(uuid)) == 1
 
 
 async def test_an_answer_that_cannot_be_written_is_not_kept(proxy: Proxy) -> None:

@@ -256,17 +256,18 @@ async def test_the_accepted_name_of_the_token_limit_is_learned_once(
 
 
 @pytest.mark.parametrize(
-    "said",
+    ("said", "more"),
     [
-        refusal("max_tokens is too large: 100000. This model supports at most 16384."),
-        refusal("Unsupported parameter: 'logit_bias'", param="logit_bias"),
-        refusal("Unsupported parameter: 'max_tokens'", status=403),
+        (refusal("max_tokens is too large: 100000. This model supports at most 16384."), {}),
+        (refusal("Unsupported parameter: 'logit_bias'", param="logit_bias"), {}),
+        (refusal("Unsupported parameter: 'max_tokens'", status=403), {}),
+        (refusal("Unsupported parameter: 'max_tokens'"), {"max_completion_tokens": 1}),
     ],
 )
-async def test_other_refusals_are_not_sent_again(said: Reply) -> None:
+async def test_other_refusals_are_not_sent_again(said: Reply, more: dict[str, int]) -> None:
     async with Peer(said, chat("a")) as peer:
         with pytest.raises(EngineRejected, match="max_tokens|logit_bias"):
-            await ask(peer, max_tokens=100000)
+            await ask(peer, max_tokens=100000, **more)
     assert len(peer.asked) == 1
 
 

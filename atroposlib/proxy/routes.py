@@ -398,14 +398,12 @@ async def _reply(
 
         return await session.run(session.ask(ask, whole), gone=gone)
     head = session.head()
-    stream = AnswerStream(writer, head)
+    shown = functools.partial(_shown, request)
+    stream = AnswerStream(writer, head, error_for=shown, headers=headers)
 
     def finish(answer: AgentAnswer) -> None:
         stream.finish(answer)
         keep(answer)
 
-    return await stream.respond(
-        session.run(session.ask(ask, finish, head=head, say=stream.say), gone=gone),
-        error_for=functools.partial(_shown, request),
-        headers=headers,
-    )
+    await stream.begin(session.run(session.ask(ask, finish, head=head, say=stream.say), gone=gone))
+    return stream

@@ -378,9 +378,10 @@ def test_arguments_that_are_no_object_reach_the_agent_as_text(arguments: str) ->
     assert whole["content"][0]["input"] == {"arguments": arguments}
 
 
-def test_stream_of_a_message_rebuilds_it() -> None:
-    writer, whole = messages.Writer(), answer(CALLING)
-    stream = AnswerStream(writer, replace(whole, choices=[], completion_tokens=0))
+async def test_stream_of_a_message_rebuilds_it() -> None:
+    whole = answer(CALLING)
+    head = replace(whole, choices=[], completion_tokens=0)
+    stream = AnswerStream(messages.Writer(), head, error_for=ProxyError, headers={})
     stream.finish(whole)
     events = events_of(stream.take().decode())
     assert [event["type"] for event in events] == [

@@ -96,7 +96,7 @@ class Calls:
         return sorted(sent.values())
 
 
-@pytest.mark.parametrize("num", [2, 4, 8])
+@pytest.mark.parametrize("num", [2, 8])
 @pytest.mark.parametrize("kind", FAULTS)
 async def test_every_call_is_answered_despite_one_bad_member(kind: str, num: int) -> None:
     bad = Member(0, FAULTS[kind])
@@ -109,7 +109,7 @@ async def test_every_call_is_answered_despite_one_bad_member(kind: str, num: int
     assert len(bad.requests) <= AT_ONCE + 8
 
 
-@pytest.mark.parametrize("num", [2, 4, 8])
+@pytest.mark.parametrize("num", [2, 8])
 async def test_a_slow_member_gets_its_share_of_the_calls_in_flight_and_no_more(num: int) -> None:
     slow = Member(0, takes_s=20 * ANSWER_S)
     calls = Calls(fleet(num, slow))
@@ -149,8 +149,8 @@ async def test_new_sessions_avoid_a_server_that_failed_recently() -> None:
         assert managed.server is not bad
 
 
-@pytest.mark.parametrize("n", [1, 8, 20])
-async def test_equal_seeds_are_counted_on_over_the_parts_of_a_call(n: int) -> None:
+async def test_equal_seeds_are_counted_on_over_the_parts_of_a_call() -> None:
+    n = 20
     seeds: list[int] = []
     manager = fleet(2, Member(0))
     for server in manager.servers:

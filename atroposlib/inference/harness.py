@@ -38,7 +38,7 @@ from atroposlib.inference.scripted_answers import (
 )
 from atroposlib.inference.servers.api_server import TokenCompletions, WeightSpan
 from atroposlib.inference.servers.reasoning import ReasoningConfig
-from atroposlib.inference.servers.token_ids import gather_top
+from atroposlib.inference.servers.token_ids import gather_top, take_num_top
 from atroposlib.inference.tools.messages import as_dict
 
 
@@ -160,8 +160,7 @@ class ServerHarness(InProcessServer):
     async def _get_logprobs_wrapper(self, **kwargs: Any) -> dict[str, Any]:
         await self._begin(kwargs)
         tokens = with_prompt(self.tokenizer, self.read(kwargs)).prompt_tokens or []
-        wanted = (kwargs.get(name) for name in ("top_k", "top_logprobs"))
-        num_top = next((int(k) for k in wanted if k is not None), 1)
+        num_top = take_num_top(kwargs)
         ranked = made_up_candidates(
             tokens,
             num_top=num_top,

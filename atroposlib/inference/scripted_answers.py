@@ -17,10 +17,9 @@ import numpy.typing as npt
 
 from atroposlib.inference.answerer import Ask, Completion, Sampled, end_at_stop
 from atroposlib.inference.servers.api_server import WeightSpan
+from atroposlib.inference.servers.sampling_notes import Spans
 
 Respond = Callable[["HarnessRequest"], str]
-Spans = Sequence[tuple[str, int]]
-"""(weight version, number of consecutive sampled tokens) in sampling order."""
 
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 _U64 = npt.NDArray[np.uint64]

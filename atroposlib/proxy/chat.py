@@ -172,7 +172,9 @@ def whole_body(answer: AgentAnswer, choices: list[dict[str, Any]]) -> dict[str, 
 
 
 class Writer:
-    """The events of a streamed chat completion: chunks that differ in their choices."""
+    """The events of a streamed completion: chunks that differ in their choices."""
+
+    write = staticmethod(write)
 
     def __init__(self, *, num_choices: int, shows_usage: bool) -> None:
         self._num_choices = num_choices
@@ -204,7 +206,7 @@ class Writer:
         return iter(())
 
     def end(self, answer: AgentAnswer) -> Iterator[bytes]:
-        whole = write(answer)
+        whole = self.write(answer)
         for choice in whole["choices"]:
             rest = {key: choice[key] for key in ("logprobs", "finish_reason")}
             yield self._chunk(choice["index"], {}, **rest)
@@ -216,5 +218,10 @@ class Writer:
         yield event(error.body())
 
     def _chunk(self, number: int, delta: dict[str, Any], **rest: Any) -> bytes:
-        choice = {"index": number, "delta": delta, "logprobs": None, "finish_reason": None, **rest}
+        choice = {"index": number, **self._said(delta)}
+        choice |= {"logprobs": None, "finish_reason": None, **rest}
         return event({**self._head, "choices": [choice]})
+
+    def _said(self, delta: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields of a choice for what was said."""
+        return {"delta": delta}

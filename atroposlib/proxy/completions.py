@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from atroposlib.proxy import chat
 from atroposlib.proxy.chat import Sampling, whole_body
 from atroposlib.proxy.errors import ProxyError
-from atroposlib.proxy.stream import DONE, Part, event
-from atroposlib.proxy.turn import AgentAnswer
+from atroposlib.proxy.turn import AgentAnswer, AgentRequest
 from atroposlib.utils.answer_bodies import text_logprobs
 
 
@@ -23,17 +23,23 @@ class AgentCompletionBody(Sampling):
     logprobs: int | None = None
 
 
-def read_prompt(body: AgentCompletionBody) -> str:
-    """Return the prompt. Raises ProxyError for unsupported parameters."""
+def read(body: AgentCompletionBody) -> AgentRequest:
+    """Translate a request. Raises ProxyError for unsupported parameters."""
     if body.echo or body.suffix or (body.best_of or 1) > (body.n or 1):
         raise ProxyError("echo, suffix and best_of are not supported", param="prompt")
     if (body.logprobs or 0) > 1:
         raise ProxyError("logprobs: only those of sampled tokens are known", param="logprobs")
-    if isinstance(body.prompt, str):
-        return body.prompt
-    if len(body.prompt) == 1 and isinstance(body.prompt[0], str):
-        return body.prompt[0]
-    raise ProxyError("prompt must be one text; send one request per prompt", param="prompt")
+    prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    if len(prompts) != 1 or not isinstance(prompts[0], str):
+        raise ProxyError("prompt must be one text; send one request per prompt", param="prompt")
+    return AgentRequest(
+        prompt=prompts[0],
+        sampling=body.sampling(),
+        n=body.n or 1,
+        split=body.split,
+        max_context_tokens=body.max_context_tokens,
+        wants_logprobs=body.logprobs is not None,
+    )
 
 
 def write(answer: AgentAnswer) -> dict[str, Any]:
@@ -49,38 +55,15 @@ def write(answer: AgentAnswer) -> dict[str, Any]:
     return whole_body(answer, choices)
 
 
-class Writer:
+class Writer(chat.Writer):
     """The events of a streamed text completion."""
 
-    def __init__(self, *, shows_usage: bool) -> None:
-        self._shows_usage = shows_usage
-        self._head: dict[str, Any] = {}
+    write = staticmethod(write)
 
     def begin(self, head: AgentAnswer) -> Iterator[bytes]:
         self._head = whole_body(head, [])
         del self._head["usage"]
         return iter(())
 
-    def open(self, part: Part) -> Iterator[bytes]:
-        return iter(())
-
-    def piece(self, part: Part, text: str) -> Iterator[bytes]:
-        yield self._chunk({"index": part.choice, "text": text})
-
-    def close(self, part: Part) -> Iterator[bytes]:
-        return iter(())
-
-    def end(self, answer: AgentAnswer) -> Iterator[bytes]:
-        whole = write(answer)
-        for choice in whole["choices"]:
-            yield self._chunk({**choice, "text": ""})
-        if self._shows_usage:
-            yield event({**self._head, "choices": [], "usage": whole["usage"]})
-        yield DONE
-
-    def fail(self, error: ProxyError) -> Iterator[bytes]:
-        yield event(error.body())
-
-    def _chunk(self, choice: dict[str, Any]) -> bytes:
-        filled = {"logprobs": None, "finish_reason": None, **choice}
-        return event({**self._head, "choices": [filled]})
+    def _said(self, delta: dict[str, Any]) -> dict[str, Any]:
+        return {"text": delta.get("content", "")}

@@ -12,7 +12,7 @@ import hmac
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -184,8 +184,7 @@ class Routes:
         body = await self._body(request, chat.AgentChatBody)
         ask = chat.read(body)
         writer = chat.Writer(num_choices=ask.n, shows_usage=body.shows_usage)
-        call = functools.partial(session.ask, ask)
-        return await _reply(request, session, ask, call, chat.write, body.stream and writer)
+        return await _reply(request, session, ask, chat.write, body.stream and writer)
 
     async def _render(self, request: Request) -> Response:
         session = await self._session(request)
@@ -201,17 +200,9 @@ class Routes:
     async def _completions(self, request: Request) -> Response:
         session = await self._session(request)
         body = await self._body(request, completions.AgentCompletionBody)
-        ask = AgentRequest(
-            messages=[],
-            sampling=body.sampling(),
-            n=body.n or 1,
-            split=body.split,
-            max_context_tokens=body.max_context_tokens,
-            wants_logprobs=body.logprobs is not None,
-        )
-        writer = completions.Writer(shows_usage=body.shows_usage)
-        call = functools.partial(session.complete, completions.read_prompt(body), ask)
-        return await _reply(request, session, ask, call, completions.write, body.stream and writer)
+        ask = completions.read(body)
+        writer = completions.Writer(num_choices=ask.n, shows_usage=body.shows_usage)
+        return await _reply(request, session, ask, completions.write, body.stream and writer)
 
     async def _responses(self, request: Request) -> Response:
         session = await self._session(request)
@@ -228,7 +219,6 @@ class Routes:
             request,
             session,
             ask,
-            functools.partial(session.ask, ask),
             functools.partial(responses.write, body=body, tools=tools),
             body.stream and writer,
             keep=keep,
@@ -237,10 +227,8 @@ class Routes:
     async def _messages(self, request: Request) -> Response:
         session = await self._session(request)
         body = await self._body(request, messages.MessagesBody)
-        ask = messages.read(body)
-        call = functools.partial(session.ask, ask)
-        writer = messages.Writer()
-        return await _reply(request, session, ask, call, messages.write, body.stream and writer)
+        writer = body.stream and messages.Writer()
+        return await _reply(request, session, messages.read(body), messages.write, writer)
 
     async def _count_tokens(self, request: Request) -> Response:
         session = await self._session(request)
@@ -388,7 +376,6 @@ async def _reply(
     request: Request,
     session: Session,
     ask: AgentRequest,
-    call: Callable[..., Coroutine[Any, Any, Any]],
     write: Callable[[AgentAnswer], Any],
     writer: Writer | Literal[False] | None,
     *,
@@ -409,16 +396,14 @@ async def _reply(
             keep(answer)
             return response
 
-        return await session.run(call(whole), gone=gone)
+        return await session.run(session.ask(ask, whole), gone=gone)
     head = session.head()
-    stream = AnswerStream(writer, head)
+    shown = functools.partial(_shown, request)
+    stream = AnswerStream(writer, head, error_for=shown, headers=headers)
 
     def finish(answer: AgentAnswer) -> None:
         stream.finish(answer)
         keep(answer)
 
-    return await stream.respond(
-        session.run(call(finish, head=head, say=stream.say), gone=gone),
-        error_for=functools.partial(_shown, request),
-        headers=headers,
-    )
+    await stream.begin(session.run(session.ask(ask, finish, head=head, say=stream.say), gone=gone))
+    return stream

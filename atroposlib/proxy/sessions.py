@@ -223,40 +223,28 @@ class Session:
         head: AgentAnswer | None = None,
         say: Callable[[int, Spoken], None] | None = None,
     ) -> T:
-        """Sample the next message(s) and return `write(answer)`; if `write` raises, the turn is not stored.
+        """Sample the next message(s), or the continuation of a text, and return `write(answer)`.
 
-        The answer has the id and the time of `head`. `say` is called with what is certain of each choice.
+        If `write` raises, the turn is not stored. The answer has the id and the time of `head`. `say` is called with
+        what is certain of each choice.
         """
-        kwargs: dict[str, Any] = {"messages": ask.messages, **ask.template}
-        if has_images(ask.messages) and begun_text(ask.messages) is not None:
-            raise ProxyError(
-                "the model cannot continue an answer in a chat with images", param="messages"
-            )
-        if ask.tools:
-            kwargs |= {"tools": ask.tools, "tool_choice": ask.tool_choice}
+        send: Turn = self._text_turn
+        kwargs: dict[str, Any] = {"prompt": ask.prompt}
+        if ask.prompt is None:
+            if has_images(ask.messages) and begun_text(ask.messages) is not None:
+                raise ProxyError(
+                    "the model cannot continue an answer in a chat with images", param="messages"
+                )
+            send, kwargs = self._chat_turn, {"messages": ask.messages, **ask.template}
+            if ask.tools:
+                kwargs |= {"tools": ask.tools, "tool_choice": ask.tool_choice}
+        if say is not None and self._tracked is not None:
+            kwargs["on_text"] = self._listener(ask, say)
         with self._room_for(ask.n):
-            if say is not None and self._tracked is not None:
-                kwargs["on_text"] = self._listener(ask, say)
-            answer, written = await self._sample(self._chat_turn, ask, kwargs, write, head)
-        message = answer.choices[0].message()
-        self.last_messages = [*ask.messages, {**message, "content": message["content"] or ""}]
-        return written
-
-    async def complete(
-        self,
-        prompt: str,
-        ask: AgentRequest,
-        write: Callable[[AgentAnswer], T],
-        *,
-        head: AgentAnswer | None = None,
-        say: Callable[[int, Spoken], None] | None = None,
-    ) -> T:
-        """Sample the continuation of a prompt, as `ask` does the next message."""
-        kwargs: dict[str, Any] = {"prompt": prompt}
-        with self._room_for(ask.n):
-            if say is not None and self._tracked is not None:
-                kwargs["on_text"] = lambda number, _, text: say(number, Spoken("", text))
-            _, written = await self._sample(self._text_turn, ask, kwargs, write, head)
+            answer, written = await self._sample(send, ask, kwargs, write, head)
+        if ask.prompt is None:
+            message = answer.choices[0].message()
+            self.last_messages = [*ask.messages, {**message, "content": message["content"] or ""}]
         return written
 
     def head(self) -> AgentAnswer:
@@ -398,6 +386,8 @@ class Session:
     def _listener(
         self, ask: AgentRequest, say: Callable[[int, Spoken], None]
     ) -> Callable[[int, str, str], None]:
+        if ask.prompt is not None:
+            return lambda number, _, text: say(number, Spoken("", text))
         tools = (ask.tools if ask.tool_choice != "none" else None) or []
 
         def listen(number: int, prompt: str, text: str) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -81,17 +81,31 @@ class Writer(Protocol):
         """Return the events of a failure."""
 
 
-class AnswerStream:
-    """The events of one answer: filled while a session samples, sent by the response that `respond` returns."""
+class AnswerStream(Response):
+    """The response with the events of one answer: filled while a session samples, from `begin` on."""
 
-    def __init__(self, writer: Writer, head: AgentAnswer) -> None:
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        writer: Writer,
+        head: AgentAnswer,
+        *,
+        error_for: Callable[[Exception], ProxyError],
+        headers: Mapping[str, str],
+    ) -> None:
         self._writer = writer
+        self._error_for = error_for
         self._parts: dict[int, Part] = {}
         """The open part of each choice that has one."""
         self._num_parts: Counter[int] = Counter()
         """Of each choice."""
         self._unsent: list[bytes] = [*writer.begin(head)]
         self._has_news = asyncio.Event()
+        self._task: asyncio.Future[Any] = asyncio.Future()
+        self.status_code = 200
+        self.background = None
+        self.init_headers({**headers, "Cache-Control": "no-cache"})
 
     def say(self, choice: int, spoken: Spoken) -> None:
         """Send what is certain of a choice so far: the beginning of its thought and its text."""
@@ -152,24 +166,17 @@ class AnswerStream:
 
     # The response.
 
-    async def respond(
-        self,
-        call: Coroutine[Any, Any, Any],
-        *,
-        error_for: Callable[[Exception], ProxyError],
-        headers: Mapping[str, str],
-    ) -> Response:
-        """Start `call`, which fills this stream, and return the response. Raises what it raises at once."""
-        task = asyncio.ensure_future(call)
+    async def begin(self, call: Coroutine[Any, Any, Any]) -> None:
+        """Start `call`, which fills this stream. Raises what it raises at once."""
+        self._task = task = asyncio.ensure_future(call)
         task.add_done_callback(lambda _: self._has_news.set())
         try:
             await self._news(OPEN_AFTER_S)
         except BaseException:
-            await _cancelled(task)
+            await self._cancel()
             raise
         if task.done() and (task.cancelled() or task.exception() is not None):
             task.result()
-        return _EventStream(self, task, error_for, headers)
 
     async def _news(self, timeout_s: float) -> None:
         """Return when there is something to send, the call has ended, or the time is over."""
@@ -183,57 +190,34 @@ class AnswerStream:
         taken, self._unsent = b"".join(self._unsent), []
         return taken
 
-    async def send_all(
-        self,
-        task: asyncio.Future[Any],
-        send: Callable[[bytes], Coroutine[Any, Any, None]],
-        error_for: Callable[[Exception], ProxyError],
-    ) -> None:
-        """Send the events until the call has ended; its failure is the last event."""
+    async def _events(self) -> AsyncIterator[bytes]:
+        """Yield the events until the call has ended; its failure is the last event."""
+        task = self._task
         while not task.done():
             if events := self.take():
-                await send(events)
+                yield events
             await self._news(KEEP_ALIVE_S)
             if not self._unsent and not task.done():
-                await send(KEEP_ALIVE)
+                yield KEEP_ALIVE
         error: Exception | None
         try:
             error = task.exception()  # type: ignore[assignment]
         except asyncio.CancelledError:
             error = ProxyError("the proxy is shutting down", status=503)
         if error is not None:
-            self._add(self._writer.fail(error_for(error)))
-        await send(self.take())
-
-
-class _EventStream(Response):
-    media_type = "text/event-stream"
-
-    def __init__(
-        self,
-        stream: AnswerStream,
-        task: asyncio.Future[Any],
-        error_for: Callable[[Exception], ProxyError],
-        headers: Mapping[str, str],
-    ) -> None:
-        self._stream, self._task, self._error_for = stream, task, error_for
-        self.status_code = 200
-        self.background = None
-        self.init_headers({**headers, "Cache-Control": "no-cache"})
+            self._add(self._writer.fail(self._error_for(error)))
+        yield self.take()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_body(body: bytes, *, more: bool = True) -> None:
-            await send({"type": "http.response.body", "body": body, "more_body": more})
-
         head = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         try:
             await send(head)
-            await self._stream.send_all(self._task, send_body, self._error_for)
-            await send_body(b"", more=False)
+            async for events in self._events():
+                await send({"type": "http.response.body", "body": events, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
-            await _cancelled(self._task)
+            await self._cancel()
 
-
-async def _cancelled(task: asyncio.Future[Any]) -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    async def _cancel(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)

@@ -26,9 +26,11 @@ class AgentBody(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentRequest:
-    """One request for the next message."""
+    """One request for the next message, or for the continuation of a text."""
 
-    messages: list[dict[str, Any]]
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    prompt: str | None = None
+    """The text to continue, in place of messages."""
     tools: list[dict[str, Any]] | None = None
     """In the form of chat completions."""
     tool_choice: Any = None

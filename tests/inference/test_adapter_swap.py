@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from atroposlib.errors import EngineRejected
+from atroposlib.inference.servers.admission import ConcurrencyController
 from atroposlib.inference.servers.openai import OpenAIServer
 from tests.inference.helpers_peer import Peer, Reply
 
@@ -12,7 +13,10 @@ ANSWER = {"choices": [{"index": 0, "text": "yes", "finish_reason": "stop"}]}
 GONE = Reply({"error": {"message": "The model `policy` does not exist.", "code": 404}}, status=404)
 
 
-async def test_a_model_that_answered_before_may_be_missing_for_a_moment() -> None:
+async def test_a_model_that_answered_before_may_be_missing_for_a_moment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ConcurrencyController, "PAUSE_S", 0.01)
     async with Peer(ANSWER, GONE, GONE, GONE, GONE, ANSWER) as peer:
         server = peer.opened(OpenAIServer(peer.config(model_name="policy")))
         server.max_backoff_s = 0.0

@@ -43,11 +43,13 @@ class Fast(ServerHarness):
 # Retries.
 
 
-@pytest.mark.parametrize("status", [429, 503])
-async def test_later_means_waiting_and_uses_no_attempt(
-    status: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(autouse=True)
+def pauses_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ConcurrencyController, "PAUSE_S", 0.01)
+
+
+@pytest.mark.parametrize("status", [429, 503])
+async def test_later_means_waiting_and_uses_no_attempt(status: int) -> None:
     server = Fast()
     server.fail(EngineUnavailable("later", status=status), times=5)
     await server.chat_completion(messages=HELLO)
@@ -90,10 +92,7 @@ async def test_an_account_without_money_fails_after_three_attempts() -> None:
 @pytest.mark.parametrize(
     "error", [EngineUnavailable("broken", status=500), ConnectionResetError("x"), TimeoutError("x")]
 )
-async def test_failures_are_tried_three_times_in_all(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ConcurrencyController, "PAUSE_S", 0.01)
+async def test_failures_are_tried_three_times_in_all(error: Exception) -> None:
     server = Fast()
     server.fail(error, times=3)
     with pytest.raises(EngineUnavailable, match="gave up after 3 attempts") as caught:
@@ -213,8 +212,6 @@ async def test_tokens_of_every_kind_of_answer_are_counted() -> None:
     assert server.num_tokens_in == 3 + chat.usage.prompt_tokens + text.usage.prompt_tokens
     sampled += chat.usage.completion_tokens + text.usage.completion_tokens
     assert server.num_tokens_out == sampled > 0
-    assert token_counts({"prompt_tokens": [1, 2]}) == (2, 0, 0)
-    assert token_counts(object()) == (0, 0, 0)
 
 
 async def test_queued_requests_wait_when_the_server_goes_down() -> None:
@@ -342,6 +339,8 @@ async def test_the_weight_share_applies_on_top_of_the_limit() -> None:
 def test_tokens_of_an_answer_are_those_of_its_longest_completion() -> None:
     tokens = TokenCompletions([1], [[1] * 3, [1] * 7], [[0.0] * 3, [0.0] * 7], ["stop", "stop"])
     assert token_counts(tokens) == (1, 10, 7)
+    assert token_counts({"prompt_tokens": [1, 2]}) == (2, 0, 0)
+    assert token_counts(object()) == (0, 0, 0)
     chat = create_chat_completion("x", n=4)
     assert token_counts(chat).longest == 0
     chat.usage = type("Usage", (), {"completion_tokens": 40})()

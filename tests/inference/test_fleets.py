@@ -96,7 +96,7 @@ class Calls:
         return sorted(sent.values())
 
 
-@pytest.mark.parametrize("num", [2, 4, 8])
+@pytest.mark.parametrize("num", [2, 8])
 @pytest.mark.parametrize("kind", FAULTS)
 async def test_every_call_is_answered_despite_one_bad_member(kind: str, num: int) -> None:
     bad = Member(0, FAULTS[kind])
@@ -109,7 +109,7 @@ async def test_every_call_is_answered_despite_one_bad_member(kind: str, num: int
     assert len(bad.requests) <= AT_ONCE + 8
 
 
-@pytest.mark.parametrize("num", [2, 4, 8])
+@pytest.mark.parametrize("num", [2, 8])
 async def test_a_slow_member_gets_its_share_of_the_calls_in_flight_and_no_more(num: int) -> None:
     slow = Member(0, takes_s=20 * ANSWER_S)
     calls = Calls(fleet(num, slow))
@@ -149,8 +149,8 @@ async def test_new_sessions_avoid_a_server_that_failed_recently() -> None:
         assert managed.server is not bad
 
 
-@pytest.mark.parametrize("n", [1, 8, 20])
-async def test_equal_seeds_are_counted_on_over_the_parts_of_a_call(n: int) -> None:
+async def test_equal_seeds_are_counted_on_over_the_parts_of_a_call() -> None:
+    n = 20
     seeds: list[int] = []
     manager = fleet(2, Member(0))
     for server in manager.servers:
@@ -176,19 +176,17 @@ def gain(servers: list[Behaviour], num_requests: int, **options: Any) -> float:
     return ours.tokens_per_s / by_slots.tokens_per_s
 
 
-@pytest.mark.parametrize("num_clients", [1, 4])
-@pytest.mark.parametrize(("num", "least"), [(8, 1.2), (16, 1.1)])
-@pytest.mark.parametrize("kind", [with_slots, batching])
+@pytest.mark.parametrize(
+    ("kind", "num", "least", "num_clients"), [(with_slots, 8, 1.2, 4), (batching, 16, 1.1, 1)]
+)
 def test_few_requests_prefer_the_faster_server(
     kind: Callable[[float], Behaviour], num: int, least: float, num_clients: int
 ) -> None:
     assert gain([kind(1), kind(4)], num, num_clients=num_clients) >= least
 
 
-@pytest.mark.parametrize("num", [32, 128])
-@pytest.mark.parametrize("kind", [with_slots, batching])
-def test_equal_servers_lose_nothing(kind: Callable[[float], Behaviour], num: int) -> None:
-    assert gain([kind(1), kind(1)], num) >= 0.98
+def test_equal_servers_lose_nothing() -> None:
+    assert gain([with_slots(1), with_slots(1)], 32) >= 0.98
 
 
 def test_many_requests_wait_less_at_the_slower_server() -> None:
@@ -200,12 +198,11 @@ def test_many_requests_wait_less_at_the_slower_server() -> None:
     assert ours.tokens_per_s >= 0.98 * by_slots.tokens_per_s
 
 
-@pytest.mark.parametrize("num", [2, 16])
-def test_a_server_that_is_slow_for_a_while_is_avoided_then_and_used_again_later(num: int) -> None:
+def test_a_server_that_is_slow_for_a_while_is_avoided_then_and_used_again_later() -> None:
     servers = [with_slots(), with_slots()]
     changes = {80.0: with_slots(8), 120.0: with_slots()}
     before, meanwhile, after = simulate(
-        servers, num, spans=[(0, 80), (90, 120), (130, 210)], changes=changes
+        servers, 16, spans=[(0, 80), (90, 120), (130, 210)], changes=changes
     )
     assert meanwhile.tokens_per_s >= 0.65 * before.tokens_per_s  # by free slots: 0.56
     assert after.tokens_per_s >= 0.97 * before.tokens_per_s

@@ -218,14 +218,6 @@ async def test_a_call_that_was_not_offered_is_neither_a_call_nor_content() -> No
     assert choice.finish_reason == "stop"
 
 
-async def test_a_call_that_was_cut_before_its_end_is_none() -> None:
-    engine, managed = session()
-    engine.tell(CALL.removesuffix("<|call|>"), end="", reason="length")
-    reply = await managed.chat_completion(messages=[user("Weather?")], tools=TOOLS)
-    assert reply.choices[0].message.tool_calls is None
-    assert reply.choices[0].message.content == CALL.removesuffix("<|call|>")
-
-
 async def test_thoughts_that_the_client_changed_are_not_those_sampled() -> None:
     engine, managed = session()
     for _ in range(2):

@@ -9,7 +9,6 @@ import pytest
 from atroposlib.errors import ConfigError
 from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.manager import ServerManager
-from atroposlib.inference.servers.vllm import VLLMServer
 
 
 def test_defaults_are_the_originals() -> None:
@@ -39,13 +38,6 @@ def test_unknown_keys_are_ignored_and_named(caplog: pytest.LogCaptureFixture) ->
 def test_a_url_without_scheme_is_refused_with_the_cure() -> None:
     with pytest.raises(ValueError, match="write http://localhost:9001"):
         APIServerConfig(base_url="localhost:9001")
-
-
-def test_one_config_with_a_url_stays_as_it_is() -> None:
-    config = APIServerConfig(base_url="http://h:1/v1", api_key="k", server_type="vllm")
-    manager = ServerManager(config)
-    assert [type(server) for server in manager.servers] == [VLLMServer]
-    assert manager.servers[0].config is config
 
 
 def test_a_training_server_without_a_url_is_refused() -> None:

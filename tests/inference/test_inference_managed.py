@@ -13,15 +13,9 @@ from atroposlib.inference.harness import (
     ByteTokenizer,
     HarnessRequest,
     ServerHarness,
-    create_chat_completion,
-    made_up_logprobs,
 )
 from atroposlib.inference.servers.api_server import TokenCompletions
-from atroposlib.inference.sessions.managed_server import (
-    ManagedServer,
-    SequenceNode,
-)
-from atroposlib.inference.sessions.text_sessions import DummyManagedServer
+from atroposlib.inference.sessions.managed_server import ManagedServer
 from tests.inference.helpers_templates import user
 
 TOKENIZER = ByteTokenizer()
@@ -29,30 +23,6 @@ TOKENIZER = ByteTokenizer()
 
 def echo(request: HarnessRequest) -> str:
     return f"<think>c{request.choice}</think> reply {request.call}.{request.choice} "
-
-
-def assert_aligned(node: SequenceNode) -> None:
-    """Every trained token has the logprob the engine gave it after exactly the tokens before it."""
-    assert len(node.tokens) == len(node.masked_tokens) == len(node.logprobs)
-    position = 0
-    while position < len(node.tokens):
-        if node.masked_tokens[position] == -100:
-            assert node.logprobs[position] == 1.0
-            position += 1
-            continue
-        end = position
-        while end < len(node.tokens) and node.masked_tokens[end] != -100:
-            end += 1
-        sampled = node.tokens[position:end]
-        assert node.masked_tokens[position:end] == sampled
-        assert node.logprobs[position:end] == made_up_logprobs(node.tokens[:position], sampled)
-        position = end
-    # Tokenising a text prompt adds a BOS that its text does not have.
-    assert node.full_text == TOKENIZER.decode(node.tokens).removeprefix("<bos>")
-
-
-def num_trained(node: SequenceNode) -> int:
-    return sum(label != -100 for label in node.masked_tokens)
 
 
 async def test_calls_made_at_the_same_time_have_their_nodes_in_call_order() -> None:
@@ -69,63 +39,6 @@ async def test_calls_made_at_the_same_time_have_their_nodes_in_call_order() -> N
     )
     for reply, node in zip(replies, managed.get_state()["nodes"], strict=True):
         assert reply.choices[0].message.content in node.full_text
-
-
-async def test_a_turn_grows_the_sibling_whose_answer_it_repeats() -> None:
-    managed = ManagedServer(ServerHarness(respond=echo))
-    reply = await managed.chat_completion(messages=[user("one")], n=3)
-    await managed.chat_completion(
-        messages=[user("one"), reply.choices[1].message, user("two")], n=2
-    )
-    texts = [node.full_text.count("<assistant>") for node in managed.get_state()["nodes"]]
-    assert texts == [1, 2, 1, 2]  # the second grew; its twin was added at the end
-    for node in managed.get_state()["nodes"]:
-        assert_aligned(node)
-
-
-async def test_an_edited_answer_is_not_the_sampled_one() -> None:
-    managed = ManagedServer(ServerHarness(respond=echo))
-    await managed.chat_completion(messages=[user("one")])
-    edited = {"role": "assistant", "content": "something else"}
-    await managed.chat_completion(messages=[user("one"), edited, user("two")])
-    first, second = managed.get_state()["nodes"]
-    assert "something else" in second.full_text
-    assert first.full_text != second.full_text
-    assert_aligned(second)
-
-
-async def test_a_cut_answer_can_be_continued_in_place() -> None:
-    answers = iter(["a long answer", " and its end"])
-    managed = ManagedServer(ServerHarness(respond=lambda request: next(answers)))
-    reply = await managed.chat_completion(messages=[user("one")], max_tokens=6)
-    await managed.chat_completion(messages=[user("one"), reply.choices[0].message])
-    [node] = managed.get_state()["nodes"]
-    assert node.full_text == "<user>one<eos><assistant>a long and its end<eos>"
-
-
-async def test_a_prefilled_answer_is_continued_not_closed() -> None:
-    harness = ServerHarness(respond=lambda request: "sure</think>yes")
-    managed = ManagedServer(harness)
-    prefill = {"role": "assistant", "content": "<think>I am "}
-    reply = await managed.chat_completion(messages=[user("one"), prefill])
-    assert harness.requests[0]["prompt"] == "<user>one<eos><assistant><think>I am "
-    whole = {"role": "assistant", "content": "<think>I am " + reply.choices[0].message.content}
-    await managed.chat_completion(messages=[user("one"), whole, user("two")])
-    [node] = managed.get_state()["nodes"]
-    assert_aligned(node)
-    assert node.full_text.startswith("<user>one<eos><assistant><think>I am sure</think>yes<eos>")
-
-
-async def test_text_completions_extend_and_keep_earlier_answers_trainable() -> None:
-    managed = ManagedServer(ServerHarness(respond=lambda request: f"answer{request.call}"))
-    first = await managed.completion(prompt="Q: one A:")
-    prompt = f"Q: one A:{first.choices[0].text} Q: two A:"
-    await managed.completion(prompt=prompt)
-    [node] = managed.get_state()["nodes"]
-    assert_aligned(node)
-    assert node.full_text == "Q: one A:answer0<eos> Q: two A:answer1<eos>"
-    assert num_trained(node) == 2 * (len("answer0") + 1)
-    assert node.tokens[0] == TOKENIZER.bos_token_id
 
 
 async def test_an_end_token_spelled_out_by_the_caller_is_not_doubled() -> None:
@@ -225,20 +138,8 @@ async def test_a_turn_in_flight_at_a_reset_is_dropped_and_later_turns_are_kept()
     messages += [second.choices[0].message, user("three")]
     third = await managed.chat_completion(messages=messages)
     [node] = managed.get_state()["nodes"]
-    assert_aligned(node)
-    assert num_trained(node) == len(third.choices[0].message.content) + 1
-
-
-async def test_dummy_sessions_keep_the_text_and_say_that_their_tokens_are_made_up() -> None:
-    harness = ServerHarness()
-    harness.set_desired_response([user("one")], create_chat_completion("yes", n=2))
-    managed = DummyManagedServer(harness)
-    reply = await managed.chat_completion(messages=[user("one")], n=2)
-    assert len(reply.choices) == 2
-    node = managed.get_state()["nodes"][1]
-    assert node.full_text == "user:one\n\nassistant:yes"
-    assert node.metadata["dummy_tokens"] is True
-    assert (len(node.tokens), node.masked_tokens[0], node.logprobs[5]) == (128, -100, -0.5)
+    num_trained = sum(label != -100 for label in node.masked_tokens)
+    assert num_trained == len(third.choices[0].message.content) + 1
 
 
 async def test_a_tokenizer_without_template_is_a_configuration_error() -> None:

@@ -270,12 +270,19 @@ async def test_the_adapter_is_an_openai_client_that_leaves_out_what_is_not_given
             method()
 
 
-async def test_a_dummy_session_in_tree_mode_has_its_nodes_by_text() -> None:
+async def test_a_dummy_session_has_its_text_by_node_or_tree_and_says_that_tokens_are_made_up() -> (
+    None
+):
     harness = ServerHarness()
-    harness.set_desired_response([user("a")], create_chat_completion("yes"))
-    managed = DummyManagedServer(harness, track_tree=True)
-    await managed.chat_completion(messages=[user("a")])
-    assert list(managed.get_state()["sequences"]) == ["user:a\n\nassistant:yes"]
+    harness.set_desired_response([user("a")], create_chat_completion("yes", n=2))
+    managed = DummyManagedServer(harness)
+    reply = await managed.chat_completion(messages=[user("a")], n=2)
+    assert len(reply.choices) == len(managed.get_state()["nodes"]) == 2
+    managed.track_tree = True
+    ((text, node),) = managed.get_state()["sequences"].items()
+    assert text == node.full_text == "user:a\n\nassistant:yes"
+    assert node.metadata["dummy_tokens"] is True
+    assert (len(node.tokens), node.masked_tokens[0], node.logprobs[5]) == (128, -100, -0.5)
     managed.reset()
     assert managed.get_state()["sequences"] == {}
     with pytest.raises(NotImplementedError):
@@ -296,60 +303,7 @@ async def test_a_turn_of_unknown_version_makes_the_sequence_one_of_unknown_versi
     assert node.metadata["policy_version"] is None
 
 
-def test_spans_end_where_a_branch_leaves_its_node() -> None:
-    store = SequenceStore()
-
-    def add(tokens: list[int], sampled: list[int], spans: list[WeightSpan], **turn: Any) -> None:
-        store.commit(
-            PendingTurn(
-                order=next(store.orders),
-                tokens=tokens,
-                full_text="",
-                visible_text=VisibleText(""),
-                **turn,
-            ),
-            [
-                SampledTurn(
-                    tokens=sampled,
-                    logprobs=[-1.0] * len(sampled),
-                    full_text="",
-                    visible_text="",
-                    finish_reason="stop",
-                    weight_versions=spans,
-                )
-            ],
-        )
-
-    add([1, 2], [3, 4, 5], [WeightSpan("6", 1), WeightSpan("7", 2)])
-    found = store.find_text("")
-    assert found is not None
-    add([1, 2, 3, 4], [9], [WeightSpan("8", 1)], parent=found[0], num_kept=4)
-    metadata = store.nodes[1].metadata
-    assert metadata is not None
-    spans = metadata["weight_versions"]
-    assert [(s["start"], s["num_tokens"], s["weight_version"]) for s in spans] == [
-        (2, 1, "6"),
-        (3, 1, "7"),
-        (4, 1, "8"),
-    ]
-    assert metadata["policy_version"] == 6
-
-
 # Stop strings
-
-
-async def test_a_stop_string_is_cut_from_the_text_and_stays_in_the_tokens() -> None:
-    engine, managed = session()
-    engine.tell("Thought: look\nObservation:", end="", reason="stop")
-    reply = await managed.chat_completion(messages=[user("a")], stop=["\nObservation:", "never"])
-    (choice,) = reply.choices
-    assert (choice.message.content, choice.stop_reason) == ("Thought: look", "\nObservation:")
-    (node,) = managed.nodes
-    assert trained_text(node) == "Thought: look\nObservation:"
-    engine.tell("done")
-    await managed.chat_completion(messages=[user("a"), choice.message, user("b")])
-    (node,) = managed.nodes
-    assert trained_text(node) == "Thought: look\nObservation:done<|im_end|>"
 
 
 async def test_text_after_a_stop_string_does_not_repeat_the_stop_string() -> None:
@@ -536,28 +490,59 @@ def test_training_once_takes_time_in_proportion_to_the_tokens() -> None:
     assert cost_s(800) < 25 * cost_s(100)  # comparing all pairs costs 64 times as much
 
 
+def store_turn(
+    store: SequenceStore,
+    tokens: list[int],
+    sampled: list[int],
+    *,
+    spans: list[WeightSpan] | None = None,
+    text: str = "",
+    message: SampledMessage | None = None,
+    **turn: Any,
+) -> None:
+    pending = PendingTurn(
+        order=next(store.orders),
+        tokens=tokens,
+        full_text=turn.pop("prompt", ""),
+        visible_text=VisibleText(""),
+        **turn,
+    )
+    answer = SampledTurn(
+        tokens=sampled,
+        logprobs=[-1.0] * len(sampled),
+        full_text=text,
+        visible_text=text,
+        message=message,
+        finish_reason="stop",
+        weight_versions=spans,
+    )
+    store.commit(pending, [answer])
+
+
+def test_spans_end_where_a_branch_leaves_its_node() -> None:
+    store = SequenceStore()
+    store_turn(store, [1, 2], [3, 4, 5], spans=[WeightSpan("6", 1), WeightSpan("7", 2)])
+    found = store.find_text("")
+    assert found is not None
+    store_turn(store, [1, 2, 3, 4], [9], spans=[WeightSpan("8", 1)], parent=found[0], num_kept=4)
+    metadata = store.nodes[1].metadata
+    assert metadata is not None
+    spans = metadata["weight_versions"]
+    assert [(s["start"], s["num_tokens"], s["weight_version"]) for s in spans] == [
+        (2, 1, "6"),
+        (3, 1, "7"),
+        (4, 1, "8"),
+    ]
+    assert metadata["policy_version"] == 6
+
+
 async def test_finding_the_continued_turn_does_not_depend_on_other_conversations() -> None:
     def build(num: int) -> SequenceStore:
         store = SequenceStore()
         for i in range(num):
             message = SampledMessage(identity=f"answer {i}", said=SaidTurn(f"answer {i}"))
-            pending = PendingTurn(
-                order=next(store.orders),
-                tokens=[1],
-                full_text="q",
-                visible_text=VisibleText("q"),
-                messages=("system", "question"),
-                place=ChatPlace(index=2, lead="q"),
-            )
-            turn = SampledTurn(
-                tokens=[2],
-                logprobs=[-1.0],
-                full_text=f"a{i}",
-                visible_text=f"a{i}",
-                message=message,
-                finish_reason="stop",
-            )
-            store.commit(pending, [turn])
+            chat = {"messages": ("system", "question"), "place": ChatPlace(index=2, lead="q")}
+            store_turn(store, [1], [2], prompt="q", text=f"a{i}", message=message, **chat)
         return store
 
     def cost_s(store: SequenceStore) -> float:

@@ -10,11 +10,9 @@ from helpers_peer import Peer, Reply
 
 from atroposlib.errors import EngineProtocolError, EngineRejected, EngineUnavailable
 from atroposlib.inference.config import APIServerConfig
-from atroposlib.inference.servers.http_peer import EngineHttpRejected
 from atroposlib.inference.servers.openai import (
     OPENAI_URL,
     OpenAIServer,
-    accepted_limit_name,
 )
 from atroposlib.inference.servers.reasoning import ReasoningConfig
 from tests.inference.helpers_templates import CHATML, make_tokenizer
@@ -70,30 +68,6 @@ async def ask(peer: Peer, reasoning: ReasoningConfig | None = None, **kwargs: An
 
 
 # Chat, text, tools, logprobs.
-
-
-async def test_a_chat_is_sent_with_its_keywords_and_the_servers_model() -> None:
-    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
-    async with Peer(chat("hi")) as peer:
-        await make(peer, api_key="secret").chat_completion(
-            messages=HELLO,
-            model="another",
-            tools=tools,
-            tool_choice="auto",
-            stop=None,
-            seed=3,
-            extra_query={"v": "1"},
-        )
-    asked = peer.asked[0]
-    assert (asked.path, asked.query) == ("/chat/completions", {"v": "1"})
-    assert asked.body == {
-        "model": "m",
-        "messages": HELLO,
-        "tools": tools,
-        "tool_choice": "auto",
-        "seed": 3,
-    }
-    assert asked.headers["Authorization"] == "Bearer secret"
 
 
 @pytest.mark.parametrize("reason", ["tool_calls", "abort"])
@@ -158,22 +132,6 @@ async def test_a_reply_can_be_appended_to_the_messages_as_it_is() -> None:
         first = await ask(peer)
         await make(peer).chat_completion(messages=[*HELLO, first.choices[0].message])
     assert peer.bodies[1]["messages"][1] == {"role": "assistant", "content": "hi"}
-
-
-async def test_a_text_reply_is_an_openai_object_with_every_field() -> None:
-    from openai.types import Completion
-
-    body = text("abc")
-    body["choices"][0]["logprobs"] = {"tokens": ["abc"], "token_logprobs": [-0.25]}
-    async with Peer(body) as peer:
-        answer = await make(peer).completion(prompt="x", max_tokens=3, logprobs=0)
-    assert isinstance(answer, Completion)
-    assert peer.paths == ["/completions"]
-    assert peer.bodies[0] == {"model": "m", "prompt": "x", "max_tokens": 3, "logprobs": 0}
-    choice = answer.choices[0]
-    assert (choice.text, choice.finish_reason, choice.index) == ("abc", "length", 0)
-    assert choice.logprobs is not None
-    assert choice.logprobs.token_logprobs == [-0.25]
 
 
 async def test_a_list_of_prompts_gives_n_choices_for_each() -> None:
@@ -298,17 +256,18 @@ async def test_the_accepted_name_of_the_token_limit_is_learned_once(
 
 
 @pytest.mark.parametrize(
-    "said",
+    ("said", "more"),
     [
-        refusal("max_tokens is too large: 100000. This model supports at most 16384."),
-        refusal("Unsupported parameter: 'logit_bias'", param="logit_bias"),
-        refusal("Unsupported parameter: 'max_tokens'", status=403),
+        (refusal("max_tokens is too large: 100000. This model supports at most 16384."), {}),
+        (refusal("Unsupported parameter: 'logit_bias'", param="logit_bias"), {}),
+        (refusal("Unsupported parameter: 'max_tokens'", status=403), {}),
+        (refusal("Unsupported parameter: 'max_tokens'"), {"max_completion_tokens": 1}),
     ],
 )
-async def test_other_refusals_are_not_sent_again(said: Reply) -> None:
+async def test_other_refusals_are_not_sent_again(said: Reply, more: dict[str, int]) -> None:
     async with Peer(said, chat("a")) as peer:
         with pytest.raises(EngineRejected, match="max_tokens|logit_bias"):
-            await ask(peer, max_tokens=100000)
+            await ask(peer, max_tokens=100000, **more)
     assert len(peer.asked) == 1
 
 
@@ -478,10 +437,3 @@ async def test_nothing_is_asked_about_health_without_a_url_or_with_the_check_off
             server._peer.root = peer.url
             await server.chat_completion(messages=HELLO)
     assert "/models" not in peer.gotten
-
-
-def test_a_body_with_both_names_or_none_is_left_alone() -> None:
-    refused = EngineHttpRejected("unknown field max_tokens", status=400)
-    assert accepted_limit_name({"max_tokens": 1}, refused) == "max_completion_tokens"
-    assert accepted_limit_name({"max_tokens": 1, "max_completion_tokens": 1}, refused) is None
-    assert accepted_limit_name({}, refused) is None

@@ -10,10 +10,6 @@ from collections.abc import Awaitable, Callable
 from atroposlib.inference.servers.admission import STARTS_PER_ROUND, StartTurns, start_turn
 
 
-def slots_of(per_round: int) -> StartTurns:
-    return StartTurns(per_round=per_round)
-
-
 async def rounds_of(start: Callable[[], Awaitable[None]], num_tasks: int) -> list[int]:
     """Start tasks at once; return how many began in each round of the loop."""
     began = 0
@@ -34,18 +30,14 @@ async def rounds_of(start: Callable[[], Awaitable[None]], num_tasks: int) -> lis
     return counts
 
 
-async def test_many_requests_are_spread_over_rounds_and_all_start() -> None:
-    counts = await rounds_of(slots_of(4).take, 30)
-    assert sum(counts) == 30
-    assert max(counts) <= 4
-
-
-async def test_a_few_requests_start_at_once() -> None:
-    assert await rounds_of(slots_of(4).take, 4) == [4]
+async def test_a_few_requests_start_at_once_and_many_are_spread_over_rounds() -> None:
+    assert await rounds_of(StartTurns(per_round=4).take, 4) == [4]
+    counts = await rounds_of(StartTurns(per_round=4).take, 30)
+    assert (sum(counts), max(counts)) == (30, 4)
 
 
 async def test_requests_start_in_order_of_arrival() -> None:
-    slots, order = slots_of(2), []
+    slots, order = StartTurns(per_round=2), []
 
     async def begin(i: int) -> None:
         await slots.take()
@@ -56,7 +48,7 @@ async def test_requests_start_in_order_of_arrival() -> None:
 
 
 async def test_a_cancelled_waiter_takes_no_slot() -> None:
-    slots = slots_of(1)
+    slots = StartTurns(per_round=1)
     tasks = [asyncio.create_task(slots.take()) for _ in range(4)]
     await asyncio.sleep(0)
     tasks[1].cancel()

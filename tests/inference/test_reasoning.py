@@ -64,11 +64,7 @@ def test_each_api_gets_its_own_fields(
     assert config.is_reasoning_kwargs_active() is (expected is not None)
 
 
-@pytest.mark.parametrize("effort", VALID_REASONING_EFFORTS)
-def test_an_effort_or_a_number_of_tokens_enables_reasoning(effort: str) -> None:
-    assert ReasoningConfig(effort=effort).enabled
-    assert ReasoningConfig(max_tokens=1).enabled
-    assert not ReasoningConfig().enabled
+def test_without_reasoning_a_request_stays_as_it_is() -> None:
     assert ReasoningConfig().apply({"max_tokens": 5}, base_url=OPENAI) == {"max_tokens": 5}
 
 

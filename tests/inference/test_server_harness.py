@@ -76,32 +76,6 @@ def test_scripted_answers_repeat_one_text_or_keep_several_with_their_finish_reas
         create_chat_completion("yes", n=3, finish_reason=["stop"])
 
 
-async def test_in_process_and_over_http_the_same_conversation_has_the_same_tokens() -> None:
-    async def talk(server: Any) -> list[Any]:
-        managed = ManagedServer(server, tokenizer=ByteTokenizer())
-        messages: list[dict[str, Any]] = [{"role": "user", "content": "one"}]
-        for question in ("two", "three"):
-            answer = await managed.chat_completion(messages=messages, max_tokens=50)
-            reply = answer.choices[0].message.content
-            messages += [
-                {"role": "assistant", "content": reply},
-                {"role": "user", "content": question},
-            ]
-        (node,) = managed.get_state()["nodes"]
-        turns = node.metadata.pop("turns")
-        places = [(turn["start"], turn["num_tokens"]) for turn in turns]
-        return [node.tokens, node.masked_tokens, node.logprobs, node.metadata, places]
-
-    in_process = await talk(ServerHarness(respond=echo, weight_version="7"))
-    async with ScriptedEngine(respond=echo, weight_version="7") as engine:
-        config = APIServerConfig(base_url=engine.url, model_name="scripted", server_type="vllm")
-        server = VLLMServer(config)
-        over_http = await talk(server)
-        await server.close()
-    assert in_process == over_http
-    assert len(in_process[0]) > 40
-
-
 @pytest.mark.parametrize("prompt", [{"prompt": "hi"}, {"prompt": "<bos>hi"}, {"input_ids": [9, 8]}])
 async def test_in_process_and_over_http_a_prompt_has_the_same_tokens_versions_and_logprobs(
     prompt: dict[str, Any],

@@ -12,7 +12,6 @@ import pytest
 from helpers_peer import Characters, Peer, Reply
 
 from atroposlib.errors import (
-    ConfigError,
     EngineProtocolError,
     EngineRejected,
     EngineUnavailable,
@@ -86,20 +85,6 @@ async def test_text_prompts_are_tokenised_with_one_bos(prompt: str, sent: list[i
 
 
 # The answer.
-
-
-async def test_an_object_is_one_completion_of_ids_and_floats() -> None:
-    async with Peer(result((-1, 97), (-0.25, 2), reason={"type": "stop", "matched": 2})) as peer:
-        answer = await sample(peer)
-    prompt_tokens, tokens, logprobs, reasons = answer
-    assert (prompt_tokens, tokens, logprobs, reasons) == (
-        [1, 2, 3],
-        [[97, 2]],
-        [[-1.0, -0.25]],
-        ["stop"],
-    )
-    assert [type(value) for value in logprobs[0]] == [float, float]
-    assert answer.weight_versions == [None]
 
 
 async def test_weight_versions_become_spans() -> None:
@@ -389,11 +374,6 @@ async def test_prompt_logprobs_of_another_prompt_are_refused() -> None:
 
 
 # Chat, health, construction.
-
-
-def test_a_server_without_url_is_refused() -> None:
-    with pytest.raises(ConfigError, match="SGLangServer needs base_url, for example http"):
-        SGLangServer(APIServerConfig(server_type="sglang"))
 
 
 async def test_the_tokenizer_is_loaded_once_for_all_first_requests(

@@ -117,18 +117,6 @@ async def test_conversations_are_one_sequence_of_sampled_ids_and_new_text(
     assert managed.num_broken_prefixes == 0
 
 
-async def test_thoughts_that_a_template_would_cut_are_sent_again_as_they_were_sampled() -> None:
-    template = BY_NAME["cuts_thoughts"]
-    engine, managed = told_session(template.tokenizer)
-    engine.tell("I add them up.</think>It is 2.", "</think>And 3.")
-    first = await managed.chat_completion(messages=[user("1 + 1")])
-    await managed.chat_completion(messages=[user("1 + 1"), first.choices[0].message, user("1 + 2")])
-    assert template.tokenizer.decode(engine.sent[1]) == (
-        "<|im_start|>user\n1 + 1<|im_end|>\n<|im_start|>assistant\n<think>\nI add them up.</think>It is 2.<|im_end|>"
-        "\n<|im_start|>user\n1 + 2<|im_end|>\n<|im_start|>assistant\n<think>\n"
-    )
-
-
 async def test_a_template_that_moves_the_system_prompt_forks_and_both_sequences_are_right(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -148,18 +136,6 @@ async def test_a_template_that_moves_the_system_prompt_forks_and_both_sequences_
         assert_trained(node, [(len(prompt), node.tokens[len(prompt) :])])
     assert managed.num_broken_prefixes == 2
     assert caplog.text.count("rewrites earlier turns") == 1
-
-
-async def test_without_a_system_prompt_the_same_template_keeps_one_sequence() -> None:
-    tokenizer = make_tokenizer(SYSTEM_IN_LAST, bos="<|begin_of_text|>")
-    engine, managed = told_session(tokenizer)
-    engine.tell("a", "b", end="<|endoftext|>")
-    first = await managed.chat_completion(messages=[user("one")])
-    await managed.chat_completion(messages=[user("one"), first.choices[0].message, user("two")])
-    assert len(managed.get_state()["nodes"]) == 1
-    assert tokenizer.decode(engine.sent[1]) == (
-        "<|begin_of_text|>[INST] one[/INST]a<|endoftext|>[INST] two[/INST]"
-    )
 
 
 async def test_other_tools_in_a_later_turn_fork() -> None:

@@ -9,14 +9,15 @@ import msgspec
 import pytest
 
 from atroposlib.errors import EngineProtocolError
+from atroposlib.inference.servers.api_server import TokenCompletions
 from atroposlib.inference.servers.choices import part_of, split_n
 from atroposlib.inference.servers.token_ids import SampledCompletion
 from atroposlib.inference.servers.vllm_bodies import (
     NoTokenIds,
-    PromptCompletions,
     StreamedChoices,
     completions_per_request,
     fits_tokens_route,
+    gather_choices,
     read_choices,
     read_generated,
     read_prompt_logprobs,
@@ -123,8 +124,9 @@ def test_the_tokens_route_is_not_used_for_keywords_it_does_not_support(name: str
     assert not fits_tokens_route({"max_tokens": 4, name: 1})
 
 
-def read(answer: bytes, prompt_tokens: list[int] | None = PROMPT) -> PromptCompletions:
-    return read_choices(answer, where="x", prompt_tokens=prompt_tokens)
+def read(answer: bytes, prompt_tokens: list[int] | None = PROMPT) -> TokenCompletions:
+    choices = read_choices(answer, where="x", prompt_tokens=prompt_tokens)
+    return gather_choices(choices, where="x", prompt_tokens=prompt_tokens)
 
 
 @pytest.mark.parametrize(
@@ -143,8 +145,10 @@ def test_choices_are_read_field_by_field(
     answer: bytes, prompt_tokens: list[int] | None, sampled: Any
 ) -> None:
     found = read(answer, prompt_tokens)
-    assert found == (PROMPT, [SampledCompletion(*sampled)])
-    assert [type(value) for value in found.sampled[0].logprobs] == [float, float]
+    tokens, logprobs, reason, spans = sampled
+    assert found == (PROMPT, [tokens], [logprobs], [reason])
+    assert found.weight_versions == [spans]
+    assert [type(value) for value in found.output_logprobs[0]] == [float, float]
 
 
 @pytest.mark.parametrize(
@@ -277,10 +281,10 @@ def test_prompt_logprobs_that_are_not_all_there_are_refused(
 
 
 def test_a_stream_that_was_sampled_after_another_prompt_is_refused() -> None:
-    found = StreamedChoices(lambda *_: None, where="here", prompt_tokens=[1, 2])
+    found = StreamedChoices(lambda *_: None, where="here")
     first = {"index": 0, "token_ids": [5], "logprobs": {"token_logprobs": [-0.5]}}
     last = {"index": 0, "token_ids": [], "finish_reason": "stop"}
     for choice in ({**first, "prompt_token_ids": [1]}, last):
         found.add(json.dumps({"choices": [choice]}).encode())
     with pytest.raises(EngineProtocolError, match="after 1 prompt tokens that are not the 2 sent"):
-        found.whole()
+        gather_choices(found.whole(), where="here", prompt_tokens=[1, 2])

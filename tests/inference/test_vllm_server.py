@@ -251,11 +251,7 @@ async def test_prompts_may_be_any_integers_and_lists_are_not_copied() -> None:
     ("keywords", "asked"),
     [
         ({}, 1),
-        ({"top_k": 0}, 0),
-        ({"top_k": 3}, 3),
-        ({"top_logprobs": 2}, 2),
         ({"top_k": 0, "top_logprobs": 2}, 0),
-        ({"top_k": None, "top_logprobs": 0}, 0),
     ],
 )
 async def test_top_k_zero_asks_for_the_prompts_own_tokens_only(

@@ -24,6 +24,7 @@ from atroposlib.proxy import chat, messages, responses
 from atroposlib.proxy.errors import ProxyError
 from atroposlib.proxy.stream import AnswerStream
 from atroposlib.proxy.turn import AgentAnswer, Choice, read_messages, tool_call
+from atroposlib.scored_data import IGNORE_INDEX
 from atroposlib.utils.local_server import serve_locally
 
 CALL = tool_call("c1", "weather", {"city": "Oslo"})
@@ -377,9 +378,10 @@ def test_arguments_that_are_no_object_reach_the_agent_as_text(arguments: str) ->
     assert whole["content"][0]["input"] == {"arguments": arguments}
 
 
-def test_stream_of_a_message_rebuilds_it() -> None:
-    writer, whole = messages.Writer(), answer(CALLING)
-    stream = AnswerStream(writer, replace(whole, choices=[], completion_tokens=0))
+async def test_stream_of_a_message_rebuilds_it() -> None:
+    whole = answer(CALLING)
+    head = replace(whole, choices=[], completion_tokens=0)
+    stream = AnswerStream(messages.Writer(), head, error_for=ProxyError, headers={})
     stream.finish(whole)
     events = events_of(stream.take().decode())
     assert [event["type"] for event in events] == [
@@ -458,6 +460,11 @@ async def test_openai_sdk_chats_streams_and_calls_tools() -> None:
             assert [model.id async for model in client.models.list()] == ["tiny"]
         (node,) = await proxy.nodes(uuid)
         assert trained_text(node) == WEATHER_TALK
+        sent = [request["input_ids"] for request in proxy.engine.requests]
+        assert all(ids == node["tokens"][: len(ids)] for ids in sent)
+        assert node["metadata"]["policy_version"] == 7
+        masked = [label == IGNORE_INDEX for label in node["masked_tokens"]]
+        assert [logprob == 1.0 for logprob in node["logprobs"]] == masked
 
 
 @pytest.mark.parametrize("chained", [True, False], ids=["previous_response_id", "whole_input"])
@@ -688,7 +695,7 @@ THOUGHT, SAID_AFTER = "2 + 2 is 4", "It is 4.\n"
 
 @pytest.mark.parametrize("opens", [False, True])
 @pytest.mark.parametrize("streams", [False, True])
-@pytest.mark.parametrize("tags", [THINK_TAGS[0], *THINK_TAGS[4:7]])
+@pytest.mark.parametrize("tags", THINK_TAGS[:5:4])
 async def test_thoughts_are_apart_from_the_answer_in_every_api(
     tags: ThinkTags, opens: bool, streams: bool
 ) -> None:
@@ -721,7 +728,7 @@ async def test_thoughts_are_apart_from_the_answer_in_every_api(
 
 @pytest.mark.parametrize("keeps", [True, False])
 @pytest.mark.parametrize("opens", [False, True])
-@pytest.mark.parametrize("tags", [THINK_TAGS[0], *THINK_TAGS[4:7]])
+@pytest.mark.parametrize("tags", THINK_TAGS[:5:4])
 async def test_thoughts_that_a_client_sends_back_or_drops_stay_one_sequence(
     tags: ThinkTags, opens: bool, keeps: bool
 ) -> None:

@@ -53,21 +53,10 @@ def _responses(body: dict[str, Any], keeps: bool) -> tuple[list[Any], str, str, 
     return body["output"][not keeps :], *texts, results
 
 
-def _messages(body: dict[str, Any], keeps: bool) -> tuple[list[Any], str, str, list[Any]]:
-    thought, said, *calls = body["content"]
-    blocks = [
-        {"type": "tool_result", "tool_use_id": call["id"], "content": "5 degrees"} for call in calls
-    ]
-    message = {"role": "assistant", "content": body["content"][not keeps :]}
-    results = [{"role": "user", "content": blocks}] if blocks else []
-    return [message], thought["thinking"], said["text"], results
-
-
 FUNCTION = WEATHER["function"]
 APIS = {
     "chat/completions": (_chat, WEATHER),
     "responses": (_responses, {"type": "function", **FUNCTION}),
-    "messages": (_messages, {"name": "weather", "input_schema": FUNCTION["parameters"]}),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import threading
 from collections.abc import AsyncIterator
@@ -13,7 +14,6 @@ import pytest
 from helpers_proxy import (
     ENGINE_URL,
     WEATHER,
-    WEATHER_TALK,
     Endless,
     Proxy,
     call_text,
@@ -31,7 +31,6 @@ from atroposlib.inference.servers.openai import OpenAIServer
 from atroposlib.proxy import chat
 from atroposlib.proxy.command import create_app, main
 from atroposlib.proxy.sessions import SessionLimits
-from atroposlib.scored_data import IGNORE_INDEX
 from tests.inference.helpers_templates import CHATML, make_tokenizer
 
 HELLO = {"messages": [{"role": "user", "content": "hi"}]}
@@ -158,17 +157,6 @@ async def test_what_the_agent_asks_for_reaches_the_engine_and_the_rest_is_ignore
     assert proxy.engine.requests[1]["max_tokens"] == 1024
 
 
-async def test_content_parts_and_developer_messages_are_read_as_text(proxy: Proxy) -> None:
-    uuid = await proxy.open()
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    messages = [
-        {"role": "developer", "content": "be kind"},
-        {"role": "user", "content": parts},
-    ]
-    await proxy.post(chat_url(uuid), {"messages": messages})
-    assert proxy.engine.requests[0]["prompt"] == ("<system>be kind<eos><user>ab<eos><assistant>")
-
-
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -221,24 +209,23 @@ NAMES = (
 )
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("value", [1, "x", None])
 async def test_variables_that_would_replace_parameters_of_the_template_are_400(
-    proxy: Proxy, name: str, value: Any
+    proxy: Proxy,
 ) -> None:
     proxy.sessions.tokenizer = make_tokenizer(CHATML, eos="<|im_end|>")
     uuid = await proxy.open()
-    body = {**HELLO, "chat_template_kwargs": {name: value}}
-    answer = await proxy.client.post(chat_url(uuid), json=body)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "chat_template_kwargs"
-    assert repr(name) in answer.json()["error"]["message"]
-    fixed = await proxy.open(sampling={"chat_template_kwargs": {"self": value}})
+    for name, value in itertools.product(NAMES, (1, None)):
+        body = {**HELLO, "chat_template_kwargs": {name: value}}
+        answer = await proxy.client.post(chat_url(uuid), json=body)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "chat_template_kwargs"
+        assert repr(name) in answer.json()["error"]["message"]
+    fixed = await proxy.open(sampling={"chat_template_kwargs": {"self": 1}})
     answer = await proxy.client.post(chat_url(fixed), json=HELLO)
     assert (answer.status_code, proxy.engine.requests) == (400, [])
 
 
-@pytest.mark.parametrize("value", [[1], 5, {"a": 1}, None])
+@pytest.mark.parametrize("value", [[1], None])
 async def test_variables_and_tools_that_the_template_cannot_use_are_400(
     proxy: Proxy, value: Any
 ) -> None:
@@ -292,30 +279,6 @@ async def test_tokens_are_decoded_one_by_one_off_the_event_loop(
     monkeypatch.setattr(proxy.tokenizer, "decode", decode)
     await proxy.post(chat_url(uuid), {**HELLO, "logprobs": True})
     assert singles == {False}
-
-
-async def test_tools_over_several_turns_train_exactly_what_was_sampled() -> None:
-    async with Proxy(weather_agent) as proxy:
-        uuid = await proxy.open()
-        messages: list[dict[str, Any]] = [{"role": "user", "content": "Weather in Oslo?"}]
-        first = await proxy.post(chat_url(uuid), {"messages": messages, "tools": [WEATHER]})
-        (choice,) = first["choices"]
-        assert choice["finish_reason"] == "tool_calls"
-        (call,) = choice["message"]["tool_calls"]
-        assert call["type"] == "function"
-        assert call["function"]["name"] == "weather"
-        assert call["function"]["arguments"] == '{"city": "Oslo"}'
-        said = {**choice["message"], "refusal": None, "annotations": [], "audio": None}
-        messages += [said, {"role": "tool", "tool_call_id": call["id"], "content": "2 C"}]
-        second = await proxy.post(chat_url(uuid), {"messages": messages, "tools": [WEATHER]})
-        assert second["choices"][0]["message"]["content"] == "It is 2 degrees."
-        (node,) = await proxy.nodes(uuid)
-        assert trained_text(node) == WEATHER_TALK
-        sent = [request["input_ids"] for request in proxy.engine.requests]
-        assert all(ids == node["tokens"][: len(ids)] for ids in sent)
-        assert node["metadata"]["policy_version"] == 7
-        masked = [label == IGNORE_INDEX for label in node["masked_tokens"]]
-        assert [logprob == 1.0 for logprob in node["logprobs"]] == masked
 
 
 async def test_tool_choice_none_leaves_the_text_alone() -> None:
@@ -523,21 +486,6 @@ async def test_sampling_that_would_make_logprobs_wrong_is_dropped_and_reported(
         assert not (lies.keys() - {"temperature"}) & sent.keys()
     honest = await proxy.client.post(chat_url(uuid), json={**HELLO, "max_tokens": 4})
     assert "X-Atropos-Dropped" not in honest.headers
-
-
-@pytest.mark.parametrize("dialect", ["chat/completions", "messages", "responses"])
-async def test_half_a_character_in_a_call_reaches_the_agent_once_and_replaced(dialect: str) -> None:
-    async with Proxy(lambda request: call_text("\ud800")) as proxy:
-        uuid = await proxy.open()
-        tool: dict[str, Any] = WEATHER["function"] | {"type": "function"}
-        if dialect == "messages":
-            tool = {"name": "weather", "input_schema": {"type": "object"}}
-        asked: dict[str, Any] = {"input": "hi"} if dialect == "responses" else dict(HELLO)
-        tools = [WEATHER] if dialect == "chat/completions" else [tool]
-        answer = await proxy.client.post(f"/{uuid}/v1/{dialect}", json={**asked, "tools": tools})
-        assert answer.status_code == 200, answer.text
-        assert "\ufffd" in answer.text or "\\\\ufffd" in answer.text
-        assert len(await proxy.nodes(uuid)) == 1
 
 
 async def test_an_answer_that_cannot_be_written_is_not_kept(proxy: Proxy) -> None:

@@ -26,6 +26,14 @@ RESULT = "3"
 ANSWER = "It is 3."
 THANKS = "thanks"
 FAREWELL = "bye"
+CONVERSATION = [
+    {"role": "user", "content": QUESTION},
+    {"role": "assistant", "content": CALL},
+    {"role": "tool", "content": RESULT},
+    {"role": "assistant", "content": ANSWER},
+    {"role": "user", "content": THANKS},
+    {"role": "assistant", "content": FAREWELL},
+]
 
 
 def make_taught_model(dir: Path) -> Path:
@@ -38,18 +46,7 @@ def make_taught_model(dir: Path) -> Path:
     model = AutoModelForCausalLM.from_pretrained(dir, dtype=torch.float32)
     model.config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.eos_token_id = tokenizer.eos_token_id
-    text = tokenizer.apply_chat_template(
-        [
-            {"role": "user", "content": QUESTION},
-            {"role": "assistant", "content": CALL},
-            {"role": "tool", "content": RESULT},
-            {"role": "assistant", "content": ANSWER},
-            {"role": "user", "content": THANKS},
-            {"role": "assistant", "content": FAREWELL},
-        ],
-        tools=[ADD],
-        tokenize=False,
-    )
+    text = tokenizer.apply_chat_template(CONVERSATION, tools=[ADD], tokenize=False)
     tokens_T = torch.tensor(tokenizer.encode(text))
     labels_T = torch.full_like(tokens_T, -100)
     for answer in (CALL, ANSWER, FAREWELL):

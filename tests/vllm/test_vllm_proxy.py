@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
-import httpx
 import openai
 import pytest
 from transformers import AutoTokenizer
@@ -77,42 +76,6 @@ async def test_chat_agent_that_streams_is_one_exact_sequence(served_model: Serve
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": RESULT})
         assert message.content == ANSWER == "".join(deltas)
         assert len(deltas) > 1  # told while it is sampled
-        assert_conversation(served_model, session)
-
-
-async def test_responses_agent_is_one_exact_sequence(served_model: ServedRequest) -> None:
-    async with (
-        opened(served_model) as (url, session),
-        openai.AsyncOpenAI(base_url=f"{url}/{session.uuid}/v1", api_key="x") as client,
-    ):
-        tools: Any = [{"type": "function", **ADD["function"]}]  # type: ignore[dict-item]
-        first = await client.responses.create(model="any", input=QUESTION, tools=tools)
-        call = first.output[-1]
-        assert call.type == "function_call"
-        told: Any = {"type": "function_call_output", "call_id": call.call_id, "output": RESULT}
-        second = await client.responses.create(
-            model="any", input=[told], tools=tools, previous_response_id=first.id
-        )
-        assert second.output_text == ANSWER
-        assert_conversation(served_model, session)
-
-
-async def test_messages_agent_is_one_exact_sequence(served_model: ServedRequest) -> None:
-    said: list[Any] = [{"role": "user", "content": QUESTION}]
-    tools = [{"name": "add", "input_schema": {"type": "object"}}]
-    body = {"model": "any", "max_tokens": 100, "messages": said, "tools": tools}
-    async with opened(served_model) as (url, session), httpx.AsyncClient(timeout=120) as client:
-        headers = {"x-api-key": session.uuid}
-        first = (await client.post(f"{url}/v1/messages", json=body, headers=headers)).json()
-        block = first["content"][-1]
-        assert (first["stop_reason"], block["input"]) == ("tool_use", {"a": 1, "b": 2})
-        result = {"type": "tool_result", "tool_use_id": block["id"], "content": RESULT}
-        said += [
-            {"role": "assistant", "content": first["content"]},
-            {"role": "user", "content": [result]},
-        ]
-        second = (await client.post(f"{url}/v1/messages", json=body, headers=headers)).json()
-        assert second["content"] == [{"type": "text", "text": ANSWER}]
         assert_conversation(served_model, session)
 
 

@@ -23,7 +23,16 @@ from atroposlib.inference.manager import ServerManager
 from atroposlib.inference.sessions.managed_server import SequenceNode
 from tests.vllm.conftest import ServedRequest
 from tests.vllm.helpers_vllm import MAX_GAP, logprobs_of
-from tests.vllm.taught_model import ADD, ANSWER, CALL, FAREWELL, QUESTION, RESULT, THANKS
+from tests.vllm.taught_model import (
+    ADD,
+    ANSWER,
+    CALL,
+    CONVERSATION,
+    FAREWELL,
+    QUESTION,
+    RESULT,
+    THANKS,
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -106,18 +115,7 @@ async def test_three_turns_with_a_tool_are_one_sequence_of_sampled_ids(
     trained = [label for label in node.masked_tokens if label != -100]
     text = "".join(f"{answer}<|im_end|>" for answer in (CALL, ANSWER, FAREWELL))
     assert managed.tokenizer.decode(trained) == text
-    own = managed.tokenizer.apply_chat_template(
-        [
-            {"role": "user", "content": QUESTION},
-            {"role": "assistant", "content": CALL},
-            {"role": "tool", "content": RESULT},
-            {"role": "assistant", "content": ANSWER},
-            {"role": "user", "content": THANKS},
-            {"role": "assistant", "content": FAREWELL},
-        ],
-        tools=[ADD],
-        tokenize=False,
-    )
+    own = managed.tokenizer.apply_chat_template(CONVERSATION, tools=[ADD], tokenize=False)
     assert f"{node.full_text}\n" == own
     assert managed.num_broken_prefixes == 0
     print("largest gap of three turns with a tool:", assert_sampled_by(model, node))

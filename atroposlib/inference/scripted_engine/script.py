@@ -18,7 +18,6 @@ FaultKind = Literal[
     "drop_in_body",
     "cut_json",
     "wrong_lengths",
-    "slow_first_byte",
     "swap_weights",
 ]
 
@@ -28,15 +27,11 @@ class Latency(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     first_token_s: float = 0.0
     per_token_s: float = 0.0
-    distribution: Literal["lognormal", "exponential"] = "lognormal"
-    """Of that factor: lognormal with median 1 and `sigma`, or exponential with mean 1."""
     sigma: float = 0.0
-    """Standard deviation of the logarithm of a lognormal factor; 0: constant."""
+    """Standard deviation of the logarithm of that factor, which is lognormal with median 1; 0: constant."""
 
     def factor(self, rng: random.Random) -> float:
         """Draw the factor of one generation."""
-        if self.distribution == "exponential":
-            return rng.expovariate(1.0)
         return rng.lognormvariate(0.0, self.sigma) if self.sigma else 1.0
 
 
@@ -53,8 +48,6 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """For `status`."""
     retry_after_s: float | None = None
     """For `status`: the Retry-After header."""
-    delay_s: float = 0.0
-    """For `slow_first_byte`: seconds between the end of the generation and the first byte."""
     path: str = ""
     """Only requests for this path; empty: all that generate."""
     skip: int = 0

@@ -407,8 +407,6 @@ async def _deliver(
     kind = None if fault is None else fault.kind
     if kind == "drop_after":
         return _dropped(request)
-    if fault is not None and kind == "slow_first_byte":
-        await asyncio.sleep(fault.delay_s)
     if kind == "drop_in_body":
         response = web.StreamResponse(
             status=reply.status,

@@ -41,14 +41,6 @@ _UNKNOWN_PARAMETER = re.compile(
 )
 
 
-def accepted_limit_name(body: dict[str, Any], refusal: EngineHttpRejected) -> str | None:
-    """Return the other name of the token limit if a request was refused because of the name, else None."""
-    given = [name for name in LIMIT_NAMES if name in body]
-    # The refusal of a limit that is too large names it, too; under the other name the API might ignore it.
-    is_about_name = len(given) == 1 and _refuses_name(given[0], refusal)
-    return LIMIT_NAMES[given[0]] if is_about_name else None
-
-
 def _refuses_name(name: str, refusal: EngineHttpRejected) -> bool:
     text = str(refusal)
     is_named = refusal.status in (400, 422) and re.search(rf"\b{name}\b", text)
@@ -86,7 +78,13 @@ class OpenAIServer(OpenAIRoutesServer):
             if "stop_token_ids" in sent and _refuses_name("stop_token_ids", e):
                 self._takes_stop_ids = False
                 return await self._post(path, body, request)
-            name = accepted_limit_name(body, e) if path == "/chat/completions" else None
+            # The refusal of a limit that is too large names it, too; under the other name the API might ignore it.
+            others = (
+                other
+                for given, other in LIMIT_NAMES.items()
+                if given in body and other not in body and _refuses_name(given, e)
+            )
+            name = next(others, None) if path == "/chat/completions" else None
             if name is None or name == self._limit_name:
                 raise
             answer = await super()._post(path, _with_limit(body, name), request)

@@ -155,6 +155,8 @@ class HttpServer(APIServer):
     health_path = "/health"
     is_up_at_4xx = False
     """Whether a 4xx at `health_path` means that the server is up."""
+    _n_is_ignored = False
+    """Whether the server was found to return one completion per request."""
 
     def __init__(
         self,
@@ -202,6 +204,47 @@ class HttpServer(APIServer):
             self._rate.correct(answer, body, estimated=estimated)
         return answer
 
+    async def _ask_for(
+        self,
+        n: int,
+        send: Callable[[RequestPart], Coroutine[Any, Any, T]],
+        *,
+        count: Callable[[T], int],
+        at_most: int,
+    ) -> list[T]:
+        """Return answers that hold `n` completions together, also from servers that ignore or refuse `n`.
+
+        `count` counts the completions of an answer. A server that returns one completion per request is asked for one
+        at a time from then on.
+        """
+        is_ignored = self._n_is_ignored or self.config.n_kwarg_is_ignored
+        parts = split_n(n, at_most=1 if is_ignored else at_most)
+        singles = split_n(n, at_most=1)
+        found: dict[int, T] = {}  # by offset
+        try:
+            answers = await run_together([send(part) for part in parts])
+        except EngineHttpRejected as e:
+            if parts == singles or not _refuses_n(e):
+                raise
+            if (listener := hearing.get()) is not None and listener.has_heard:
+                self._n_is_ignored = True
+                raise  # what was told of another part cannot be sampled again
+        else:
+            if parts == singles or any(count(answer) != 1 for answer in answers):
+                return answers
+            found = {part.offset: each for part, each in zip(parts, answers, strict=True)}
+            singles = [single for single in singles if single.offset not in found]
+        logger.warning(
+            "%s returns one completion per request (asked for %d); sending n requests from now on."
+            " Set n_kwarg_is_ignored to start that way",
+            self._label,
+            parts[0].size,
+        )
+        self._n_is_ignored = True
+        rest = await run_together([send(single) for single in singles])
+        found |= {single.offset: each for single, each in zip(singles, rest, strict=True)}
+        return [found[offset] for offset in range(n)]
+
     async def _find_fault(self) -> str | None:
         try:
             status, body = await self._peer.get(self.health_path, timeout_s=HEALTH_TIMEOUT_S)
@@ -219,8 +262,6 @@ class OpenAIRoutesServer(HttpServer):
     """Path of the routes below the server's root."""
     reads_model_name = True
     """Whether the server refuses names of models that it does not serve."""
-    _n_is_ignored = False
-    """Whether the server was found to return one completion per request."""
 
     async def list_models(self) -> list[str]:
         """Return the models the server lists, [] if it does not tell; set `context_len` if it tells that."""
@@ -289,47 +330,6 @@ class OpenAIRoutesServer(HttpServer):
                 f"{self._label} answered {found} choices, expected {expected} (n = {n})"
             )
         return answer
-
-    async def _ask_for(
-        self,
-        n: int,
-        send: Callable[[RequestPart], Coroutine[Any, Any, T]],
-        *,
-        count: Callable[[T], int],
-        at_most: int,
-    ) -> list[T]:
-        """Return answers that hold `n` completions together, also from servers that ignore or refuse `n`.
-
-        `count` counts the completions of an answer. A server that returns one completion per request is asked for one
-        at a time from then on.
-        """
-        is_ignored = self._n_is_ignored or self.config.n_kwarg_is_ignored
-        parts = split_n(n, at_most=1 if is_ignored else at_most)
-        singles = split_n(n, at_most=1)
-        found: dict[int, T] = {}  # by offset
-        try:
-            answers = await run_together([send(part) for part in parts])
-        except EngineHttpRejected as e:
-            if parts == singles or not _refuses_n(e):
-                raise
-            if (listener := hearing.get()) is not None and listener.has_heard:
-                self._n_is_ignored = True
-                raise  # what was told of another part cannot be sampled again
-        else:
-            if parts == singles or any(count(answer) != 1 for answer in answers):
-                return answers
-            found = {part.offset: each for part, each in zip(parts, answers, strict=True)}
-            singles = [single for single in singles if single.offset not in found]
-        logger.warning(
-            "%s returns one completion per request (asked for %d); sending n requests from now on."
-            " Set n_kwarg_is_ignored to start that way",
-            self._label,
-            parts[0].size,
-        )
-        self._n_is_ignored = True
-        rest = await run_together([send(single) for single in singles])
-        found |= {single.offset: each for single, each in zip(singles, rest, strict=True)}
-        return [found[offset] for offset in range(n)]
 
     async def _post(self, path: str, body: dict[str, Any], request: CallKeywords) -> dict[str, Any]:
         answer: Any = await self._send(self.prefix + path, body, request)

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from atroposlib.errors import EngineProtocolError, EngineUnavailable
+from atroposlib.errors import EngineProtocolError
 from atroposlib.inference.servers.api_server import TokenCompletions, WeightSpan
 from atroposlib.inference.servers.choices import RequestPart, part_of
 from atroposlib.inference.servers.http_peer import EngineHttpRejected, error_of, excerpt
@@ -24,16 +24,16 @@ from atroposlib.inference.servers.openai_routes import (
     OpenAIRoutesServer,
     read_request,
 )
-from atroposlib.inference.servers.streaming import Hear, hearing
+from atroposlib.inference.servers.streaming import StreamedAnswer
 from atroposlib.inference.servers.token_ids import (
     NEUTRAL_SAMPLING,
     SampledCompletion,
     TokenServer,
-    check_count,
     checked_completion,
     gather,
     gather_top,
     most_likely,
+    take_num_top,
 )
 
 EVERY_TOKEN = -1
@@ -163,9 +163,8 @@ class SGLangServer(TokenServer, OpenAIRoutesServer):
             default=DEFAULT_MAX_TOKENS,
         )
         version_before = await self._ask_weight_version() if self._asks_version else None
-        results = await self._generate(body, request)
-        answer = gather(prompt_tokens, read_sampled(results, where=f"{self._label}/generate"))
-        metas = [result.meta_info for result in results]
+        metas = await self._generate(body, request)
+        answer = gather(prompt_tokens, read_sampled(metas, where=f"{self._label}/generate"))
         self._asks_version = all(m.weight_versions is None and m.weight_version for m in metas)
         if self._asks_version and self.version_paths:
             # If the version changed during a request, which one sampled which token is unknown.
@@ -175,29 +174,25 @@ class SGLangServer(TokenServer, OpenAIRoutesServer):
             ]
         return answer
 
-    async def _generate(self, body: dict[str, Any], request: CallKeywords) -> list[_Result]:
-        """Return `n` results, also from servers that ignore `n`; large answers are requested in parts."""
+    async def _generate(self, body: dict[str, Any], request: CallKeywords) -> list[_Meta]:
+        """Return `n` completions; large answers are requested in parts."""
         sampling = body["sampling_params"]
-        n = int(sampling.get("n", 1))
         limit = int(sampling.get("max_new_tokens", DEFAULT_MAX_TOKENS))
-        interval = -(-limit // MAX_EVENTS)
+        interval = {"stream_interval": -(-limit // MAX_EVENTS)}
 
-        async def send(part: RequestPart) -> list[_Result]:
+        def form(part: RequestPart, streams: bool) -> dict[str, Any]:
             params = part_of(sampling, part, seed_name="sampling_seed")
-            asked = {**body, "sampling_params": params}
-            if hearing.get() is None:
-                return await self._send("/generate", asked, request, read_results)
-            paced = {**body, "sampling_params": {"stream_interval": interval, **params}}
-            collect = functools.partial(StreamedResults, where=f"POST {self._peer.root}/generate")
-            return await self._send_part(
-                "/generate", asked, request, part, read_results, collect, streamed=paced
-            )
+            return {**body, "sampling_params": {**interval, **params} if streams else params}
 
-        at_most = max(1, MAX_TOKENS_PER_ANSWER // max(1, limit))
-        parts = await self._ask_for(n, send, count=len, at_most=at_most)
-        results = [result for part in parts for result in part]
-        check_count(results, n=n, what="completions", where=f"{self._label}/generate")
-        return results
+        return await self._sample_parts(
+            "/generate",
+            request,
+            form,
+            read_results,
+            functools.partial(StreamedResults, where=f"POST {self._peer.root}/generate"),
+            n=int(sampling.get("n", 1)),
+            at_most=max(1, MAX_TOKENS_PER_ANSWER // max(1, limit)),
+        )
 
     async def _prompt_ids(self, text: str) -> list[int] | None:
         asked = {
@@ -206,10 +201,8 @@ class SGLangServer(TokenServer, OpenAIRoutesServer):
             "return_logprob": True,
             "logprob_start_len": 0,
         }
-        results = await self._ask("/generate", asked, read_results)
-        if not results:
-            return None
-        return [pair.token for pair in results[0].meta_info.input_token_logprobs] or None
+        metas = await self._ask("/generate", asked, read_results)
+        return [pair.token for pair in metas[0].input_token_logprobs] or None if metas else None
 
     # Prompt logprobs.
 
@@ -217,21 +210,16 @@ class SGLangServer(TokenServer, OpenAIRoutesServer):
         request = read_request(kwargs, timeout_s=self.config.timeout)
         given = request.body
         prompt_tokens = await self._take_prompt(given)
-        top_k, top_logprobs = given.pop("top_k", None), given.pop("top_logprobs", None)
-        num_top = int(next((k for k in (top_k, top_logprobs) if k is not None), 1))
+        num_top = take_num_top(given)
         if num_top < 0:
             raise ValueError(f"get_logprobs: top_k = {num_top}, expected 0 or more")
         given |= {"n": 1, "temperature": 0.0, "top_p": 1.0}
         body = generate_body(prompt_tokens, given)
         body["sampling_params"].setdefault("max_new_tokens", 1)
         body |= {"logprob_start_len": 0, "top_logprobs_num": num_top}
-        results = await self._generate(body, request)
-        return prompt_logprobs_of(
-            results[0].meta_info,
-            prompt_tokens=prompt_tokens,
-            num_top=num_top,
-            where=f"{self._label}/generate",
-        )
+        (meta,) = await self._generate(body, request)
+        where = f"{self._label}/generate"
+        return prompt_logprobs_of(meta, prompt_tokens=prompt_tokens, num_top=num_top, where=where)
 
 
 def generate_body(prompt_tokens: list[int], keywords: dict[str, Any]) -> dict[str, Any]:
@@ -254,20 +242,14 @@ def generate_body(prompt_tokens: list[int], keywords: dict[str, Any]) -> dict[st
     }
 
 
-def read_results(answer: bytes) -> list[_Result]:
+def read_results(answer: bytes) -> list[_Meta]:
     """Decode an answer of `/generate`, an object or a list of them; a null logprob is a `ValidationError`."""
     results = _results.decode(answer)
-    return results if isinstance(results, list) else [results]
+    return [each.meta_info for each in (results if isinstance(results, list) else [results])]
 
 
-class StreamedResults:
-    """Completions that arrive in events."""
-
-    def __init__(self, hear: Hear, *, where: str) -> None:
-        self._hear = hear
-        self._where = where
-        self._found: dict[int, _Result] = {}
-        """By index, as the latest event reports it, with the tokens of all events."""
+class StreamedResults(StreamedAnswer[_Meta]):
+    """Completions that arrive in events, as the latest event reports each."""
 
     def add(self, event: bytes) -> None:
         piece = _events.decode(event)
@@ -279,7 +261,7 @@ class StreamedResults:
         if status is not None and status >= 400:
             raise error_of(status, event, where=self._where)
         before = self._found.get(piece.index)
-        known = [] if before is None else before.meta_info.output_token_logprobs
+        known = [] if before is None else before.output_token_logprobs
         listed = meta.output_token_logprobs
         total = meta.output_token_logprobs_length
         first = 0 if total is None else total - len(listed)
@@ -289,21 +271,14 @@ class StreamedResults:
             )
         added = listed[len(known) - first :]
         meta.output_token_logprobs = known + added
-        self._found[piece.index] = _Result(meta)
+        self._found[piece.index] = meta
         self._hear(piece.index, [pair.token for pair in added])
 
-    def whole(self) -> list[_Result]:
-        results = [result for _, result in sorted(self._found.items())]
-        if not results or any(result.meta_info.finish_reason is None for result in results):
-            raise EngineUnavailable(f"{self._where}: the stream ended before the answer did")
-        return results
 
-
-def read_sampled(results: list[_Result], *, where: str) -> list[SampledCompletion]:
+def read_sampled(metas: list[_Meta], *, where: str) -> list[SampledCompletion]:
     """Return the completions in an answer, with their policy versions."""
     sampled = []
-    for i, result in enumerate(results):
-        meta = result.meta_info
+    for i, meta in enumerate(metas):
         here = f"{where}: result {i}"
         tokens = [pair.token for pair in meta.output_token_logprobs]
         logprobs = [pair.logprob for pair in meta.output_token_logprobs]

@@ -6,14 +6,13 @@ answer of the call stays the whole answer, checked as ever. A server that cannot
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from atroposlib.errors import EngineUnavailable
-
-T_co = TypeVar("T_co", covariant=True)
 
 Listener = Callable[[list[int]], None]
 """Called with each further token or tokens of one completion."""
@@ -25,14 +24,35 @@ class StreamBroken(EngineUnavailable):
     """An answer broke off whose beginning was told already: another one would not continue it."""
 
 
-class StreamedAnswer(Protocol[T_co]):
-    """Collects an answer from its events."""
+class Streamed(Protocol):
+    """A completion as the engine reports it."""
 
+    finish_reason: Any
+    """None: it has not ended."""
+
+
+P = TypeVar("P", bound=Streamed)
+
+
+class StreamedAnswer(ABC, Generic[P]):
+    """Collects the completions of an answer from its events."""
+
+    def __init__(self, hear: Hear, *, where: str) -> None:
+        self._hear = hear
+        self._where = where
+        self._found: dict[int, P] = {}
+        """By index, with all tokens so far."""
+
+    @abstractmethod
     def add(self, event: bytes) -> None:
         """Take the data of one event, and tell its tokens. Raises msgspec.DecodeError for other data."""
 
-    def whole(self) -> T_co:
-        """Return the answer after its last event. Raises EngineUnavailable if that did not end it."""
+    def whole(self) -> list[P]:
+        """Return the completions after the last event. Raises EngineUnavailable if that did not end them."""
+        found = [each for _, each in sorted(self._found.items())]
+        if not found or any(each.finish_reason is None for each in found):
+            raise EngineUnavailable(f"{self._where}: the stream ended before the answer did")
+        return found
 
 
 class Hearing:

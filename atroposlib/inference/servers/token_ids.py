@@ -27,7 +27,7 @@ from atroposlib.inference.servers.choices import RequestPart
 from atroposlib.inference.servers.http_peer import EngineHttpRejected, strip_v1
 from atroposlib.inference.servers.openai_routes import CallKeywords, HttpServer
 from atroposlib.inference.servers.reasoning import ReasoningConfig
-from atroposlib.inference.servers.streaming import Hear, StreamedAnswer, hearing
+from atroposlib.inference.servers.streaming import Hear, P, StreamedAnswer, hearing
 from atroposlib.patience import is_transient_status
 from atroposlib.utils.number_list import array_of, joined
 from atroposlib.utils.tokenizers import load_tokenizer
@@ -47,6 +47,9 @@ NEUTRAL_SAMPLING: dict[str, float] = {
 """Sent unless the caller overrides it; with vLLM's value for all tokens, 0. Engines' defaults come from the model's
 generation_config.json (Qwen's cuts to the top 20 tokens, for example): samples would come from another distribution
 than the reported logprobs."""
+
+THREAD_FROM_TOKENS = 4096
+"""Answers with more sampled tokens are read off the event loop: over 0.5 ms each, and many may be concurrent."""
 
 TOKENIZE_ROUTE = "/tokenize"
 """Of vLLM and newer SGLang servers."""
@@ -126,35 +129,38 @@ class TokenServer(HttpServer):
         """Return the ids of a prompt that is sent as text, from servers that report them."""
         return None
 
-    async def _send_part(
+    async def _sample_parts(
         self,
         path: str,
-        body: dict[str, Any],
         request: CallKeywords,
-        part: RequestPart,
-        read: Callable[[bytes], T],
-        collect: Callable[[Hear], StreamedAnswer[T]],
+        form: Callable[[RequestPart, bool], dict[str, Any]],
+        read: Callable[[bytes], list[P]],
+        collect: Callable[[Hear], StreamedAnswer[P]] | None,
         *,
-        streamed: dict[str, Any] | None = None,
-    ) -> T:
-        """Request some of a call's completions, as a stream for who listens; `streamed` is its body if it differs.
+        n: int,
+        at_most: int,
+    ) -> list[P]:
+        """Return exactly `n` completions, in requests for `at_most`, also from servers that ignore `n`.
 
-        `read` reads the answer of a server that does not stream, `collect` the events of others.
+        `form` makes the body that asks for some of them, as a stream or not. `read` reads an answer that is no stream,
+        `collect` the events of one for who listens; None: this route does not stream.
         """
-        listener = hearing.get()
-        assert listener is not None
 
-        def hear(number: int, tokens: list[int]) -> None:
-            if not 0 <= number < part.size:
-                raise EngineProtocolError(
-                    f"{self._peer.root}{path} sent completion {number} of {part.size}"
-                )
-            listener.hear(part.offset + number, tokens)
+        async def send(part: RequestPart) -> list[P]:
+            listener = hearing.get()
+            if collect is None or listener is None or not self._streams:
+                return await self._send(path, form(part, False), request, read)
 
-        if self._streams:
-            asked, answer = {**(streamed or body), "stream": True}, collect(hear)
+            def hear(number: int, tokens: list[int]) -> None:
+                if not 0 <= number < part.size:
+                    raise EngineProtocolError(
+                        f"{self._peer.root}{path} sent completion {number} of {part.size}"
+                    )
+                listener.hear(part.offset + number, tokens)
 
-            def read_rest(rest: bytes) -> T:
+            asked, answer = {**form(part, True), "stream": True}, collect(hear)
+
+            def read_rest(rest: bytes) -> list[P]:
                 return read(rest) if rest else answer.whole()
 
             try:
@@ -164,7 +170,12 @@ class TokenServer(HttpServer):
                     raise
                 logger.info("%s does not stream (%s)", self._label, e)
                 self._streams = False
-        return await self._send(path, body, request, read)
+                return await send(part)
+
+        parts = await self._ask_for(n, send, count=len, at_most=at_most)
+        found = [each for part in parts for each in part]
+        check_count(found, n=n, what="completions", where=f"{self._label}{path}")
+        return found
 
     async def _ask(self, path: str, body: dict[str, Any], read: Callable[[bytes], T]) -> T | None:
         """Ask an optional question; None if there is no usable answer."""
@@ -286,6 +297,16 @@ def most_likely(
     if len(pairs) < num_wanted:
         raise EngineProtocolError(f"{where} has {len(pairs)} logprobs, expected {num_wanted}")
     return sorted(pairs, key=lambda pair: -pair[1])[:num_wanted]
+
+
+def take_num_top(keywords: dict[str, Any]) -> int:
+    """Remove from the keywords of `get_logprobs` how many likeliest tokens to return, and return it; 0: only the own.
+
+    >>> take_num_top({"top_logprobs": 2}), take_num_top({"top_k": 0, "top_logprobs": 2}), take_num_top({})
+    (2, 0, 1)
+    """
+    given = [keywords.pop(name, None) for name in ("top_k", "top_logprobs")]
+    return next((int(k) for k in given if k is not None), 1)
 
 
 def gather_top(

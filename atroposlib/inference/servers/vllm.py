@@ -15,14 +15,14 @@ from typing import Any
 
 import msgspec
 
-from atroposlib.errors import EngineProtocolError, EngineUnavailable
+from atroposlib.errors import EngineUnavailable
 from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.servers.admission import HEALTH_TIMEOUT_S
 from atroposlib.inference.servers.api_server import (
     TokenCompletions,
     WeightSpan,
 )
-from atroposlib.inference.servers.choices import RequestPart, part_of
+from atroposlib.inference.servers.choices import part_of
 from atroposlib.inference.servers.http_peer import EngineHttpRejected, excerpt
 from atroposlib.inference.servers.openai_routes import (
     CallKeywords,
@@ -33,17 +33,19 @@ from atroposlib.inference.servers.reasoning import ReasoningConfig
 from atroposlib.inference.servers.streaming import hearing
 from atroposlib.inference.servers.token_ids import (
     NEUTRAL_SAMPLING,
+    THREAD_FROM_TOKENS,
     TokenServer,
     check_count,
     gather,
+    take_num_top,
 )
 from atroposlib.inference.servers.vllm_bodies import (
     DEFAULT_MAX_TOKENS,
     NoTokenIds,
-    PromptCompletions,
     StreamedChoices,
     completions_per_request,
     fits_tokens_route,
+    gather_choices,
     read_choices,
     read_generated,
     read_prompt_ids,
@@ -51,6 +53,7 @@ from atroposlib.inference.servers.vllm_bodies import (
     rename_max_tokens,
     tokens_request,
 )
+from atroposlib.utils.off_loop import off_loop
 
 __all__ = ["NEUTRAL_SAMPLING", "VLLMServer"]
 
@@ -142,37 +145,24 @@ class VLLMServer(TokenServer, OpenAIRoutesServer):
         *,
         form: Callable[[dict[str, Any]], dict[str, Any]] = lambda body: body,
     ) -> TokenCompletions:
-        """Return exactly `n` completions, in requests of bounded size, also from servers that ignore `n`.
+        """Return `n` completions; `form` makes a request's body of the keywords in `body`.
 
-        `form` makes the request's body of the keywords in `body`. `prompt_tokens` is None for a chat.
+        `prompt_tokens` is None for a chat, whose answer has them.
         """
-        read = functools.partial(
-            read_choices, where=self._peer.root + path, prompt_tokens=prompt_tokens
-        )
-
-        n = int(body.get("n", 1))
-
-        async def send(part: RequestPart) -> PromptCompletions:
-            asked = form(part_of(body, part))
-            if prompt_tokens is None or hearing.get() is None:
-                return await self._send(path, asked, request, read)
-            collect = functools.partial(
-                StreamedChoices, where=self._peer.root + path, prompt_tokens=prompt_tokens
-            )
-            return await self._send_part(path, asked, request, part, read, collect)
-
-        answers = await self._ask_for(
-            n,
-            send,
-            count=lambda answer: len(answer.sampled),
+        where = self._peer.root + path
+        read = functools.partial(read_choices, where=where, prompt_tokens=prompt_tokens)
+        choices = await self._sample_parts(
+            path,
+            request,
+            lambda part, _: form(part_of(body, part)),
+            read,
+            None if prompt_tokens is None else functools.partial(StreamedChoices, where=where),
+            n=int(body.get("n", 1)),
             at_most=completions_per_request(body),
         )
-        sampled = [each for answer in answers for each in answer.sampled]
-        check_count(sampled, n=n, what="choices", where=self._label)
-        prompt = answers[0].prompt_tokens
-        if any(answer.prompt_tokens != prompt for answer in answers[1:]):
-            raise EngineProtocolError(f"{self._label}: one chat had several prompts in tokens")
-        return gather(prompt if prompt_tokens is None else prompt_tokens, sampled)
+        num_tokens = sum(len(choice.token_ids or ()) for choice in choices)
+        work = functools.partial(gather_choices, choices, where=where, prompt_tokens=prompt_tokens)
+        return await off_loop(work, is_large=num_tokens >= THREAD_FROM_TOKENS)
 
     async def _with_version(
         self, sample: Callable[[], Awaitable[TokenCompletions]]
@@ -239,8 +229,7 @@ class VLLMServer(TokenServer, OpenAIRoutesServer):
         request = read_request(kwargs, timeout_s=self.config.timeout)
         prompt_tokens = await self._take_prompt(request.body)
         body = rename_max_tokens(request.body)
-        wanted = [body.pop("top_k", None), body.pop("top_logprobs", None)]
-        num_top = next((max(0, int(k)) for k in wanted if k is not None), 1)
+        num_top = max(0, take_num_top(body))
         body |= {"n": 1, "temperature": 0.0, "top_p": 1.0, "prompt_logprobs": num_top}
         body.setdefault("max_tokens", 1)
         read = functools.partial(

@@ -10,18 +10,19 @@ a float, so every decoded logprob is finite.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
-from atroposlib.errors import EngineProtocolError, EngineUnavailable
-from atroposlib.inference.servers.api_server import WeightSpan
+from atroposlib.errors import EngineProtocolError
+from atroposlib.inference.servers.api_server import TokenCompletions, WeightSpan
 from atroposlib.inference.servers.openai_routes import OTHER_LIMIT_NAMES
-from atroposlib.inference.servers.streaming import Hear
+from atroposlib.inference.servers.streaming import StreamedAnswer
 from atroposlib.inference.servers.token_ids import (
     NEUTRAL_SAMPLING,
     SampledCompletion,
     checked_completion,
+    gather,
     gather_top,
     most_likely,
 )
@@ -178,33 +179,27 @@ def tokens_request(prompt_tokens: list[int], body: dict[str, Any]) -> dict[str, 
 # Answers.
 
 
-class PromptCompletions(NamedTuple):
-    """The completions in one answer."""
-
-    prompt_tokens: list[int]
-    sampled: list[SampledCompletion]
-
-
 def read_choices(
     answer: bytes, *, where: str, prompt_tokens: list[int] | None = None
-) -> PromptCompletions:
-    """Read ids, logprobs and policy versions from `/v1/completions`, `/v1/chat/completions` or the tokens route.
+) -> list[_Choice]:
+    """Decode an answer of `/v1/completions`, `/v1/chat/completions` or the tokens route.
 
     `prompt_tokens` were sent; None for a chat, whose answer must hold them: every image is as many placeholder ids as
     the model has positions for it. Raises `NoTokenIds` if the server does not support `return_token_ids`.
     """
-    return _checked_choices(_choices.decode(answer), where=where, prompt_tokens=prompt_tokens)
+    body = _choices.decode(answer)
+    for i, choice in enumerate(body.choices):
+        prompt = choice.prompt_token_ids or body.prompt_token_ids or prompt_tokens
+        if choice.token_ids is None or prompt is None:
+            raise NoTokenIds(
+                f"{where}: choices[{i}] has no token ids; the server must support return_token_ids (vLLM >= 0.10.2)"
+            )
+        choice.prompt_token_ids = prompt
+    return body.choices
 
 
-class StreamedChoices:
+class StreamedChoices(StreamedAnswer[_Choice]):
     """Completions that arrive in events, each with the tokens since the one before."""
-
-    def __init__(self, hear: Hear, *, where: str, prompt_tokens: list[int]) -> None:
-        self._hear = hear
-        self._where = where
-        self._prompt_tokens = prompt_tokens
-        self._found: dict[int, _Choice] = {}
-        """By index, with all tokens and logprobs so far."""
 
     def add(self, event: bytes) -> None:
         for piece in _choices.decode(event).choices:
@@ -225,29 +220,18 @@ class StreamedChoices:
             found.logprobs.token_logprobs += values
             self._hear(piece.index, piece.token_ids or [])
 
-    def whole(self) -> PromptCompletions:
-        choices = [choice for _, choice in sorted(self._found.items())]
-        if not choices or any(choice.finish_reason is None for choice in choices):
-            raise EngineUnavailable(f"{self._where}: the stream ended before the answer did")
-        return _checked_choices(
-            _Choices(choices), where=self._where, prompt_tokens=self._prompt_tokens
-        )
 
-
-def _checked_choices(
-    body: _Choices, *, where: str, prompt_tokens: list[int] | None
-) -> PromptCompletions:
+def gather_choices(
+    choices: list[_Choice], *, where: str, prompt_tokens: list[int] | None = None
+) -> TokenCompletions:
+    """Return the completions of one prompt; `prompt_tokens` as for `read_choices`."""
     sampled = []
-    for i, choice in enumerate(body.choices):
+    for i, choice in enumerate(choices):
         here = f"{where}: choices[{i}]"
-        prompt = choice.prompt_token_ids or body.prompt_token_ids or prompt_tokens
-        if choice.token_ids is None or prompt is None:
-            raise NoTokenIds(
-                f"{here} has no token ids; the server must support return_token_ids (vLLM >= 0.10.2)"
-            )
-        if prompt_tokens is None:
-            prompt_tokens = prompt
-        elif prompt != prompt_tokens:
+        assert choice.token_ids is not None
+        prompt_tokens = prompt_tokens or choice.prompt_token_ids or []
+        prompt = choice.prompt_token_ids or prompt_tokens
+        if prompt != prompt_tokens:
             raise EngineProtocolError(
                 f"{here} was sampled after {len(prompt)} prompt tokens that are not the {len(prompt_tokens)} sent"
             )
@@ -267,7 +251,7 @@ def _checked_choices(
                 choice.token_ids, values, choice.finish_reason, choice.weight_versions, where=here
             )
         )
-    return PromptCompletions(prompt_tokens or [], sampled)
+    return gather(prompt_tokens or [], sampled)
 
 
 def read_prompt_ids(answer: bytes) -> list[int] | None:

@@ -7,12 +7,10 @@ from typing import Any
 
 from atroposlib.inference.servers.api_server import TokenCompletions
 from atroposlib.inference.servers.stops import Stops, read_stops
+from atroposlib.inference.servers.token_ids import THREAD_FROM_TOKENS
 from atroposlib.inference.sessions.chat_template import ChatTemplate
 from atroposlib.inference.sessions.sequences import SampledTurn
 from atroposlib.utils.off_loop import off_loop
-
-THREAD_FROM_TOKENS = 4096
-"""Answers with more sampled tokens are decoded off the event loop: over 0.5 ms each, and many may be concurrent."""
 
 
 async def read_turns(

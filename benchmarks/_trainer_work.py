@@ -23,7 +23,6 @@ SIZES = [
 SHAPES = {
     "tiny": dict(zip(SIZES, (64, 128, 2, 2, 2, 300), strict=True)),
     "12M": dict(zip(SIZES, (256, 1024, 4, 8, 4, 32_000), strict=True)),
-    "98M": dict(zip(SIZES, (768, 2048, 13, 12, 12, 8192), strict=True)),
     "0.5B": dict(zip(SIZES, (896, 4864, 24, 14, 2, 151_936), strict=True)),
     "1.5B": dict(zip(SIZES, (1536, 8960, 28, 12, 2, 151_936), strict=True)),
     "3B": dict(zip(SIZES, (2048, 11_008, 36, 16, 2, 151_936), strict=True)),

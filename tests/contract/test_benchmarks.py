@@ -11,11 +11,9 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from atroposlib.cli._demo.tiny_model import build_model, build_tokenizer
 from atroposlib.inference.servers.vllm_bodies import read_choices
 from atroposlib.samples import group_advantages
 from atroposlib.scored_data import Strictness
@@ -26,13 +24,9 @@ from benchmarks._hub_load import JSON, PACKED, Bodies, make_group
 from benchmarks._hub_process import Hub, cpu_s, memory_bytes, probing, running_hub
 from benchmarks._trainer_measure import Result
 from benchmarks._trainer_work import Spec, make_step, step_flops
-from benchmarks.staleness import sample
 from benchmarks.trainer import PARTS, Row, Session, parse, run_parts, same_work, set_mfu
-from example_trainer.model import load_policy
 from tests.builders.programs import run_python
 from tests.processes import ROOT
-from tests.trainer.helpers_run import config_for
-from tests.trainer.helpers_trainer import one_step
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(120)]
 
@@ -419,22 +413,6 @@ def test_the_step_that_is_compared_trains_every_sequence_with_the_projects_own_a
     assert all((x <= 0).all() for x in batch.logprobs)
     groups = batch.scores.reshape(2, 8)
     assert batch.advantages.tolist() == [x for each in groups for x in group_advantages(each)]
-
-
-def test_the_answers_of_the_staleness_benchmark_have_the_logprobs_of_the_trainer(
-    tmp_path: Path,
-) -> None:
-    tokenizer = build_tokenizer()
-    for part in (build_model(tokenizer, seed=0), tokenizer):
-        part.save_pretrained(tmp_path / "model")
-    config = config_for(tmp_path / "model", tmp_path)
-    policy = load_policy(config)
-    groups = sample(policy, ["abcde>", "jihgf>"], version=3)
-    assert [len(group.scores) for group in groups] == [8, 8]
-    spread = [group.replace(scores=np.arange(8.0)) for group in groups]
-    gap = one_step(policy, config, spread, version=3).gap
-    assert gap.maximum is not None
-    assert gap.maximum < 1e-4
 
 
 def test_model_flops_are_those_of_the_matrix_products_and_of_attention() -> None:

@@ -1,7 +1,10 @@
 """SimpleQA: short questions about facts, to be answered or left open.
 
 The score is 1 for a right answer, 0.1 for none and 0 for a wrong one. By default answers are compared as text; the
-published figures need a judge: `--env.use_llm_judge true --judge.base_url URL --judge.model_name J`.
+published figures need a judge: `--env.use_llm_judge true --judge.base_url URL --judge.model_name J`. Figures have the
+names and formulas of the reference, simple-evals: `is_correct`, `is_incorrect`, `is_not_attempted` and
+`is_given_attempted` are shares of all answers, `accuracy_given_attempted` is that of right answers among the attempts,
+and `f1` the harmonic mean of `is_correct` and `accuracy_given_attempted`.
 
 Data: lighteval/SimpleQA, or JSONL rows with `problem`, `answer` and `metadata` (with a `topic`).
 Source: arXiv:2411.04368.
@@ -59,6 +62,11 @@ class SimpleQAEvalEnv(BenchmarkEnv, JudgeEnv):
     env_config_cls = SimpleQAEvalConfig
     config: SimpleQAEvalConfig
     benchmark_data = HubRows(path="lighteval/SimpleQA", split="test")
+    aliases = {
+        "eval/accuracy_if_attempted": "eval/accuracy_given_attempted",
+        "eval/not_attempted_rate": "eval/is_not_attempted",
+        "eval/f_score": "eval/f1",
+    }
 
     def parse_row(self, row: dict[str, Any]) -> Question:
         """Return the question with its topic."""
@@ -92,19 +100,30 @@ class SimpleQAEvalEnv(BenchmarkEnv, JudgeEnv):
         }
 
     def summarize_samples(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Add the accuracy of the attempts, their share, and the harmonic mean of both accuracies."""
+        """Add the figures of the reference, and how the texts compare."""
         metrics = super().summarize_samples(samples)
         for key in ("exact_match", "fuzzy_match"):
             if (mean := mean_of(samples, key)) is not None:
                 metrics[f"eval/{key}_accuracy"] = mean
-        judged = [{**s, "none": s["score"] == LEFT_OPEN} for s in samples if s["score"] is not None]
-        tried = [{**s, "right": s["score"] == 1} for s in judged if not s["none"]]
-        accuracy, of_tried = metrics.get("eval/accuracy", 0.0), mean_of(tried, "right") or 0.0
-        metrics["eval/not_attempted_rate"] = mean_of(judged, "none") or 0.0
-        metrics["eval/accuracy_if_attempted"] = of_tried
-        both = accuracy + of_tried
-        metrics["eval/f_score"] = 2 * accuracy * of_tried / both if both else 0.0
+        graded = [{**s, **marks_of(s["score"])} for s in samples if s["correct"] is not None]
+        attempted = [sample for sample in graded if sample["is_given_attempted"]]
+        figures = {mark: mean_of(graded, mark) or 0.0 for mark in marks_of(None)}
+        given = figures["accuracy_given_attempted"] = mean_of(attempted, "is_correct") or 0.0
+        both = figures["is_correct"] + given
+        figures["f1"] = 2 * figures["is_correct"] * given / both if both else 0.0
+        metrics |= {f"eval/{name}": value for name, value in figures.items()}
         return metrics
+
+
+def marks_of(score: float | None) -> dict[str, bool]:
+    """Return the reference's marks of an answer; one without a readable grade counts as not attempted, as there."""
+    is_correct, is_incorrect = score == 1.0, score == 0.0
+    return {
+        "is_correct": is_correct,
+        "is_incorrect": is_incorrect,
+        "is_not_attempted": not (is_correct or is_incorrect),
+        "is_given_attempted": is_correct or is_incorrect,
+    }
 
 
 def read_grade(verdict: str) -> float | None:

@@ -1,6 +1,7 @@
 """Benchmarks: how answers are read and scored, row by row of their edges."""
 
 import json
+import re
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -92,24 +93,40 @@ async def test_simpleqa_takes_the_judges_grade(
     assert await env.score({"question": "Who?", "answer": "Obama"}, "Perhaps he") == score
 
 
-async def test_simpleqa_separates_wrong_answers_from_none(started: Any) -> None:
-    env = await started(SimpleQA, num_eval_rows=4)
-    texts = [f"<answer>{row['answer']}</answer>" for row in env.eval_rows[:2]] + ["wrong", ""]
-    samples = [
-        {
-            "row": row,
-            "score": (score := await env.score(row, text)),
-            "correct": score == 1.0,
-            "item_index": i,
-            **env.sample_fields(row, text),
-        }
-        for i, (row, text) in enumerate(zip(env.eval_rows, texts, strict=True))
-    ]
-    metrics = env.summarize_samples(samples)
-    assert metrics["eval/accuracy"] == metrics["eval/exact_match_accuracy"] == 0.5
-    assert metrics["eval/accuracy_if_attempted"] == pytest.approx(2 / 3)
-    assert metrics["eval/not_attempted_rate"] == 0.25
-    assert metrics["eval/f_score"] == pytest.approx(4 / 7)
+FIGURES = (
+    *("is_correct", "is_incorrect", "is_not_attempted", "is_given_attempted"),
+    *("accuracy_given_attempted", "f1"),
+)
+
+
+@pytest.mark.parametrize(
+    ("grades", "figures"),
+    [
+        ("CORRECT CORRECT INCORRECT NOT_ATTEMPTED", (1 / 2, 1 / 4, 1 / 4, 3 / 4, 2 / 3, 4 / 7)),
+        ("CORRECT INCORRECT unreadable", (1 / 3, 1 / 3, 1 / 3, 2 / 3, 1 / 2, 2 / 5)),
+        ("CORRECT CORRECT", (1, 0, 0, 1, 1, 1)),
+        ("INCORRECT NOT_ATTEMPTED", (0, 1 / 2, 1 / 2, 1 / 2, 0, 0)),
+        ("NOT_ATTEMPTED", (0, 0, 1, 0, 0, 0)),
+    ],
+)
+async def test_the_grades_of_simpleqa_give_the_figures_of_its_reference(
+    made: Any, grades: str, figures: tuple[float, ...]
+) -> None:
+    """Expected: counts of the grades divided by all, by hand, as simple-evals defines its figures."""
+
+    def respond(request: Any) -> str:
+        asked = re.search(r"<question>\n(\w+)", request.prompt)
+        if "<model_answer>\nyes\n" in request.prompt:  # else the row is faulty
+            return "Grade: CORRECT"
+        return f"Grade: {asked[1]}" if asked else "<answer>yes, sir</answer>"
+
+    env = made(SimpleQA, respond, use_llm_judge=True)
+    env.eval_rows = [{"question": grade, "answer": "yes", "groups": {}} for grade in grades.split()]
+    metrics = await env.evaluate()
+    assert [metrics[f"eval/{name}"] for name in FIGURES] == pytest.approx(figures)
+    assert metrics["eval/accuracy"] == metrics["eval/is_correct"]
+    assert metrics["eval/accuracy_if_attempted"] == metrics["eval/accuracy_given_attempted"]
+    assert (metrics["eval/exact_match_accuracy"], metrics["eval/fuzzy_match_accuracy"]) == (0, 1)
 
 
 @pytest.mark.parametrize(

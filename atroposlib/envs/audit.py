@@ -97,7 +97,8 @@ class Graders(NamedTuple):
     """Hooks of an environment, which return a `RewardFailure` where they raise."""
 
     score: Callable[[Any, str], Awaitable[Outcome]]
-    gold: Callable[[Any], Awaitable[str | None | RewardFailure]]
+    gold: Callable[[Any], Awaitable[Any]]
+    """Returns a text; what is false stands for none."""
     audit: Callable[[Any, str], Awaitable[Outcome]]
 
 

@@ -9,7 +9,8 @@ began: no checkpoint has them, and a restart measures the usual shares again.
 
 from __future__ import annotations
 
-import dataclasses
+import copy
+import logging
 import math
 import random
 import re
@@ -23,6 +24,11 @@ from typing import Any, NamedTuple
 
 from atroposlib.envs.answers import read_tag
 from atroposlib.envs.math_answers import final_answer
+from atroposlib.envs.rewards import RewardFailure
+from atroposlib.envs.rollouts import Outcome, number_of
+from atroposlib.errors import AtroposError
+
+logger = logging.getLogger(__name__)
 
 ALARM = 14.0
 """Log-likelihood ratio that raises an alarm: honest answers do so at most once in e^14, 1.2 million, observations
@@ -88,11 +94,41 @@ class Judged(NamedTuple):
 
 
 class Graders(NamedTuple):
-    """The graders of an environment; they return None for an answer that they cannot judge."""
+    """Hooks of an environment, which return a `RewardFailure` where they raise."""
 
-    score: Callable[[Any, str], Awaitable[float | None]]
-    gold: Callable[[Any], Awaitable[str | None]]
-    audit: Callable[[Any, str], Awaitable[float | None]]
+    score: Callable[[Any, str], Awaitable[Outcome]]
+    gold: Callable[[Any], Awaitable[Any]]
+    """Returns a text; what is false stands for none."""
+    audit: Callable[[Any, str], Awaitable[Outcome]]
+
+
+class Share(NamedTuple):
+    num: int
+    of: int
+
+    @property
+    def mean(self) -> float:
+        return self.num / max(1, self.of)
+
+    def errors_above(self, other: Share) -> float:
+        """Return the difference of two shares in standard errors.
+
+        >>> round(Share(810, 900).errors_above(Share(450, 900)))
+        19
+        """
+        share = Share(self.num + other.num, self.of + other.of).mean
+        error = math.sqrt(share * (1 - share) * (1 / max(1, self.of) + 1 / max(1, other.of)))
+        return (self.mean - other.mean) / error if error else 0.0
+
+
+class Evaluated(NamedTuple):
+    """An evaluation, and the training before it."""
+
+    correct: Share
+    """Of the rows."""
+    solved: Share
+    """Of the training answers since the last evaluation."""
+    step: int
 
 
 @dataclass(slots=True)
@@ -187,6 +223,8 @@ class Audit:
         self.alarms: list[str] = []
         """One line per cause."""
         self.unscored: Counter[str] = Counter()
+        self.num_failed = 0
+        """Questions that a hook did not answer."""
         self.success_score = success_score
         self._random = random.Random(0)
         self._controls: Counter[str] = Counter()
@@ -199,8 +237,8 @@ class Audit:
         self._best: Evaluated | None = None
         self._num_diverged = 0
         """Evaluations in a row that have diverged from the best one."""
-        self._num_answers = self._num_rewarded = 0
-        """Since the last evaluation."""
+        self._rewarded_since = Share(0, 0)
+        """Of the answers since the last evaluation."""
         self._num_told = 0
 
     def note(
@@ -213,8 +251,8 @@ class Audit:
         hits: dict[int, str] = {}
         self.budget.num_graded += len(answers)
         rewarded = [i for i, answer in enumerate(answers) if self.is_rewarded(answer)]
-        self._num_answers += len(answers)
-        self._num_rewarded += len(rewarded)
+        hit, of = self._rewarded_since
+        self._rewarded_since = Share(hit + len(rewarded), of + len(answers))
 
         def see(name: str, is_hit: bool) -> None:
             self.see(name, is_hit, step=step, group=group)
@@ -265,20 +303,10 @@ class Audit:
         swaps = self.watches.get("swap_gold")
         with self.budget.examination():
             if swaps is not None:
-                other = self._random.choice(self._examined) if self._examined else row
-                if not self._examined or self._examined[-1] is not row:  # once for a whole group
-                    self._examined.append(row)
-                hits |= await counterfactuals(
-                    self._counted(graders),
-                    row,
-                    other,
-                    text,
-                    success_score=self.success_score,
-                    has_control=swaps.num < NUM_CONTROLS,
-                )
+                hits |= await self.ask(self._counterfactuals, graders, row, text) or {}
             if "second_grader" in self.watches:
                 self.budget.num_calls += 1
-                if (score := await graders.audit(row, text)) is not None:
+                if (score := number_of(await self.ask(graders.audit, row, text))) is not None:
                     hits["second_grader"] = score < self.success_score
         found = None
         for name in [name for name in COUNTERFACTUALS if name in hits]:
@@ -293,26 +321,77 @@ class Audit:
                 found = found or name
         return found
 
+    async def ask(self, hook: Callable[..., Awaitable[Any]], *args: Any) -> Any:
+        """Return what a hook says; None, counted, if it fails or its judge does not answer: no group is lost."""
+        try:
+            found = await hook(*args)
+        except AtroposError as error:
+            found = RewardFailure(reason="exception", detail=str(error))
+        if not isinstance(found, RewardFailure):
+            return found
+        level = logging.DEBUG if self.num_failed else logging.WARNING
+        logger.log(level, "the audit has no answer: %s", found.detail[-500:])
+        self.num_failed += 1
+        return None
+
+    async def _counterfactuals(self, graders: Graders, row: Any, text: str) -> dict[str, bool]:
+        """Return by detector whether an answer is paid that must not be.
+
+        swap_gold: the answer, for the row with a gold answer from the answer's own numbers, and for another row.
+        canary: a gold answer whose words are replaced. Controls: at the start, or if the answer is paid for another
+        row, whether the gold answer is paid for it, too.
+        """
+
+        async def pays(of: Any, answer: str) -> bool:
+            self.budget.num_calls += 1
+            score = number_of(await graders.score(of, answer))
+            return score is not None and score >= self.success_score
+
+        other = self._random.choice(self._examined) if self._examined else row
+        if not self._examined or self._examined[-1] is not row:  # once for a whole group
+            self._examined.append(row)
+        has_control = self.watches["swap_gold"].num < NUM_CONTROLS
+        gold = await graders.gold(row) or None
+        if gold is None:
+            return {}
+        hits: dict[str, bool] = {}
+        result = stated(gold)
+        numbers = [number for number in _NUMBER.findall(text) if number != result]
+        if result is not None and numbers:
+            swapped = with_gold(row, result, numbers[-1])
+            if swapped is not None and stated(await graders.gold(swapped) or "") == numbers[-1]:
+                hits["swap_gold"] = await pays(swapped, text)
+        if not hits.get("swap_gold") and (await graders.gold(other) or gold) != gold:
+            is_paid = await pays(other, text)
+            if is_paid or has_control:
+                hits["swap_gold_control"] = await pays(other, gold)
+            hits["swap_gold"] = is_paid and not hits["swap_gold_control"]
+        wrong = JUNK.sub("zzz", gold)
+        if wrong != gold:
+            hits["canary"] = await pays(row, wrong)
+            if has_control:
+                hits["canary_control"] = hits["canary"]
+        return hits
+
     def note_evaluation(self, num_correct: int, num_rows: int, *, step: int) -> None:
         """Compare an evaluation, and the training since the last one, with the best one so far.
 
-        The best of many is also the luckiest, so two in a row must have diverged from it.
+        The best of many is also the luckiest, so two in a row must have diverged from it: training is rewarded more,
+        and the evaluation less, by three standard errors each.
         """
-        share = num_correct / max(1, num_rows)
-        solved = self._num_rewarded / max(1, self._num_answers)
-        evaluated = Evaluated(share, num_rows, solved, self._num_answers, step)
-        self._num_rewarded = self._num_answers = 0
-        best, watch = self._best, self.watches.get("evaluation")
-        has_fallen = best is not None and has_diverged(best, evaluated)
+        now = Evaluated(Share(num_correct, num_rows), self._rewarded_since, step)
+        self._rewarded_since = Share(0, 0)
+        best, watch = self._best or now, self.watches.get("evaluation")
+        earns_more = now.solved.errors_above(best.solved) > 3
+        has_fallen = earns_more and now.correct.errors_above(best.correct) < -3
         self._num_diverged = self._num_diverged + 1 if has_fallen else 0
-        is_new = self._num_diverged == 2 and watch is not None and not watch.is_raised
-        if best is not None and watch is not None and is_new:
-            earned = f"training earns {solved:.2f} (was {best.solved:.2f})"
-            what = f"{earned} and the evaluation {share:.2f} (was {best.correct:.2f})"
+        if self._num_diverged == 2 and watch is not None and not watch.is_raised:
+            earned = f"training earns {now.solved.mean:.2f} (was {best.solved.mean:.2f})"
+            falls = f"the evaluation {now.correct.mean:.2f} (was {best.correct.mean:.2f})"
             watch.is_raised, watch.onset, watch.hits_since = True, best.step, 1
-            self._raise("evaluation", what, step=step)
-        if best is None or evaluated.correct >= best.correct:
-            self._best = evaluated
+            self._raise("evaluation", f"{earned} and {falls}", step=step)
+        if now.correct.mean >= best.correct.mean:
+            self._best = now
 
     def is_rewarded(self, answer: Judged) -> bool:
         return answer.score is not None and answer.score >= self.success_score
@@ -340,7 +419,8 @@ class Audit:
     def metrics(self) -> dict[str, float]:
         """Return the share of hits of every detector since the start, and the number of alarms."""
         shares = {f"audit/{n}": w.hits / w.num for n, w in self.watches.items() if w.num}
-        return {**shares, "audit/alarms": float(len(self.alarms))}
+        counts = {"audit/alarms": float(len(self.alarms)), "audit/failed": float(self.num_failed)}
+        return {**shares, **counts}
 
     def _raise(self, name: str, what: str, *, step: int) -> None:
         watch = self.watches[name]
@@ -350,13 +430,6 @@ class Audit:
             f" {DETECTORS[name].remedy}"
         )
 
-    def _counted(self, graders: Graders) -> Graders:
-        def score(row: Any, text: str) -> Awaitable[float | None]:
-            self.budget.num_calls += 1
-            return graders.score(row, text)
-
-        return graders._replace(score=score)
-
     def _is_longer(self, lengths: Sequence[int]) -> bool:
         """Whether a group's answers are longer than at the start."""
         if len(self._first_lengths) * len(lengths) < NUM_USUAL:
@@ -365,73 +438,24 @@ class Audit:
         return fmean(lengths or [0]) > LONGER * fmean(self._first_lengths)
 
 
-async def counterfactuals(
-    graders: Graders,
-    row: Any,
-    other: Any,
-    text: str,
-    *,
-    success_score: float,
-    has_control: bool,
-) -> dict[str, bool]:
-    """Return by detector whether an answer is paid that must not be.
-
-    swap_gold: the answer, for the row with a gold answer from the answer's own numbers, and for another row. canary: a
-    gold answer whose words are replaced. `has_control` adds whether the gold answer is paid for the other row.
-    """
-
-    async def pays(of: Any, answer: str) -> bool:
-        score = await graders.score(of, answer)
-        return score is not None and score >= success_score
-
-    gold = await graders.gold(row)
-    if gold is None:
-        return {}
-    hits: dict[str, bool] = {}
-    result = stated(gold)
-    numbers = [number for number in _NUMBER.findall(text) if number != result]
-    if result is not None and numbers:
-        swapped = with_gold(row, result, numbers[-1])
-        if swapped is not None and stated(await graders.gold(swapped) or "") == numbers[-1]:
-            hits["swap_gold"] = await pays(swapped, text)
-    if not hits.get("swap_gold") and await graders.gold(other) not in (None, gold):
-        is_paid = await pays(other, text)
-        if is_paid or has_control:
-            hits["swap_gold_control"] = await pays(other, gold)
-        hits["swap_gold"] = is_paid and not hits["swap_gold_control"]
-    wrong = JUNK.sub("zzz", gold)
-    if wrong != gold:
-        hits["canary"] = await pays(row, wrong)
-        if has_control:
-            hits["canary_control"] = hits["canary"]
-    return hits
-
-
 def with_gold(row: Any, gold: str, other: str) -> Any:
-    """Return a copy of a row whose fields that are the gold answer are another one; None if that cannot be.
+    """Return a copy of a row whose fields that are the gold answer are another one; None if there are none.
 
     >>> with_gold({"question": "8 + 8?", "answer": "16"}, "16", "8")
     {'question': '8 + 8?', 'answer': '8'}
     """
-    if isinstance(row, Mapping):
-        fields = dict(row)
-    elif dataclasses.is_dataclass(row) and not isinstance(row, type):
-        fields = {each.name: getattr(row, each.name) for each in dataclasses.fields(row)}
-    else:
-        fields = row._asdict() if hasattr(row, "_asdict") else {}
-    changed = {
-        name: other for name, value in fields.items() if isinstance(value, str) and value == gold
-    }
-    if not changed:
-        return None
-    if isinstance(row, Mapping):
-        return fields | changed
+    fields = row if isinstance(row, Mapping) else getattr(row, "__dict__", {})
+    if hasattr(row, "_asdict"):
+        fields = row._asdict()
+    names = [name for name, value in fields.items() if isinstance(value, str) and value == gold]
+    changed = dict.fromkeys(names, other)
+    if not changed or isinstance(row, Mapping):
+        return {**row, **changed} if changed else None
     if hasattr(row, "_replace"):
         return row._replace(**changed)
-    try:
-        return dataclasses.replace(row, **changed)
-    except (TypeError, ValueError):  # __init__ does not take the field, or __post_init__ the value
-        return None
+    made = copy.copy(row)
+    vars(made).update(changed)
+    return made
 
 
 def stated(gold: str) -> str | None:
@@ -501,33 +525,3 @@ def length_correlation(answers: Sequence[Judged]) -> float | None:
         return correlation(lengths, [answer.score or 0.0 for answer in scored])
     except StatisticsError:
         return None
-
-
-class Evaluated(NamedTuple):
-    """An evaluation, and the training before it."""
-
-    correct: float
-    """Share of the rows."""
-    num_rows: int
-    solved: float
-    """Share of the training answers since the last evaluation."""
-    num_answers: int
-    step: int
-
-
-def has_diverged(best: Evaluated, now: Evaluated) -> bool:
-    """Whether training is rewarded more and the evaluation less than at its best, both by three standard errors.
-
-    >>> has_diverged(Evaluated(0.6, 400, 0.5, 900, 10), Evaluated(0.3, 400, 0.9, 900, 20))
-    True
-    """
-
-    def gap(after: float, before: float, num_after: int, num_before: int) -> float:
-        share = (after * num_after + before * num_before) / max(1, num_after + num_before)
-        error = math.sqrt(share * (1 - share) * (1 / max(1, num_after) + 1 / max(1, num_before)))
-        return (after - before) / error if error else 0.0
-
-    return (
-        gap(now.solved, best.solved, now.num_answers, best.num_answers) > 3
-        and gap(now.correct, best.correct, now.num_rows, best.num_rows) < -3
-    )

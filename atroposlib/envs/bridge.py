@@ -13,20 +13,17 @@ is cancelled is cancelled in the child; a child that does not react is killed. I
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import json
 import logging
 import sys
-from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from atroposlib.envs import bridge_child
 from atroposlib.envs.child_variables import child_variables, reaching_loopback
-from atroposlib.envs.keeper import IS_LINUX, kill_group
+from atroposlib.envs.kept_process import KeptProcess
 from atroposlib.errors import EnvError
 
 logger = logging.getLogger(__name__)
@@ -39,29 +36,19 @@ _CLOSE_TIMEOUT_S = 10.0
 """For the child to end after the pipe was closed; its keeper kills the server after 3 s."""
 _LINE_LIMIT = 1 << 28
 """Bytes of one message."""
-_NUM_LAST_LINES = 15
-"""Lines of the child's stderr that an error shows."""
 
 
-@dataclass(slots=True, kw_only=True)
-class _BridgeProcess:
-    process: asyncio.subprocess.Process
-    last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=_NUM_LAST_LINES))
-    replies: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
-    """Calls in flight, cancelled ones included."""
-    readers: list[asyncio.Task[None]] = field(default_factory=list)
+class _Child(KeptProcess):
+    """One child process."""
 
-    def send(self, message: Mapping[str, Any]) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(message).encode() + b"\n")
-
-    def kill(self) -> None:
-        """Kill the child; on Linux its keeper does, together with what it started."""
-        if IS_LINUX:
-            with contextlib.suppress(ProcessLookupError):
-                self.process.terminate()
-        else:
-            kill_group(self.process.pid)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.replies: dict[int, asyncio.Future[Any]] = {}
+        """Calls in flight, cancelled ones included."""
+        self.reader: asyncio.Task[None] | None = None
+        """Takes the replies."""
+        self.is_open = False
+        """Whether it has started, and neither ended nor was closed."""
 
     def fail_calls(self, reason: str) -> None:
         for reply in self.replies.values():
@@ -95,7 +82,8 @@ class Bridge:
         self._remedy = remedy
         self._variables = list(variables)
         self._description: Any = None
-        self._child: _BridgeProcess | None = None
+        self._child: _Child | None = None
+        """Set until its end was awaited."""
         self._starting = asyncio.Lock()  # only one call starts the child
         self._ids = itertools.count()
 
@@ -109,91 +97,89 @@ class Bridge:
         child = await self._running()
         call_id = next(self._ids)
         reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        child.send({"id": call_id, "call": name, "arguments": arguments})
+        line = _line_of({"id": call_id, "call": name, "arguments": arguments})
         child.replies[call_id] = reply
         try:
+            await child.send(line)
             return await reply
         except asyncio.CancelledError:
             if call_id in child.replies:
-                child.send({"cancel": call_id})
+                await child.send(_line_of({"cancel": call_id}))
                 asyncio.get_running_loop().call_later(
                     CANCEL_GRACE_S, self._kill_unless_ended, child, call_id
                 )
             raise
 
     async def close(self) -> None:
-        child, self._child = self._child, None
-        if child is not None:
-            await self._end(child)
+        """End the child. A call that was cancelled can be repeated."""
+        if (child := self._child) is None:
+            return
+        grace_s = 0.0
+        if child.is_open and child.reader is not None:
+            grace_s, child.is_open = _CLOSE_TIMEOUT_S, False
+            child.reader.cancel()
+            child.fail_calls(f"{self._script.stem} was closed")
+        await child.end(grace_s=grace_s)
+        if child.reader is not None:
+            await asyncio.gather(child.reader, return_exceptions=True)
+        if self._child is child:
+            self._child = None
 
-    def _kill_unless_ended(self, child: _BridgeProcess, call_id: int) -> None:
+    def _kill_unless_ended(self, child: _Child, call_id: int) -> None:
         if call_id in child.replies:
             logger.error("%s does not end a cancelled call; killing it", self._script.stem)
             child.kill()
 
-    async def _running(self) -> _BridgeProcess:
+    async def _running(self) -> _Child:
         async with self._starting:
-            if self._child is None:
-                self._child = await self._start()
+            if self._child is None or not self._child.is_open:
+                await self.close()
+                try:
+                    await self._start()
+                except BaseException:
+                    await self.close()
+                    raise
+            assert self._child is not None
             return self._child
 
-    async def _start(self) -> _BridgeProcess:
+    async def _start(self) -> None:
+        name = self._script.stem
+        child = self._child = _Child(
+            [self._python, bridge_child.__file__, str(self._script)],
+            env=reaching_loopback(child_variables(self._variables)),
+            line_limit=_LINE_LIMIT,
+            log=lambda line: logger.info("%s: %s", name, line),
+        )
         try:
-            process = await asyncio.create_subprocess_exec(
-                self._python,
-                bridge_child.__file__,
-                str(self._script),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                limit=_LINE_LIMIT,
-                start_new_session=True,
-                env=reaching_loopback(child_variables(self._variables)),
-            )
-        except OSError as error:
-            raise EnvError(f"cannot run {self._python}: {error}") from error
-        child = _BridgeProcess(process=process)
-        child.readers.append(asyncio.create_task(self._log(child)))
-        try:
-            child.send(self._settings)
             async with asyncio.timeout(OPEN_TIMEOUT_S):
-                assert process.stdout is not None
-                line = await process.stdout.readline()
-            message = json.loads(line) if line else {"failed": await _ending_of(child)}
-            if "ready" not in message:
-                reason = str(message["failed"])
-                remedy = self._remedy if "No module named" in reason else ""
-                raise EnvError(
-                    f"{self._script.stem} does not start in {self._python}: {reason}{remedy}"
-                )
-        except BaseException as error:
-            await self._end(child)
-            if isinstance(error, TimeoutError):
-                raise EnvError(
-                    f"{self._script.stem} did not start within {OPEN_TIMEOUT_S:g} s"
-                ) from error
-            raise
+                await child.send(_line_of(self._settings))
+                message = await child.receive()
+        except TimeoutError as error:
+            raise EnvError(f"{name} did not start within {OPEN_TIMEOUT_S:g} s") from error
+        if message is None or "ready" not in message:
+            ending = await child.end(grace_s=_CLOSE_TIMEOUT_S)
+            reason = message["failed"] if message else ending
+            remedy = self._remedy if "No module named" in reason else ""
+            raise EnvError(f"{name} does not start in {self._python}: {reason}{remedy}")
         self._description = message["ready"]
-        child.readers.append(asyncio.create_task(self._read(child)))
-        return child
+        child.reader, child.is_open = asyncio.create_task(self._read(child)), True
 
-    async def _read(self, child: _BridgeProcess) -> None:
-        assert child.process.stdout is not None
+    async def _read(self, child: _Child) -> None:
+        fault = ""
         try:
-            while line := await child.process.stdout.readline():
-                self._take(child, json.loads(line))
+            while (message := await child.receive()) is not None:
+                self._take(child, message)
         except ValueError as error:
-            child.last_lines.append(f"a message cannot be read: {error}")
+            fault = f"\na message cannot be read: {error}"
             child.kill()
-        if self._child is not child:
-            return  # closed
-        self._child = None
+        child.is_open = False
         self.num_ended += 1
-        reason = f"{self._script.stem} has ended: {await _ending_of(child)}"
+        ending = await child.end(grace_s=_CLOSE_TIMEOUT_S)
+        reason = f"{self._script.stem} has ended: {ending}{fault}"
         logger.error("%s", reason)
         child.fail_calls(reason)
 
-    def _take(self, child: _BridgeProcess, message: dict[str, Any]) -> None:
+    def _take(self, child: _Child, message: dict[str, Any]) -> None:
         reply = child.replies.pop(message["id"], None)
         if reply is None or reply.done():
             return  # closed or cancelled
@@ -202,35 +188,6 @@ class Bridge:
         else:
             reply.set_result(message["result"])
 
-    async def _log(self, child: _BridgeProcess) -> None:
-        assert child.process.stderr is not None
-        rest = b""
-        while chunk := await child.process.stderr.read(1 << 16):
-            *lines, rest = (rest + chunk).splitlines(keepends=True) or [b""]
-            if rest.endswith(b"\n") or len(rest) > 1 << 16:
-                lines, rest = [*lines, rest], b""
-            for line in lines:
-                text = line.decode(errors="replace").rstrip()
-                child.last_lines.append(text)
-                logger.info("%s: %s", self._script.stem, text)
 
-    async def _end(self, child: _BridgeProcess) -> None:
-        assert child.process.stdin is not None
-        child.fail_calls(f"{self._script.stem} was closed")
-        child.process.stdin.close()
-        try:
-            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
-                await child.process.wait()
-        except TimeoutError:
-            child.kill()
-            await child.process.wait()
-        for reader in child.readers:
-            reader.cancel()
-        await asyncio.gather(*child.readers, return_exceptions=True)
-
-
-async def _ending_of(child: _BridgeProcess) -> str:
-    """Return the exit status and the end of the stderr of a child that closed its pipe."""
-    status = await child.process.wait()
-    await child.readers[0]
-    return "\n".join([f"exit status {status}", *child.last_lines])
+def _line_of(message: Mapping[str, Any]) -> bytes:
+    return json.dumps(message).encode()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import functools
 import inspect
 import itertools
 import logging
@@ -20,8 +21,8 @@ import statistics
 import time
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
@@ -971,17 +972,13 @@ class DatasetEnv(BaseEnv):
         at: dict[str, Any] = {"step": self.curr_step, "group": group_id}
         ended = [i for i, rollout in enumerate(rollouts) if rollout.finish_reason != ABORTED]
         answers = [_judged(rollouts[i], outcomes[i]) for i in ended]
-        gold: str | None = None
-        with self._examining():
-            gold = await self._aside(self.gold_answer, row) or None
+        gold = await audit.ask(self._aside, self.gold_answer, row)
         found = audit.note(answers, item=hash_of(row), gold=gold, **at)
         drops = self.config.on_suspicion == "drop" and not (
             audit.suspicions().keys().isdisjoint(COUNTERFACTUALS)
         )
         for i in audit.sample(answers, whole=drops):
-            hit = None
-            with self._examining():
-                hit = await audit.examine(self.graders, row, answers[i].text, **at)
+            hit = await audit.examine(self.graders, row, answers[i].text, **at)
             if hit is not None:
                 found[i] = hit
             if drops and hit in audit.suspicions():
@@ -996,35 +993,11 @@ class DatasetEnv(BaseEnv):
             raise Suspicion(f"{'; '.join(alarms)} (--env.on_suspicion stop)")
         return kept
 
-    @contextmanager
-    def _examining(self) -> Iterator[None]:
-        """Count an error of this library, such as that of a judge's engine, instead of losing the group."""
-        try:
-            yield
-        except AtroposError as error:
-            self.counts["audit_failed"] += 1
-            logger.debug("the audit could not examine an answer: %s", error)
-
     @property
     def graders(self) -> Graders:
         """What the audit may ask."""
-        return Graders(self._audit_probe, self._audit_gold, self._audit_second)
-
-    async def _audit_probe(self, row: Row, answer: str) -> float | None:
-        return number_of(await self._probe(row, answer))
-
-    async def _audit_gold(self, row: Row) -> str | None:
-        return await self._aside(self._reference, row) or None  # a RewardFailure is false
-
-    async def _audit_second(self, row: Row, answer: str) -> float | None:
-        outcome: Outcome = None
-        with self._examining():
-            outcome = await self._aside(self.audit_score, row, answer)
-        if isinstance(outcome, RewardFailure):
-            self.counts["audit_failed"] += 1
-            level = logging.WARNING if self.total("audit_failed") == 1 else logging.DEBUG
-            logger.log(level, "audit_score failed: %s", outcome.detail[-500:])
-        return number_of(outcome)
+        hooks = (self._score_of, self._reference, self.audit_score)
+        return Graders(*(functools.partial(self._aside, hook) for hook in hooks))
 
     def _is_long_enough(self, rollout: Rollout) -> bool:
         trained = sum(num_trained(node.masked_tokens) for node in rollout.nodes)

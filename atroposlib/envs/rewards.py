@@ -18,7 +18,6 @@ with `sandbox.run_code`, in a process that has neither this pipe nor the expecte
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import os
@@ -30,7 +29,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self, TypeAlias
 
 from atroposlib.envs.child_variables import child_variables
-from atroposlib.envs.keeper import IS_LINUX, kill_group
+from atroposlib.envs.kept_process import KeptProcess
 from atroposlib.envs.reward_worker import MAX_LOGGED_LINES, TAIL_BYTES
 from atroposlib.envs.sandbox import hide_if_programs_share_the_user, isolated_command
 from atroposlib.errors import EnvError
@@ -46,8 +45,6 @@ _STARTUP_TIMEOUT_S = 120.0
 """To start Python and import the preloaded modules, on a busy machine."""
 _GRACE_S = 60.0
 """For a worker, on a busy machine, to end a call at its deadline; then it is killed itself."""
-_END_TIMEOUT_S = 10.0
-"""To end a worker and its descendants; a kill takes milliseconds on a responsive machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +141,7 @@ class RewardWorkers:
             "scope": scope or str(self.num_calls),
             "canary": canary,
         }
-        line = json.dumps(request).encode() + b"\n"
+        line = json.dumps(request).encode()
         worker = await self._idle.get()
         try:
             outcome = await worker.call(line, 2 * timeout_s + _GRACE_S)
@@ -193,26 +190,27 @@ class _Worker:
         self._line_limit = settings["max_output_bytes"] + 16 * TAIL_BYTES * MAX_LOGGED_LINES
         self._variables = variables
         self._is_isolated = is_isolated
-        self._process: asyncio.subprocess.Process | None = None
-        self._starting: asyncio.Task[asyncio.subprocess.Process] | None = None
-        """The start of `_process`; a task, because a caller that is cancelled twice would leave a process running."""
-        self._drain: asyncio.Task[None] | None = None
-        self._stderr_tail = b""
+        self._process: KeptProcess | None = None
+        """Set until its end was awaited."""
 
     async def call(self, request: bytes, limit_s: float) -> JsonValue | RewardFailure:
         """Send a request and return the result; start the worker again if it ended before the reply."""
         try:
             async with asyncio.timeout(limit_s):
-                reply = await self._exchange(await self._ensure_started(), request)
-                if not reply:  # killed from outside, for example for want of memory: calls have their own process
+                reply = await self._reply_to(request)
+                if (
+                    reply is None
+                ):  # killed from outside, for example for want of memory: calls have their own process
                     await self.kill()
-                    reply = await self._exchange(await self._ensure_started(), request)
+                    reply = await self._reply_to(request)
         except TimeoutError as error:
             await self.kill()
             raise EnvError(f"a reward worker gave no reply within {limit_s:g} s") from error
         except BaseException:
             await self.kill()
             raise
+        if reply is None:
+            raise EnvError(f"a reward worker ended: {await self.kill()}")
         for text in map(str, reply.get("logged", ())):
             if text not in self._logged and len(self._logged) < MAX_LOGGED_LINES:
                 self._logged.add(text)
@@ -223,12 +221,16 @@ class _Worker:
             case {"reason": reason, "detail": detail}:
                 outage = OSError(detail) if reply.get("is_outage") else None
                 return RewardFailure(reason=reason, detail=detail, error=outage)
-            case {"unusable": detail}:
-                raise EnvError(f"the scoring function cannot be called: {detail}")
-        raise EnvError(f"a reward worker ended: {self._stderr_tail.decode(errors='replace')}")
+        raise EnvError(f"the scoring function cannot be called: {reply['unusable']}")
 
-    async def _ensure_started(self) -> asyncio.subprocess.Process:
-        if self._process is not None and self._process.returncode is None:
+    async def _reply_to(self, request: bytes) -> dict[str, Any] | None:
+        """Return the reply, None if the worker ended before it."""
+        process = await self._ensure_started()
+        await process.send(request)
+        return await process.receive()
+
+    async def _ensure_started(self) -> KeptProcess:
+        if self._process is not None and self._process.is_running:
             return self._process
         await self.kill()
         await asyncio.to_thread(hide_if_programs_share_the_user)
@@ -237,86 +239,35 @@ class _Worker:
         if self._is_isolated:
             found = await asyncio.to_thread(lambda: isolated_command(argv, readable=folders))
             argv = found or argv
-        starting = asyncio.create_subprocess_exec(
-            *argv,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            limit=self._line_limit,
-            start_new_session=True,
+        process = self._process = KeptProcess(
+            argv,
             env={
                 **child_variables(self._variables),
                 **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),  # it forks
                 "PYTHONPATH": os.pathsep.join(folders),
             },
+            line_limit=self._line_limit,
         )
-        self._starting = asyncio.create_task(starting)
-        process = self._process = await asyncio.shield(self._starting)
-        self._drain = asyncio.create_task(self._keep_stderr_tail(process))
         try:
             async with asyncio.timeout(_STARTUP_TIMEOUT_S):
-                ready = await self._reply_of(process)
+                ready = await process.receive() or {}
         except TimeoutError as error:
             raise EnvError(
                 f"a reward worker did not start within {_STARTUP_TIMEOUT_S:g} s"
             ) from error
         if "ready" not in ready:
-            await self.kill()
-            detail = ready.get("unusable") or self._stderr_tail.decode(errors="replace")
-            raise EnvError(f"a reward worker did not start: {detail}")
+            ending = await self.kill()
+            raise EnvError(f"a reward worker did not start: {ready.get('unusable') or ending}")
         return process
 
-    async def _exchange(
-        self, process: asyncio.subprocess.Process, request: bytes
-    ) -> dict[str, Any]:
-        """Return the reply, {} if the worker ended before it."""
-        assert process.stdin is not None
-        process.stdin.write(request)
-        # If the worker has died, the read below returns an end of file.
-        with contextlib.suppress(ConnectionError):
-            await process.stdin.drain()
-        return await self._reply_of(process)
-
-    async def _reply_of(self, process: asyncio.subprocess.Process) -> dict[str, Any]:
-        assert process.stdout is not None
-        line = await process.stdout.readline()
-        reply: dict[str, Any] = json.loads(line) if line.endswith(b"\n") else {}
-        return reply
-
-    async def _keep_stderr_tail(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stderr is not None
-        self._stderr_tail = b""
-        while chunk := await process.stderr.read(1 << 16):
-            self._stderr_tail = (self._stderr_tail + chunk)[-TAIL_BYTES:]
-
-    async def kill(self) -> None:
-        """Kill the process and its descendants, and wait for it; a call that was cancelled can be repeated."""
-        if self._process is None and self._starting is not None:
-            with contextlib.suppress(OSError):
-                self._process = await asyncio.shield(self._starting)
-        self._starting = None
-        process = self._process
-        if process is None:
-            return
-        # Before the first await: once the pipe is closed, the keeper kills them even if this call is cancelled.
-        if process.stdin is not None and not process.stdin.is_closing():
-            process.stdin.transport.abort()
-        if IS_LINUX:
-            with contextlib.suppress(ProcessLookupError):
-                process.terminate()  # a fork of this process may hold the pipe open
-        else:
-            kill_group(process.pid)
-        try:
-            async with asyncio.timeout(_END_TIMEOUT_S):
-                await process.wait()
-        except TimeoutError:
-            logger.error("reward worker %d does not end; killing its process group", process.pid)
-            kill_group(process.pid)
+    async def kill(self) -> str:
+        """Kill the process and its descendants; return how it ended. A call that was cancelled can be repeated."""
+        if (process := self._process) is None:
+            return ""
+        ending = await process.end()
         if self._process is process:
             self._process = None
-            if self._drain is not None:
-                self._drain.cancel()
-                await asyncio.gather(self._drain, return_exceptions=True)
+        return ending
 
 
 def _address(function: Callable[..., JsonValue] | str) -> dict[str, str | None]:

@@ -311,25 +311,24 @@ class DockerSandbox:
         ]
         # The kernel counts RLIMIT_NPROC per user, over all containers; `--pids-limit` is the container's own.
         settings = _settings(limits, num_processes=None, user=None)
-        own = ("DOCKER_", "CONTAINER_", "SSH_AUTH_SOCK")  # of the clients of Docker and Podman
-        variables = child_variables(name for name in os.environ if name.startswith(own))
+        variables = docker_variables()
         has_ended = False
         try:
             result = _run(argv, source, stdin, limits, settings, variables)
             has_ended = result.reason in ("exit", "memory", "crash")
         finally:
-            if (
-                not has_ended
-            ):  # only the client was killed; without the removal, `timeout` ends the container
-                with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-                    subprocess.run(
-                        [self._program, "rm", "--force", name],
-                        env=variables,
-                        capture_output=True,
-                        timeout=_REMOVE_S,
-                        check=False,
-                    )
+            # Only the client was killed; without the removal, `timeout` ends the container.
+            if not has_ended:
+                remove = [self._program, "rm", "--force", name]
+                with contextlib.suppress(EnvError):
+                    run_bounded(remove, wall_s=_REMOVE_S, max_bytes=1 << 10, env=variables)
         return result
+
+
+def docker_variables() -> dict[str, str]:
+    """Return the environment variables of a client of Docker or Podman."""
+    own = ("DOCKER_", "CONTAINER_", "SSH_AUTH_SOCK")
+    return child_variables(name for name in os.environ if name.startswith(own))
 
 
 @functools.cache
@@ -419,13 +418,6 @@ def _bindings(readable: frozenset[str]) -> Sequence[str]:
     return options
 
 
-class _Output(NamedTuple):
-    stdout: bytes
-    stderr: bytes
-    ended_by: Reason | None
-    """The limit that `_exchange` enforced; None if the process ended first."""
-
-
 def _environment(folder: str) -> dict[str, str]:
     """Return the environment variables of a program whose folder is `folder`."""
     return {
@@ -467,50 +459,91 @@ def _run(
     """Run a program in the sandbox that `python` starts: a command that ends in an interpreter."""
     code = source.encode("utf-8", "replace")
     sized = repr({"num_source_bytes": len(code), **settings})
-    try:
-        started = subprocess.Popen(
-            [*python, "-I", "-c", _CHILD, sized],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            cwd=cwd,
-            env=environment,
-            start_new_session=True,
-        )
-    except OSError as error:
-        raise EnvError(f"cannot run {python[0]}: {error}") from error
-    with started as process:
-        try:
-            output = _exchange(process, code + stdin.encode("utf-8", "replace"), limits)
-        finally:
-            kill_group(process.pid)
+    output = run_bounded(
+        [*python, "-I", "-c", _CHILD, sized],
+        code + stdin.encode("utf-8", "replace"),
+        wall_s=limits.wall_s,
+        max_bytes=limits.output_bytes,
+        env=environment,
+        cwd=cwd,
+        ready=READY,
+    )
     stderr = output.stderr.decode("utf-8", "replace")
     if not output.stdout.startswith(READY):
         if output.ended_by == "timeout":
             raise EnvError(f"the sandbox did not start within {_START_S:g} s: {stderr}")
-        raise EnvError(f"the sandbox did not start: exit status {process.returncode}. {stderr}")
-    reason = output.ended_by or _reason(process.returncode, stderr)
+        raise EnvError(f"the sandbox did not start: exit status {output.exit_code}. {stderr}")
+    reason = output.ended_by or _reason(output.exit_code, stderr)
     return SandboxResult(
         reason=reason,
         stdout=output.stdout[len(READY) :][: limits.output_bytes].decode("utf-8", "replace"),
         stderr=stderr,
-        exit_code=process.returncode if reason in ("exit", "memory") else None,
+        exit_code=output.exit_code if reason in ("exit", "memory") else None,
     )
 
 
-def _exchange(process: subprocess.Popen[bytes], given: bytes, limits: SandboxLimits) -> _Output:
-    """Write `given` to stdin and read stdout and stderr until the process ends or reaches a limit."""
+class Output(NamedTuple):
+    """What a program printed, and how it ended."""
+
+    stdout: bytes
+    stderr: bytes
+    """Its last part."""
+    ended_by: Literal["timeout", "output"] | None
+    """The limit at which it was killed; None if it ended first."""
+    exit_code: int
+
+
+def run_bounded(
+    argv: Sequence[str],
+    given: bytes = b"",
+    *,
+    wall_s: float,
+    max_bytes: int,
+    env: Mapping[str, str],
+    cwd: str = "/",
+    ready: bytes = b"",
+) -> Output:
+    """Run a program on the input `given` until it ends, takes `wall_s` seconds or prints more than `max_bytes`.
+
+    Then its process group is killed. The time begins when it has printed `ready`. EnvError if it cannot be run.
+    """
+    try:
+        started = subprocess.Popen(
+            argv,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd=cwd,
+            env=env,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise EnvError(f"cannot run {argv[0]}: {error}") from error
+    stdout, stderr = bytearray(), bytearray()
+    with started as process:
+        try:
+            ended_by = _exchange(process, given, (stdout, stderr), wall_s, max_bytes, ready)
+        finally:
+            kill_group(process.pid)
+    return Output(bytes(stdout), bytes(stderr), ended_by, process.returncode)
+
+
+def _exchange(
+    process: subprocess.Popen[bytes],
+    given: bytes,
+    outputs: tuple[bytearray, bytearray],
+    wall_s: float,
+    max_bytes: int,
+    ready: bytes,
+) -> Literal["timeout", "output"] | None:
+    """Write `given` to stdin and read the outputs until the process ends or reaches a limit, which is returned."""
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stderr is not None
-    deadline = time.monotonic() + _START_S
-    has_started = False
-    stdout, stderr = bytearray(), bytearray()
+    has_started = not ready
+    deadline = time.monotonic() + (wall_s if has_started else _START_S)
+    stdout, stderr = outputs
     left = memoryview(given)
-
-    def output(ended_by: Reason | None) -> _Output:
-        return _Output(bytes(stdout), bytes(stderr), ended_by)
-
     with selectors.DefaultSelector() as selector:
         for pipe, received in ((process.stdout, stdout), (process.stderr, stderr)):
             selector.register(pipe, selectors.EVENT_READ, received)
@@ -519,7 +552,7 @@ def _exchange(process: subprocess.Popen[bytes], given: bytes, limits: SandboxLim
         while selector.get_map():
             remaining_s = deadline - time.monotonic()
             if remaining_s <= 0:
-                return output("timeout")
+                return "timeout"
             for key, _ in selector.select(remaining_s):
                 if key.data is None:
                     try:
@@ -534,17 +567,17 @@ def _exchange(process: subprocess.Popen[bytes], given: bytes, limits: SandboxLim
                 if not chunk:
                     selector.unregister(key.fileobj)
                 key.data.extend(chunk)
-                if not has_started and stdout.startswith(READY):
+                if not has_started and stdout.startswith(ready):
                     has_started = True
-                    deadline = time.monotonic() + limits.wall_s
+                    deadline = time.monotonic() + wall_s
                 del stderr[:-_STDERR_TAIL_BYTES]
-                if len(stdout) > limits.output_bytes + len(READY):
-                    return output("output")
+                if len(stdout) > max_bytes + len(ready):
+                    return "output"
     try:
         process.wait(max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
-        return output("timeout")
-    return output(None)
+        return "timeout"
+    return None
 
 
 def _reason(exit_code: int, stderr: str) -> Reason:

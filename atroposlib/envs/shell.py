@@ -13,18 +13,18 @@ import io
 import json
 import os
 import secrets
-import selectors
-import subprocess
 import tarfile
-import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
-from atroposlib.envs.child_variables import child_variables
-from atroposlib.envs.keeper import kill_group
-from atroposlib.envs.sandbox import Sandbox, SandboxLimits, run_code
+from atroposlib.envs.sandbox import (
+    Sandbox,
+    SandboxLimits,
+    docker_variables,
+    run_bounded,
+    run_code,
+)
 from atroposlib.errors import EnvError
 
 Files: TypeAlias = dict[str, str | None]
@@ -269,48 +269,15 @@ def docker(
     *argv: str, given: bytes = b"", timeout_s: float = _DOCKER_S, max_bytes: int = 1 << 20
 ) -> bytes:
     """Run Docker's client and return what it printed; EnvError if it fails, takes too long or prints more."""
-    deadline = time.monotonic() + timeout_s
-    received: dict[str, bytearray] = {"stdout": bytearray(), "stderr": bytearray()}
-    with tempfile.TemporaryFile() as stdin, contextlib.ExitStack() as stack:
-        stdin.write(given)
-        stdin.seek(0)
-        try:
-            process = subprocess.Popen(
-                ["docker", *argv],
-                stdin=stdin,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env=_variables(),
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise EnvError(f"cannot run docker {argv[0]}: {error}") from error
-        stack.enter_context(process)
-        stack.callback(kill_group, process.pid)
-        selector = stack.enter_context(selectors.DefaultSelector())
-        for name, output in received.items():
-            selector.register(getattr(process, name), selectors.EVENT_READ, output)
-        while selector.get_map():
-            ready = selector.select(max(0.0, deadline - time.monotonic()))
-            if not ready or time.monotonic() > deadline:
-                raise EnvError(f"docker {argv[0]}: no end within {timeout_s:g} s")
-            for key, _ in ready:
-                if not (chunk := os.read(key.fd, 1 << 16)):
-                    selector.unregister(key.fileobj)
-                key.data.extend(chunk)
-            del received["stderr"][:-1000]
-            if len(received["stdout"]) > max_bytes:
-                raise EnvError(f"docker {argv[0]}: more than {max_bytes} bytes of output")
-        try:
-            status = process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired as error:
-            raise EnvError(f"docker {argv[0]}: no end within {timeout_s:g} s") from error
-    if status:
-        reason = received["stderr"].decode("utf-8", "replace").strip()
-        raise EnvError(f"docker {argv[0]}: exit status {status}. {reason}")
-    return bytes(received["stdout"])
-
-
-def _variables() -> dict[str, str]:
-    own = ("DOCKER_", "CONTAINER_", "SSH_AUTH_SOCK")  # of the clients of Docker and Podman
-    return child_variables(name for name in os.environ if name.startswith(own))
+    command = f"docker {argv[0]}"
+    ended = run_bounded(
+        ["docker", *argv], given, wall_s=timeout_s, max_bytes=max_bytes, env=docker_variables()
+    )
+    if ended.ended_by == "timeout":
+        raise EnvError(f"{command}: no end within {timeout_s:g} s")
+    if ended.ended_by == "output":
+        raise EnvError(f"{command}: more than {max_bytes} bytes of output")
+    if ended.exit_code:
+        reason = ended.stderr.decode("utf-8", "replace").strip()
+        raise EnvError(f"{command}: exit status {ended.exit_code}. {reason}")
+    return ended.stdout

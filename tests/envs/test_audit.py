@@ -162,7 +162,7 @@ async def test_a_judge_of_the_audit_that_does_not_answer_costs_no_group() -> Non
     env = await played(Unreachable, everything)
     assert None not in env.groups
     assert env.suspicions().keys() == {"swap_gold"}
-    assert env.total("audit_failed") > 0
+    assert env.audit.num_failed > 0
     budget = env.audit.budget
     assert budget.spent_s > 0
     budget.num_calls, budget.num_graded = 195, 400

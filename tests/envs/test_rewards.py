@@ -6,12 +6,14 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from atroposlib.envs.bridge import Bridge
 from atroposlib.envs.rewards import Canary, RewardFailure, RewardWorkers
 from atroposlib.errors import EnvError
 from tests.builders.programs import is_running
@@ -243,12 +245,26 @@ async def test_a_hung_worker_does_not_outlive_a_killed_parent(tmp_path: Path) ->
     await until(lambda: not is_running(pid))
 
 
-def test_a_start_that_is_cancelled_twice_leaves_no_process() -> None:
+async def score(stack: AsyncExitStack) -> None:
+    workers = await stack.enter_async_context(RewardWorkers())
+    await workers.run("math:sqrt", 4.0, timeout_s=5)
+
+
+async def open_bridge(stack: AsyncExitStack) -> None:
+    bridge = Bridge(python="", script=Path(os.devnull), settings={})
+    stack.push_async_callback(bridge.close)
+    await bridge.open()
+
+
+@pytest.mark.parametrize("start", [score, open_bridge])
+def test_a_start_that_is_cancelled_twice_leaves_no_process(
+    start: Callable[[AsyncExitStack], Awaitable[None]],
+) -> None:
     """At twenty moments of the start; a process left would be reported when its loop is gone."""
 
     async def cancel_after(delay_s: float) -> None:
-        async with RewardWorkers() as workers:
-            call = asyncio.create_task(workers.run("math:sqrt", 4.0, timeout_s=5))
+        async with AsyncExitStack() as stack:
+            call = asyncio.ensure_future(start(stack))
             await asyncio.sleep(delay_s)
             call.cancel()
             await asyncio.sleep(0)

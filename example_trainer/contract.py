@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import cached_file
 
 from atroposlib.errors import EngineError, EngineProtocolError
-from atroposlib.utils.tensor_checksums import tensor_bytes, tensor_checksum
+from atroposlib.utils.tensor_checksums import some_of, tensor_bytes, tensor_checksum
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,6 @@ Shapes = dict[str, list[int]]
 """Shape of each tensor, by its name in a checkpoint."""
 
 _OF_ADAPTER = "adapter_config.json"
-_SHOWN = 3
 
 
 def write_checksums(directory: Path, weights: Mapping[str, Tensor]) -> None:
@@ -65,7 +64,7 @@ def source_shapes(model: Any, name: str) -> Shapes:
     found = {} if is_quantized else shapes_in(path)
     unread = sorted(found.keys() - own.keys())
     if unread:
-        logger.info("not published or checked, as the model does not read it: %s", _some(unread))
+        logger.info("not published or checked, as the model does not read it: %s", some_of(unread))
     return {key: shape for key, shape in found.items() if key in own} or own
 
 
@@ -81,7 +80,8 @@ def check_names(directory: Path, expected: Shapes, tied: Mapping[str, str]) -> N
     wrong = _differences(found, wanted, "in the initial checkpoint")
     if wrong:
         raise EngineError(
-            f"{directory} is not published, because its tensors are not those of the initial checkpoint: {_some(wrong)}"
+            f"{directory} is not published, because its tensors are not those of the initial checkpoint: "
+            f"{some_of(wrong)}"
         )
 
 
@@ -94,7 +94,7 @@ def check_files(directory: Path) -> None:
         config = [] if (directory / _OF_ADAPTER).is_file() else [directory / "config.json"]
         read = config + _files(directory)
         if lacking := [path.name for path in read if not path.is_file()]:
-            raise FileNotFoundError(f"it lacks {', '.join(lacking[:_SHOWN])}")
+            raise FileNotFoundError(f"it lacks {', '.join(lacking)}")
         written = json.loads((directory / CHECKSUMS).read_text(encoding="utf-8"))
         found = {name: tensor_checksum(value) for name, value in tensors_in(directory)}
     except (OSError, ValueError, SafetensorError) as error:
@@ -104,7 +104,7 @@ def check_files(directory: Path) -> None:
     wrong = _differences(found, written, "in the trainer")
     if wrong:
         raise EngineError(
-            f"checkpoint {directory} is not what the trainer wrote; no engine was touched: {_some(wrong)}"
+            f"checkpoint {directory} is not what the trainer wrote; no engine was touched: {some_of(wrong)}"
         )
 
 
@@ -142,7 +142,7 @@ class EngineCheck:
                 logging.WARNING if is_blind else logging.INFO,
                 "engine %s: %d loaded tensors are compared with the published ones; not compared: %s",
                 *(self._engine, len(found) - len(unknown)),
-                _some(unknown) or ("none" if found else "all, because it reports no checksums"),
+                some_of(unknown) or ("none" if found else "all, because it reports no checksums"),
             )
         self._num_checked += 1
         self.is_due = is_ours or (bool(found) and self._num_checked < self.NUM_CHECKED)
@@ -152,7 +152,7 @@ class EngineCheck:
         ]
         if wrong:
             raise EngineProtocolError(
-                f"engine {self._engine} has not loaded what was published: {_some(wrong)}"
+                f"engine {self._engine} has not loaded what was published: {some_of(wrong)}"
             )
 
 
@@ -207,8 +207,3 @@ def _differences(found: Mapping[str, Any], expected: Mapping[str, Any], where: s
         for name in sorted(found.keys() | expected.keys())
         if found.get(name) != expected.get(name)
     ]
-
-
-def _some(items: Sequence[str]) -> str:
-    shown = "; ".join(items[:_SHOWN])
-    return shown if len(items) <= _SHOWN else f"{shown}; ... ({len(items)} in all)"

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
+from atroposlib.utils.model_choice import check_model_path
 from example_trainer.config import TrainerConfig
 from example_trainer.model import (
     Policy,
     build_model,
-    check_model_path,
     choose_dtype,
     naming_the_model,
     transformer_layers,
@@ -183,7 +183,7 @@ def plan(config: TrainerConfig) -> str:
 
     Reads the model's config and no weights. Raises ConfigError for a model that cannot be loaded.
     """
-    check_model_path(config.model_name)
+    check_model_path(config.model_name, flag="--model_name")
     device = torch.device("cuda")
     dtype = choose_dtype(config, device)
     kept = dtype if config.lora else torch.float32

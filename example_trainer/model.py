@@ -14,9 +14,9 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -32,6 +32,7 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from atroposlib.errors import AtroposError, ConfigError, require
 from atroposlib.utils.files import sync_to_disk
+from atroposlib.utils.model_choice import check_model_path, torch_device
 from example_trainer.adapters import ADAPTER, add_adapters, freeze_other_layers, merged_weights
 from example_trainer.config import TrainerConfig
 from example_trainer.contract import checkpoint_form, shapes_in, write_checksums
@@ -152,27 +153,18 @@ class Policy:
     world: World = ALONE
     saves_on_host: bool = False
     """Whether activations wait for the backward pass in host memory."""
+    leaves_adapters_out: bool = False
+    """Whether this is the frozen model under an adapted policy, a reference without a second copy."""
 
     def logprobs(self, micro_batch: MicroBatch) -> PolicyOutput:
         """Run the forward pass. Right padding needs no attention mask in a causal model."""
-        with saved_on_host() if self.saves_on_host else contextlib.nullcontext():
+        nothing = contextlib.nullcontext()
+        with (
+            saved_on_host() if self.saves_on_host else nothing,
+            self.model.disable_adapter() if self.leaves_adapters_out else nothing,
+        ):
             output: PolicyOutput = self.module(micro_batch)
         return output
-
-    @property
-    def vocab_size(self) -> int:
-        """Rows of the embedding."""
-        return int(self.model.get_input_embeddings().num_embeddings)
-
-    @property
-    def keeps_state(self) -> bool:
-        """Whether layers carry a recurrent state (Mamba, gated delta rule), which crosses the borders of sequences."""
-        return bool(base_model(self.model)._is_stateful)
-
-    @property
-    def num_bytes(self) -> int:
-        """Approximate size of a saved checkpoint."""
-        return sum(int(p.numel()) for p in self.model.parameters()) * int(self.dtype.itemsize)
 
     @property
     def is_adapted(self) -> bool:
@@ -244,25 +236,10 @@ class Policy:
         path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WithoutAdapters:
-    """The frozen model under an adapted policy, as a reference without a second copy."""
-
-    policy: Policy
-
-    def logprobs(self, micro_batch: MicroBatch) -> PolicyOutput:
-        with self.policy.model.disable_adapter():
-            return self.policy.logprobs(micro_batch)
-
-
-Reference: TypeAlias = Policy | WithoutAdapters
-"""The frozen model of a KL term."""
-
-
-def reference_of(policy: Policy, config: TrainerConfig) -> Reference:
-    """Return the initial model as a reference: a frozen copy, or the policy without its adapters."""
+def reference_of(policy: Policy, config: TrainerConfig) -> Policy:
+    """Return the initial model as a KL term's reference: a frozen copy, or the policy without its adapters."""
     if policy.is_adapted:
-        return WithoutAdapters(policy=policy)
+        return replace(policy, leaves_adapters_out=True)
     return load_policy(config, policy.world, is_frozen=True)
 
 
@@ -275,16 +252,6 @@ def refresh(reference: Policy, policy: Policy) -> None:
         frozen.copy_(trained if isinstance(frozen, DTensor) else whole(trained))
 
 
-def check_model_path(name: str) -> None:
-    """Raise ConfigError for a path without a checkpoint; accept names on the Hugging Face hub."""
-    is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1 or Path(name).is_dir()
-    if is_path and not (Path(name) / "config.json").is_file():
-        found = "has no config.json" if Path(name).is_dir() else "does not exist"
-        raise ConfigError(
-            f"--model_name {name}: this directory {found}; give a checkpoint directory"
-        )
-
-
 def load_policy(
     config: TrainerConfig, world: World | None = None, *, is_frozen: bool = False
 ) -> Policy:
@@ -293,11 +260,11 @@ def load_policy(
     Of several processes only the first holds a whole model, on the CPU in the checkpoint's precision. `is_frozen`: as
     a reference.
     """
-    device = choose_device(config) if world is None else world.device
+    device = torch_device(config.device) if world is None else world.device
     world = world or ALONE
     dtype = choose_dtype(config, device)
     kept = dtype if is_frozen or config.lora else torch.float32  # adapters are float32 in any case
-    check_model_path(config.model_name)
+    check_model_path(config.model_name, flag="--model_name")
     with naming_the_model(config):
         tokenizer = AutoTokenizer.from_pretrained(config.model_name)
         if world.size == 1:
@@ -427,16 +394,6 @@ def transformer_layers(model: Any) -> list[nn.Module]:
             f"{type(model).__name__} has no `layers`: they can be neither split over processes nor compiled"
         )
     return list(layers)
-
-
-def choose_device(config: TrainerConfig) -> torch.device:
-    """Return the configured device; raise ConfigError if cuda is configured and unavailable."""
-    has_cuda = torch.cuda.is_available()
-    if config.device == "auto":
-        return torch.device("cuda" if has_cuda else "cpu")
-    if config.device != "cpu" and not has_cuda:
-        raise ConfigError(f"--device {config.device}: torch sees no CUDA device; use --device cpu")
-    return torch.device(config.device)
 
 
 def choose_dtype(config: TrainerConfig, device: torch.device) -> torch.dtype:

@@ -84,26 +84,22 @@ def _sharded_like(value: DTensor, local: Tensor) -> Tensor:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, config: TrainerConfig, step: int) -> float:
-    """Set and return the rate of the step after `step` steps; it depends on nothing else, so a resume continues it."""
-    lr = config.lr * rate_share(config, step)
-    for settings in optimizer.param_groups:
-        settings["lr"] = lr
-    return lr
+    """Set and return the rate of the step after `step` steps; it depends on nothing else, so a resume continues it.
 
-
-def rate_share(config: TrainerConfig, step: int) -> float:
-    """Return the rate as a share of `lr`: a linear warm-up, then `lr_schedule` towards `lr_min_fraction`.
-
-    The end is reached one step after the last, so that no step is without effect.
+    A linear warm-up, then `lr_schedule` towards `lr_min_fraction`. The end is reached one step after the last, so that
+    no step is without effect.
     """
-    if step < config.warmup_steps:
-        return (step + 1) / config.warmup_steps
     num_left = max(0, config.num_steps - step)
     left = num_left / max(1, config.num_steps - config.warmup_steps)
-    shape = {
+    falling = {
         "constant": 1.0,
         "linear": left,
         "cosine": (1 - math.cos(math.pi * left)) / 2,
         "wsd": min(1.0, num_left / (WSD_DECAY * config.num_steps)),
     }[config.lr_schedule]
-    return config.lr_min_fraction + (1 - config.lr_min_fraction) * shape
+    share = config.lr_min_fraction + (1 - config.lr_min_fraction) * falling
+    if step < config.warmup_steps:
+        share = (step + 1) / config.warmup_steps
+    for settings in optimizer.param_groups:
+        settings["lr"] = config.lr * share
+    return config.lr * share

@@ -140,9 +140,8 @@ class World:
 
         Buffers go to the device also where parameters stay on the host: FSDP moves only parameters for a layer.
         """
-        source = {}
-        if read is not None:
-            source = dict(read.named_parameters()) | dict(read.named_buffers())
+        parts = [] if read is None else [*read.named_parameters(), *read.named_buffers()]
+        source = dict(parts)
         for name, parameter in model.named_parameters():
             whole_tensor = torch.empty(parameter.shape, dtype=parameter.dtype, device=self.device)
             if self.is_main:

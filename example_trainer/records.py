@@ -156,10 +156,8 @@ def describe_batch(batch: Batch, version: int) -> dict[str, Any]:
     """Return the metrics of a batch; staleness is in steps, over trained positions of known version."""
     staleness = version - batch.versions[batch.versions != UNKNOWN_VERSION]
     skipped = {f"num_skipped_{why}": batch.num_skipped(why) for why in get_args(SkipReason)}
-    for why in (
-        "zero_advantage",
-        "too_long",
-    ):  # the others have no trained position that is not too old
+    # Of the others no trained position is not too old.
+    for why in ("zero_advantage", "too_long"):
         skipped[f"num_skipped_tokens_{why}"] = batch.num_skipped_tokens.get(why, 0)
     return skipped | {
         "reward_mean": float(batch.scores.mean()),

@@ -14,13 +14,14 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from atroposlib.config import parse_flags
 from atroposlib.errors import ConfigError, EngineError, cli_boundary
+from atroposlib.utils.model_choice import check_model_path
 from atroposlib.utils.owned_process import OwnedProcess
 from example_trainer.config import TrainerConfig
 from example_trainer.grpo import start_command
@@ -67,11 +68,10 @@ def _run(argv: list[str]) -> None:
         config = config.model_copy(update={"logprobs_mode": "processed"})
     _check(config, environment_flags)
     start_command()
-    from example_trainer.model import check_model_path
     from example_trainer.training import train
     from example_trainer.vllm_process import make_engine
 
-    check_model_path(config.model_name)
+    check_model_path(config.model_name, flag="--model_name")
     parts: list[OwnedProcess] = []
     with ExitStack() as stack:
         if config.run_hub:
@@ -80,48 +80,42 @@ def _run(argv: list[str]) -> None:
             parts.append(stack.enter_context(make_engine(config, Path(config.model_name))))
         if config.environment is not None:
             parts.append(stack.enter_context(_environment(config, environment_flags)))
-        watch = stack.enter_context(_Watch(parts))
-        try:
-            # An unreachable engine that was started here has died, so long retries are useless.
-            train(config.model_copy(update={"engine_retry_s": ENGINE_RETRY_S}))
-        except (SystemExit, EngineError):
-            watch.check()
-            raise
-        watch.check()
+        stack.enter_context(_watching(parts))
+        # An unreachable engine that was started here has died, so long retries are useless.
+        train(config.model_copy(update={"engine_retry_s": ENGINE_RETRY_S}))
 
 
-class _Watch:
-    """Sends SIGTERM to this process when another process of the run has died."""
+@contextmanager
+def _watching(parts: Sequence[OwnedProcess]) -> Iterator[None]:
+    """Send SIGTERM to this process when a part dies; then raise EngineError with the end of its log."""
+    is_over = threading.Event()
+    died: list[OwnedProcess] = []
 
-    def __init__(self, parts: Sequence[OwnedProcess]) -> None:
-        self._parts = parts
-        self._over = threading.Event()
-        self._died: OwnedProcess | None = None
-        self._thread = threading.Thread(target=self._watch, name="parts watcher", daemon=True)
-
-    def check(self) -> None:
-        """Raise EngineError with the end of its log if a process has died."""
-        if self._died is not None:
-            self._died.check_alive()
-
-    def _watch(self) -> None:
-        while self._died is None:
-            if self._over.wait(WATCH_INTERVAL_S):
+    def watch() -> None:
+        while not died:
+            if is_over.wait(WATCH_INTERVAL_S):
                 return
             # Exit code 0: an environment has sent everything, which may be enough for the trainer.
-            self._died = next((part for part in self._parts if part.poll() not in (None, 0)), None)
-        logger.error("%s has died; the trainer is asked to stop", self._died.name)
+            died.extend(part for part in parts if part.poll() not in (None, 0))
+        logger.error("%s has died; the trainer is asked to stop", died[0].name)
         os.kill(os.getpid(), signal.SIGTERM)
-        if not self._over.wait(END_GRACE_S):
+        if not is_over.wait(END_GRACE_S):
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def __enter__(self) -> _Watch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._over.set()
-        self._thread.join()
+    thread = threading.Thread(target=watch, name="parts watcher", daemon=True)
+    thread.start()
+    try:
+        yield
+    except (SystemExit, EngineError):
+        for part in died:
+            part.check_alive()
+        raise
+    else:
+        for part in died:
+            part.check_alive()
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def _check(config: RunConfig, environment_flags: Sequence[str]) -> None:

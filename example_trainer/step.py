@@ -24,7 +24,7 @@ from example_trainer.loss import (
     logprob_sums,
     policy_loss,
 )
-from example_trainer.model import Policy, PolicyOutput, Reference, uses_flash
+from example_trainer.model import Policy, PolicyOutput, base_model, uses_flash
 from example_trainer.optim import set_learning_rate
 from example_trainer.parallel import whole
 from example_trainer.trained_groups import StepTrace
@@ -106,7 +106,7 @@ def take_step(
     config: TrainerConfig,
     step: int,
     gap: LogprobGap,
-    reference: Reference | None = None,
+    reference: Policy | None = None,
     trace: StepTrace | None = None,
 ) -> StepResult:
     """Accumulate the gradient over the micro-batches, compare logprobs with the engines', then update the weights.
@@ -136,7 +136,7 @@ def take_step(
 
 
 def losses(
-    policy: Policy, batch: Batch, config: TrainerConfig, frozen: Reference | None
+    policy: Policy, batch: Batch, config: TrainerConfig, frozen: Policy | None
 ) -> Iterator[tuple[MicroBatch, PolicyOutput, PolicyLoss]]:
     """Yield each of this process's micro-batches with its forward pass and loss; its backward pass follows."""
     for cpu_micro_batch in policy.world.share(batch.micro_batches):
@@ -162,7 +162,7 @@ def router_share(own: PolicyOutput, micro_batch: MicroBatch, batch: Batch) -> Te
     return own.router_loss * (sum(len(row.tokens) for row in micro_batch.rows) / batch.num_tokens)
 
 
-def reference_logprobs(reference: Reference | None, micro_batch: MicroBatch) -> Tensor | None:
+def reference_logprobs(reference: Policy | None, micro_batch: MicroBatch) -> Tensor | None:
     """Return the environment's reference logprobs, with missing ones from the frozen reference.
 
     The reference runs for every micro-batch or for none, because every process of a sharded one must take part.
@@ -198,7 +198,7 @@ def groups_at_fault(
     policy: Policy,
     groups: Sequence[ScoredGroup],
     config: TrainerConfig,
-    reference: Reference | None = None,
+    reference: Policy | None = None,
     oldest_version: int | None = None,
 ) -> list[int]:
     """Return the positions of the groups that alone have a gradient which is not finite; weights are left as they are.
@@ -265,7 +265,8 @@ def data_options(config: TrainerConfig, policy: Policy | None = None) -> DataOpt
     """Return the data options of the configuration, adapted to the model of `policy`."""
     packs = config.packing == "on"
     if config.packing == "auto" and policy is not None:
-        packs = uses_flash(policy.model) and not policy.keeps_state
+        # A recurrent state (Mamba, gated delta rule) would cross the borders of sequences.
+        packs = uses_flash(policy.model) and not base_model(policy.model)._is_stateful
     on_gpu = policy is not None and policy.device.type == "cuda"
     # Without checkpointing, 32,768 positions of a 0.5B take 45 GB.
     most_tokens = 8192 if on_gpu and not config.gradient_checkpointing else 32768

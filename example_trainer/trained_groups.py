@@ -48,9 +48,8 @@ class TrainedGroups:
         self._last_step = start
         self._files: dict[str, BinaryIO] = {}
         names = [FATES_NAME, FILE_NAME] if self._num_groups else [FATES_NAME]
-        self._paths = {name: config.save_path / name for name in names if world.is_main}
-        for name, path in self._paths.items():
-            self._files[name], _ = open_after(path, start, flag="save_path")
+        for name in names if world.is_main else ():
+            self._files[name], _ = open_after(config.save_path / name, start, flag="save_path")
 
     def begin(self, groups: Sequence[ScoredGroup], batch: Batch, *, step: int) -> StepTrace | None:
         """Draw groups with an id to record in `step`, the same in every process; None if there are none."""
@@ -91,9 +90,7 @@ class TrainedGroups:
         text = b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
         if file.tell() + len(text) > MAX_FILE_BYTES:
             limit_mib = MAX_FILE_BYTES // 2**20
-            logger.warning(
-                "%s is full (%d MiB): later steps are left out", self._paths[name], limit_mib
-            )
+            logger.warning("%s is full (%d MiB): later steps are left out", file.name, limit_mib)
             self._files.pop(name).close()
             return
         file.write(text)

@@ -26,6 +26,7 @@ import torch
 from atroposlib.client import TrainerClient
 from atroposlib.errors import AtroposError
 from atroposlib.scored_data import ScoredGroup
+from atroposlib.utils.model_choice import torch_device
 from atroposlib.utils.tracing import record_step
 from example_trainer.background import Background
 from example_trainer.bridges import EngineWatch, WeightBridge, make_bridge
@@ -35,7 +36,7 @@ from example_trainer.data import make_batch, require_trainable
 from example_trainer.feed import RETRY_S, Follower, Leader
 from example_trainer.gap import LogprobGap
 from example_trainer.memory import sizes_of, what_does_not_fit
-from example_trainer.model import Policy, choose_device, load_policy, reference_of, refresh
+from example_trainer.model import Policy, load_policy, reference_of, refresh
 from example_trainer.optim import make_optimizer
 from example_trainer.parallel import processes
 from example_trainer.records import (
@@ -74,15 +75,13 @@ def train(config: TrainerConfig) -> None:
     set_up_torch(config)
     with ExitStack() as stack:
         enter = stack.enter_context
-        world = enter(processes(choose_device(config)))
+        world = enter(processes(torch_device(config.device)))
         policy = load_policy(config, world)
         warn_of_memory(policy, config)
         reference = reference_of(policy, config) if config.kl_coef else None
         optimizer = make_optimizer(policy, config)
         apart = world.for_another_thread()
-        refreshed = (
-            reference if config.reference_refresh and isinstance(reference, Policy) else None
-        )
+        refreshed = reference if config.reference_refresh else None
         directory, keep = config.save_path, config.keep_last
         saved = Checkpoints(save_path=directory, world=apart, keep_last=keep, reference=refreshed)
         start, metrics, experiment = resume(config, saved, policy, optimizer)
@@ -106,7 +105,9 @@ def train(config: TrainerConfig) -> None:
                 log,
                 world,
                 experiment=experiment,
-                require_trainable=partial(require_trainable, vocab_size=policy.vocab_size),
+                require_trainable=partial(
+                    require_trainable, vocab_size=policy.model.get_input_embeddings().num_embeddings
+                ),
                 is_stopping=stopping.is_set,
                 on_refused=trained_groups.refuse,
                 on_no_batch=lambda: look_after(watch, publications, checkpoints),

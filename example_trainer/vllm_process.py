@@ -23,9 +23,10 @@ import httpx
 import torch
 
 from atroposlib.errors import ConfigError, EngineError
+from atroposlib.utils.model_choice import torch_device
 from atroposlib.utils.owned_process import POLL_INTERVAL_S, OwnedProcess, check_port_is_free
 from example_trainer.config import TrainerConfig
-from example_trainer.model import adapter_rank, choose_device, choose_dtype
+from example_trainer.model import adapter_rank, choose_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +108,7 @@ def make_engine(
 
     It computes in the dtype of the published weights: vLLM's default for float32 weights is a 16-bit dtype.
     """
-    device = choose_device(config)
+    device = torch_device(config.device)
     dtype = str(choose_dtype(config, device)).removeprefix("torch.")
     flags: dict[str, str | int | float | None] = {
         "--model": str(model),

@@ -43,20 +43,15 @@ class WeightsDirectory:
 
     def __init__(self, config: TrainerConfig, policy: Policy) -> None:
         self._policy = policy
-        self._lock: _Claimed | None = None
-        self._temporary = config.weights_dir is None and policy.world.is_main
-        if not policy.world.is_main:
-            self.path = Path()
-        elif config.weights_dir is not None:
-            self.path = config.weights_dir
-        elif (
-            _SHARED_MEMORY.is_dir()
-            and shutil.disk_usage(_SHARED_MEMORY).free > 2 * (KEEP + 1) * policy.num_bytes
-        ):
-            self._lock = _Claimed(_SHARED_MEMORY)
-            self.path = self._lock.path
-        else:
-            self.path = config.save_path / "weights"
+        self._lock: int | None = None
+        self._is_temporary = config.weights_dir is None and policy.world.is_main
+        self.path = config.weights_dir or config.save_path / "weights"
+        num_values = sum(p.numel() for p in policy.model.parameters())
+        needed = 2 * (KEEP + 1) * num_values * policy.dtype.itemsize
+        has_room = _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > needed
+        if self._is_temporary and has_room:
+            self.path = _new_directory(_SHARED_MEMORY)
+            self._lock = _lock(self.path)
         self._model_name = config.model_name
         self._shapes: Shapes | None = None
         """Of the checkpoint that training started from; None before the first save."""
@@ -96,28 +91,26 @@ class WeightsDirectory:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._temporary:
+        if self._is_temporary:
             shutil.rmtree(self.path, ignore_errors=True)
         if self._lock is not None:
-            self._lock.close()
+            os.close(self._lock)
 
 
-class _Claimed:
-    """A new directory in shared memory; creating it removes the directories of killed trainers.
+def _new_directory(parent: Path) -> Path:
+    """Create a directory in shared memory and remove those of killed trainers, which would fill it."""
+    for path in parent.glob(f"{_PREFIX}*"):
+        _remove_if_abandoned(path)
+    return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
 
-    Each trainer holds a lock in its directory while it lives; otherwise repeated crashes would fill the memory.
-    """
 
-    def __init__(self, parent: Path) -> None:
-        for path in parent.glob(f"{_PREFIX}*"):
-            _remove_if_abandoned(path)
-        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-        self._descriptor = os.open(self.path / "new_lock", os.O_RDWR | os.O_CREAT)
-        fcntl.flock(self._descriptor, fcntl.LOCK_EX)
-        (self.path / "new_lock").rename(self.path / _LOCK)  # a file named `lock` is always locked
-
-    def close(self) -> None:
-        os.close(self._descriptor)
+def _lock(directory: Path) -> int:
+    """Hold a lock in the directory while this process lives; return its descriptor."""
+    unlocked = directory / "new_lock"
+    descriptor = os.open(unlocked, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    unlocked.rename(directory / _LOCK)  # a file named `lock` is always locked
+    return descriptor
 
 
 def _remove_if_abandoned(path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +14,7 @@ from atroposlib.engine.sampling import SamplingParams
 from atroposlib.engine.scheduler import Engine
 from atroposlib.engine.sequences import EngineRequest
 from atroposlib.errors import ConfigError, EngineError
+from atroposlib.utils.model_choice import check_model_path, torch_device
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +31,8 @@ class LoadedModel(NamedTuple):
 
 def load(config: EngineConfig) -> LoadedModel:
     """Load model and tokenizer; the engine is not started. Raises ConfigError if they cannot be loaded."""
-    _check_path(config.model)
-    device = _device(config.device)
+    check_model_path(config.model, flag="--model")
+    device = torch_device(config.device)
     dtype = config.dtype
     if dtype == "auto":
         dtype = "float32" if device.type == "cpu" else "bfloat16"
@@ -72,23 +72,6 @@ def warm_up(engine: Engine) -> None:
             future.result()
     except EngineError as e:
         raise ConfigError(f"this model cannot be served: {e}") from e
-
-
-def _check_path(model: str) -> None:
-    """Raise ConfigError for a path that does not exist; `owner/name` may be a Hugging Face model."""
-    path = Path(model).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ConfigError(f"--model {model!r}: the directory has no config.json")
-    elif path.exists() or model.startswith(("/", ".", "~")) or model.count("/") != 1:
-        raise ConfigError(f"--model {model!r}: no such directory")
-
-
-def _device(name: str) -> torch.device:
-    has_cuda = torch.cuda.is_available()
-    if name == "cuda" and not has_cuda:
-        raise ConfigError("--device cuda: torch sees no CUDA device; use --device cpu")
-    return torch.device("cuda" if has_cuda and name != "cpu" else "cpu")
 
 
 def _eos_token_ids(model: Any, tokenizer: Any) -> list[int]:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -17,10 +17,7 @@ from torch import nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from atroposlib.errors import EngineRejected
-from atroposlib.utils.tensor_checksums import describe_tensor, tensor_checksum
-
-_SHOWN = 3
-"""How many tensors an error names."""
+from atroposlib.utils.tensor_checksums import describe_tensor, some_of, tensor_checksum
 
 
 def read_checkpoint(model: nn.Module, directory: Path) -> dict[str, torch.Tensor]:
@@ -35,11 +32,11 @@ def read_checkpoint(model: nn.Module, directory: Path) -> dict[str, torch.Tensor
     unknown = sorted(tensors.keys() - state.keys())
     if unknown:
         raise EngineRejected(
-            f"{directory} has {len(unknown)} tensors that the model lacks: {_some(unknown)}"
+            f"{directory} has {len(unknown)} tensors that the model lacks: {some_of(unknown)}"
         )
     missing = [names[0] for names in tied if not any(name in tensors for name in names)]
     if missing:
-        raise EngineRejected(f"{directory} lacks {len(missing)} tensors: {_some(missing)}")
+        raise EngineRejected(f"{directory} lacks {len(missing)} tensors: {some_of(missing)}")
     wrong = [
         f"{name} is {describe_tensor(tensor)}, the model's is {describe_tensor(state[name])}"
         for name, tensor in tensors.items()
@@ -47,7 +44,7 @@ def read_checkpoint(model: nn.Module, directory: Path) -> dict[str, torch.Tensor
         or tensor.is_floating_point() != state[name].is_floating_point()
     ]
     if wrong:
-        raise EngineRejected(f"{directory} does not fit the model: {_some(wrong)}")
+        raise EngineRejected(f"{directory} does not fit the model: {some_of(wrong)}")
     chosen: dict[str, torch.Tensor] = {}
     for names in tied:
         first, *others = [name for name in names if name in tensors]
@@ -95,7 +92,7 @@ def _load_files(directory: Path) -> dict[str, torch.Tensor]:
             raise EngineRejected(f"{file} cannot be read: {e}") from e
         twice = sorted(loaded.keys() & tensors.keys())
         if twice:
-            raise EngineRejected(f"{directory}: several files hold {_some(twice)}")
+            raise EngineRejected(f"{directory}: several files hold {some_of(twice)}")
         tensors.update(loaded)
     return tensors
 
@@ -106,8 +103,3 @@ def _names_by_storage(state: Mapping[str, torch.Tensor]) -> list[list[str]]:
     for name, tensor in state.items():
         groups[(tensor.data_ptr(), tensor.shape)].append(name)
     return list(groups.values())
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_SHOWN])
-    return shown if len(names) <= _SHOWN else f"{shown}, ... ({len(names)} in all)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -26,3 +27,9 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 def describe_tensor(tensor: Tensor) -> str:
     """Return dtype and shape: `float32[2, 3]`."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def some_of(lines: Sequence[str], *, num_shown: int = 3) -> str:
+    """Return the first of several tensors' lines, and how many there are if that is not all."""
+    shown = "; ".join(lines[:num_shown])
+    return shown if len(lines) <= num_shown else f"{shown}; ... ({len(lines)} in all)"

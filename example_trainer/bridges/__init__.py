@@ -1,8 +1,8 @@
 """Four bridges that bring new weights to the engines, with the same methods.
 
 `restart` stops the engine and starts it on the new checkpoint; `reload` makes running engines load it in place; `lora`
-swaps the adapter; `transfer` sends weights from memory to memory. `start`, `begin` and `publish` must be called by
-every process; only the first talks to the engines. Every method raises EngineError if it cannot do what it promises.
+swaps the adapter; `transfer` sends weights from memory to memory. `start` and `begin` must be called by every
+process; only the first talks to the engines. Every method raises EngineError if it cannot do what it promises.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from typing import Any, TypeAlias
 import torch
 
 from atroposlib.errors import EngineError, EngineUnavailable
+from atroposlib.utils.model_choice import torch_device
 from example_trainer.bridges.restart import RestartBridge
 from example_trainer.bridges.running import LoraBridge, ReloadBridge
 from example_trainer.bridges.transfer import TransferBridge
 from example_trainer.config import TrainerConfig
-from example_trainer.model import Policy, choose_device
+from example_trainer.model import Policy
 from example_trainer.vllm_process import (
     make_engine,
     require_gpu_for_engine,
@@ -61,17 +62,19 @@ class CheckpointBridge:
             self._engines.start(write(), version)
 
     def begin(self, policy: Policy, version: int) -> Callable[[], int]:
-        """Copy the weights and return what publishes them, for any thread; if that cannot overlap, publish at once."""
-        if not self._overlaps:
-            served = self.publish(policy, version)
-            return lambda: served
-        write = self._take(version)
-        return lambda: self._engines.publish(write(), version) if policy.world.is_main else version
+        """Copy the weights and return what publishes them, for any thread; if that cannot overlap, publish at once.
 
-    def publish(self, policy: Policy, version: int) -> int:
-        """Return the version that every engine then serves: an older one if an engine did not start on it (restart)."""
+        It returns the version that every engine then serves: an older one if an engine did not start on it (restart).
+        """
         write = self._take(version)
-        return self._engines.publish(write(), version) if policy.world.is_main else version
+
+        def publish() -> int:
+            return self._engines.publish(write(), version) if policy.world.is_main else version
+
+        if self._overlaps:
+            return publish
+        served = publish()
+        return lambda: served
 
 
 WeightBridge: TypeAlias = CheckpointBridge | TransferBridge
@@ -130,7 +133,7 @@ def make_bridge(
     config: TrainerConfig, weights: WeightsDirectory, *, is_stopping: Callable[[], bool]
 ) -> WeightBridge:
     """Raises ConfigError if the engine would be started on a GPU of torchrun's processes."""
-    if choose_device(config).type == "cuda":
+    if torch_device(config.device).type == "cuda":
         require_gpu_for_engine(config)
     if config.bridge == "restart":
         return CheckpointBridge(

@@ -114,9 +114,7 @@ class RunningEngine(ABC):
             )
 
     def _unload(self, route: str, name: str) -> None:
-        with suppress(
-            EngineRejected
-        ):  # no such adapter yet, or no such route: loading reports that
+        with suppress(EngineRejected):  # no such adapter yet; or no such route, as loading reports
             self.control.post(route, {"lora_name": name})
 
 

@@ -7,13 +7,14 @@ import random
 import re
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -22,18 +23,19 @@ from safetensors.torch import load_file
 from atroposlib.scored_data import ScoredGroup
 from example_trainer.checkpointing import Checkpoints
 from example_trainer.parallel import ALONE
+from tests.builders.rows import rows_in
 from tests.faults.drivers import HubProcess, hub_process
 from tests.faults.trainer_lives import Ended, Life, nursery
 from tests.tiny_model import make_tiny_model
 from tests.trainer.helpers_engine import RecordedEngine, recorded_engine
-from tests.trainer.helpers_run import ledger_of, send
+from tests.trainer.helpers_run import closed_ledger, send
 from tests.trainer.helpers_trainer import make_group
 
 Run = Callable[[Life], Ended]
 KILLED = -9
 NUM_KILLS = 10
 NUM_WRITES_CUT = 8
-NUM_STEPS = 40
+NUM_STEPS = 30
 KEEP_LAST = 2
 
 
@@ -66,6 +68,8 @@ class Course:
     run: Run
     hub: HubProcess
     engine: RecordedEngine
+    sampled: dict[str, int] = field(default_factory=dict)
+    """The sampled tokens of each group that was sent."""
     seconds: float = 0.0
 
     @property
@@ -75,6 +79,14 @@ class Course:
     @property
     def journal(self) -> Path:
         return self.directory / "journal"
+
+    def send(self, groups: Sequence[ScoredGroup], *, prefix: str = "g") -> None:
+        self.sampled |= send(self.hub.url, groups, prefix=prefix)
+
+    @property
+    def ledger(self) -> dict[str, int]:
+        """Which places of the hub hold groups, after a life that was not killed."""
+        return closed_ledger(self.hub.url, self.save_path, self.sampled)
 
     def live(self, flags: dict[str, Any] | None = None, **plan: Any) -> Ended:
         settings = {
@@ -100,7 +112,7 @@ class Course:
 
     def live_to_the_end(self) -> Ended:
         ended = self.live()
-        assert ended.codes == [0], self.hub.process
+        assert ended.codes == [0], self.said[-4000:]
         return ended
 
     @property
@@ -114,8 +126,7 @@ class Course:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        lines = (self.save_path / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
+        return rows_in(self.save_path / "metrics.jsonl")
 
     @property
     def checkpoints(self) -> list[int]:
@@ -133,7 +144,8 @@ class Course:
     @property
     def said(self) -> str:
         """What the lives of this course have logged."""
-        return Path(f"{self.journal}.log").read_text()
+        log = Path(f"{self.journal}.log")
+        return log.read_text() if log.exists() else ""
 
     def note_the_hub(self) -> None:
         Path(f"{self.journal}.hub").write_text(str(self.hub.pid))
@@ -157,7 +169,7 @@ class Course:
         found, wanted = ([[m[n] for n in names] for m in c.metrics] for c in (self, uncrashed))
         assert found == wanted
         assert self.final_model == uncrashed.final_model
-        assert ledger_of(self.hub.url) == {"trained": 2 * self.num_steps}
+        assert self.ledger == {"trained": 2 * self.num_steps}
         assert self.engine.versions[-1] == str(self.num_steps)
         last = [self.num_steps - 2, self.num_steps][-KEEP_LAST:]
         assert sorted(path.name for path in self.save_path.iterdir()) == sorted(
@@ -166,33 +178,42 @@ class Course:
         )
 
 
-@contextmanager
-def course(
-    directory: Path, model_dir: Path, run: Run, *, num_steps: int, num_groups: int | None = None
-) -> Iterator[Course]:
-    """Begin a course with a hub process and an engine of its own; its groups are there.
+Begin = Callable[..., AbstractContextManager[Course]]
+
+
+@pytest.fixture(scope="module")
+def begin(tmp_path_factory: pytest.TempPathFactory, model_dir: Path, forge: Run) -> Iterator[Begin]:
+    """Return a function that begins a course with an emptied hub and an engine of its own.
 
     No batch is set aside as dead: the kills may all hit trainers that hold the first one.
     """
     flags = ("--max-deliveries", str(len(POINTS) + 1))
-    with hub_process(directory, *flags) as hub, recorded_engine() as engine:
-        send(hub.url, groups_for(num_steps)[:num_groups])
-        yield Course(directory, model_dir, num_steps, run, hub, engine)
+
+    @contextmanager
+    def begin(
+        directory: Path, groups: Sequence[ScoredGroup], *, num_steps: int
+    ) -> Iterator[Course]:
+        hub.forget()
+        with recorded_engine() as engine:
+            course = Course(directory, model_dir, num_steps, forge, hub, engine)
+            course.send(groups)
+            yield course
+
+    with hub_process(tmp_path_factory.mktemp("hub"), *flags) as hub:
+        yield begin
 
 
 @pytest.fixture(scope="module")
-def uncrashed(
-    tmp_path_factory: pytest.TempPathFactory, model_dir: Path, forge: Run
-) -> Iterator[Course]:
+def uncrashed(tmp_path_factory: pytest.TempPathFactory, begin: Begin) -> Iterator[Course]:
     directory = tmp_path_factory.mktemp("uncrashed")
-    with course(directory, model_dir, forge, num_steps=NUM_STEPS) as whole:
+    with begin(directory, groups_for(NUM_STEPS), num_steps=NUM_STEPS) as whole:
         whole.seconds = whole.live_to_the_end().seconds
         yield whole
 
 
 @pytest.fixture
-def crashed(tmp_path: Path, model_dir: Path, forge: Run) -> Iterator[Course]:
-    with course(tmp_path, model_dir, forge, num_steps=NUM_STEPS) as started:
+def crashed(tmp_path: Path, begin: Begin) -> Iterator[Course]:
+    with begin(tmp_path, groups_for(NUM_STEPS), num_steps=NUM_STEPS) as started:
         yield started
 
 
@@ -294,7 +315,7 @@ def test_a_trainer_that_is_told_to_stop_saves_and_at_a_second_signal_ends_at_onc
         ended = crashed.live(deeds=[(point, 3, "terminate")])
         assert ended.codes == [0], point
         assert crashed.checkpoints[-1] == crashed.metrics[-1]["step"]
-        assert ledger_of(crashed.hub.url).keys() == {"queued", "trained"}
+        assert crashed.ledger.keys() == {"queued", "trained"}
         assert not crashed.leftovers
     ended = crashed.live(deeds=[("after training", 2, "terminate")] * 2)
     assert ended.codes == [143]
@@ -312,9 +333,9 @@ def test_a_trainer_that_is_told_to_stop_saves_and_at_a_second_signal_ends_at_onc
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_trainer_that_waits_for_a_batch_stops_when_it_is_told_to(
-    tmp_path: Path, model_dir: Path, forge: Run, ranks: int
+    tmp_path: Path, begin: Begin, ranks: int
 ) -> None:
-    with course(tmp_path, model_dir, forge, num_steps=1, num_groups=0) as empty:
+    with begin(tmp_path, [], num_steps=1) as empty:
         ended = empty.live(kill_after_s=0.2, signal=signal.SIGTERM, ranks=ranks)
         assert ended.codes == [0] * ranks
         assert ended.seconds < 15  # the hub holds a request for five
@@ -359,86 +380,90 @@ def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(
     crashed.assert_is(uncrashed)
 
 
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize(
-    ("deed", "said"),
-    [
-        (("before leasing", 2, "raise 0"), "as planned"),
-        (("before following", 2, "raise 1"), "as planned"),
-        (("after the update", 2, "raise 1"), "as planned"),
-        (("before shards", 2, "raise 0"), "as planned"),
-        (("before shards", 2, "raise 1"), "as planned"),
-        (("before leasing", 2, "kill"), "onnection (closed|reset) by peer|Broken pipe"),
-    ],
-)
-def test_a_process_that_fails_takes_the_others_with_it(
-    tmp_path: Path, model_dir: Path, forge: Run, deed: tuple[str, int, str], said: str
-) -> None:
-    with course(tmp_path, model_dir, forge, num_steps=7) as run:  # the sixth has nothing to train
-        ended = run.live(ranks=2, deeds=[deed])
-        assert 0 not in ended.codes
-        assert ended.seconds < 90  # gloo would wait half an hour for a process that is gone
-        assert re.search(said, run.said)
+@pytest.mark.timeout(240)
+def test_a_process_that_fails_takes_the_others_with_it(tmp_path: Path, begin: Begin) -> None:
+    planned, cut_off = "as planned: ", "onnection (closed|reset) by peer|Broken pipe"
+    deeds = {
+        ("before leasing", 2, "raise 0"): planned,
+        ("before following", 2, "raise 1"): planned,
+        ("after the update", 2, "raise 1"): planned,
+        ("before shards", 2, "raise 0"): planned,
+        ("before shards", 2, "raise 1"): planned,
+        ("before leasing", 2, "kill"): cut_off,
+    }
+    with begin(tmp_path, groups_for(14), num_steps=14) as run:  # two have nothing to train
+        for deed, words in deeds.items():
+            before = len(run.said)
+            ended = run.live(ranks=2, deeds=[deed])
+            assert 0 not in ended.codes, deed
+            assert ended.seconds < 90  # gloo would wait half an hour for a process that is gone
+            assert re.search(words, run.said[before:]), deed
         assert run.live(ranks=2).codes == [0, 0]
-        assert [m["step"] for m in run.metrics if m["loss"] is None] == [6]
-        assert ledger_of(run.hub.url) == {"trained": 14}
+        assert [m["step"] for m in run.metrics if m["loss"] is None] == [6, 13]
+        assert run.ledger == {"trained": 28}
 
 
 @pytest.mark.timeout(60)
 def test_a_signal_to_one_process_stops_both_after_the_same_step(
-    tmp_path: Path, model_dir: Path, forge: Run
+    tmp_path: Path, begin: Begin
 ) -> None:
-    with course(tmp_path, model_dir, forge, num_steps=4) as run:
+    with begin(tmp_path, groups_for(4), num_steps=4) as run:
         ended = run.live(ranks=2, deeds=[("before following", 3, "terminate")])  # the second
         assert ended.codes == [0, 0]
         assert run.checkpoints == [2]
-        assert ledger_of(run.hub.url) == {"queued": 4, "trained": 4}
+        assert run.ledger == {"queued": 4, "trained": 4}
         assert run.live(ranks=2).codes == [0, 0]
-        assert ledger_of(run.hub.url) == {"trained": 8}
+        assert run.ledger == {"trained": 8}
 
 
 @pytest.mark.timeout(60)
 def test_two_processes_end_together_where_the_engine_has_other_weights(
-    tmp_path: Path, model_dir: Path, forge: Run
+    tmp_path: Path, begin: Begin
 ) -> None:
-    with course(tmp_path, model_dir, forge, num_steps=2, num_groups=0) as run:
-        send(run.hub.url, groups_for(2))
+    with begin(tmp_path, groups_for(2), num_steps=2) as run:
         ended = run.live({"max_logprob_gap": 1e-3}, ranks=2)
         assert ended.codes == [1, 1]
         assert run.said.count("max_logprob_gap 0.001") >= 2
         assert run.checkpoints == []
 
 
-@pytest.mark.timeout(60)
-def test_two_processes_train_without_the_groups_that_cannot_be_trained_on(
-    tmp_path: Path, model_dir: Path, forge: Run
+@pytest.mark.timeout(120)
+def test_two_processes_follow_one_hub_through_the_first_as_one_does(
+    tmp_path: Path, begin: Begin
 ) -> None:
-    with course(tmp_path, model_dir, forge, num_steps=2, num_groups=0) as run:
-        bad = make_group([1.0, 0.0], seed=9).replace(inference_logprobs=None)
-        send(run.hub.url, [bad, *groups_for(2)])
-        assert run.live(ranks=2).codes == [0, 0]
-        assert ledger_of(run.hub.url) == {"trained": 4, "dead": 1}
-        assert "managed_server" in run.said
-
-
-@pytest.mark.timeout(60)
-def test_two_processes_ask_the_reference_for_a_batch_that_brings_half_of_it(
-    tmp_path: Path, model_dir: Path, forge: Run
-) -> None:
-    """One process gets micro-batches with `ref_logprobs`, the other those without."""
+    """Without the groups that cannot be trained on; one process gets micro-batches with `ref_logprobs`, one without."""
+    bad = make_group([1.0, 0.0], seed=8).replace(inference_logprobs=None)
+    poison = make_group([1.0, 0.0], seed=9)
+    poison = poison.replace(advantages=np.full(len(poison.tokens), 3e38))  # an infinite gradient
     rows = [[1.0, 0.0], [1.0, 0.0], [1.0, 1.0], [1.0, 1.0], [1.0, 0.0], [1.0, 0.0]]
     groups = [make_group(scores, seed=seed) for seed, scores in enumerate(rows)]
     for index in (0, 4):
         given = [[-1.5] * int(n) for n in groups[index].lengths]
         groups[index] = make_group(rows[index], seed=index, ref_logprobs=given)
-    finals = []
+    flags = {"kl_coef": 0.2, "reference_refresh": 2, "max_microbatch_tokens": 8}
+    finals, traces = [], []
     for ranks in (1, 2):
         (tmp_path / str(ranks)).mkdir()
-        with course(tmp_path / str(ranks), model_dir, forge, num_steps=3, num_groups=0) as run:
-            send(run.hub.url, groups)
-            flags = {"kl_coef": 0.2, "max_microbatch_tokens": 8, "num_steps": 3}
+        with begin(tmp_path / str(ranks), [], num_steps=3) as run:
+            run.send([bad, poison], prefix="bad")
+            run.send(groups)
             assert run.live(flags, ranks=ranks).codes == [0] * ranks
+            assert run.ledger == {"trained": 6, "dead": 2}
+            assert run.engine.versions == ["0", "1", "2", "3"]
+            assert "managed_server" in run.said
             finals.append(load_file(run.save_path / "final_model/model.safetensors"))
-            assert ledger_of(run.hub.url) == {"trained": 6}
-    for name, value in finals[0].items():
-        torch.testing.assert_close(finals[1][name], value, rtol=0, atol=1e-5)
+            traces.append(rows_in(run.save_path / "trained_groups.jsonl"))
+    assert [line["group_id"] for line in traces[1]] == [f"g{i}" for i in range(6)]
+    assert_close(traces[1], traces[0])
+    assert_close(finals[1], finals[0])
+
+
+def assert_close(found: Any, expected: Any) -> None:
+    if isinstance(expected, dict | list):
+        assert len(found) == len(expected)
+        for key in expected if isinstance(expected, dict) else range(len(expected)):
+            assert_close(found[key], expected[key])
+    elif isinstance(expected, torch.Tensor):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    else:
+        assert found == pytest.approx(expected, abs=1e-5)

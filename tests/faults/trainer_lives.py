@@ -2,7 +2,7 @@
 
 Run as a program it reads one JSON object per line, a `Life`, and answers with how it ended. The forked process runs the
 trainer's own command; what is put around its functions writes down the phase that it is in, journals each batch, and
-kills the process at a point of the plan. No test lives here.
+kills the process at a point of the plan. Or it runs `parallel_worker.py`. No test lives here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.processes import free_port
 ROOT = Path(__file__).parents[2]
 PHASE_BYTES = 16
 MAX_LIFE_S = 60.0
-"""A process that hangs is killed then."""
+"""A process that hangs is killed then; with several runs, after so long for each."""
 SLOW_FLUSH_S = 0.02
 
 
@@ -47,6 +47,8 @@ class Life(NamedTuple):
     deeds: Sequence[tuple[str, int, str]] = ()
     """What the process does when it passes a point for the n-th time: (point, n, deed); see `_Deeds`."""
     ranks: int = 1
+    runs: Sequence[dict[str, Any]] = ()
+    """What `parallel_worker.py` is to run, instead of the trainer's command."""
 
 
 class Ended(NamedTuple):
@@ -148,7 +150,7 @@ def _end(pids: list[int], life: Life, phase_file: int) -> list[int]:
             is_sent = True
             for pid in set(pids) - codes.keys():
                 os.kill(pid, life.signal)
-        if now - start > MAX_LIFE_S:
+        if now - start > MAX_LIFE_S * max(1, len(life.runs)):
             for pid in set(pids) - codes.keys():
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.001)
@@ -179,9 +181,13 @@ def _live(life: Life, phase_file: int, rank: int, port: int) -> NoReturn:
         os.dup2(log, 1)
         os.dup2(log, 2)
         from example_trainer import grpo
+        from tests.trainer import parallel_worker
 
-        _instrument(life, phase_file, rank)
-        code = grpo.main([f"--{name}={value}" for name, value in life.flags.items()])
+        if life.runs:
+            code = parallel_worker.main(life.runs)
+        else:
+            _instrument(life, phase_file, rank)
+            code = grpo.main([f"--{name}={value}" for name, value in life.flags.items()])
     except SystemExit as stop:
         code = int(stop.code or 0)
     except BaseException:  # noqa: BLE001  a process of its own would print it and end with 1

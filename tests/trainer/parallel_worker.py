@@ -1,12 +1,7 @@
-"""One trainer process among those that torchrun starts: some steps on made-up groups, from a model or a checkpoint.
-
-python -m torch.distributed.run --nproc_per_node 2 tests/trainer/parallel_worker.py '[{"model_name": ...}]' null
-"""
+"""One trainer process of several: some steps on made-up groups, from a model or a checkpoint."""
 
 import json
-import resource
-import sys
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -106,23 +101,20 @@ def run(config: TrainerConfig, world: World, *, save_at: int | None = None) -> l
             for part in map(whole_or_part, stored_parts(value).values())
         ),
         "weights": sum(whole_or_part(p).nbytes for p in policy.model.parameters()),
-        "peak_rss": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
     }
     (config.save_path / f"measured_{world.rank}.json").write_text(json.dumps(measured))
     return numbers
 
 
-def main(runs: list[dict[str, Any]], save_at: int | None) -> None:
+def main(runs: Sequence[dict[str, Any]]) -> int:
+    """Train with the settings of each run; `save_at` among them is a step whose checkpoint is kept."""
     torch.set_num_threads(1)
     torch.compiler.set_stance("force_eager")  # 8-bit AdamW would compile for a minute
     with processes(torch.device("cpu")) as world:
         for settings in runs:
+            save_at = settings.pop("save_at", None)
             config = TrainerConfig(**settings)
             numbers = run(config, world, save_at=save_at)
             if world.is_main:
                 (config.save_path / "numbers.json").write_text(json.dumps(numbers))
-
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[2]))
-    main(json.loads(sys.argv[1]), json.loads(sys.argv[2]))
+    return 0

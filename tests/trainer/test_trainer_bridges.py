@@ -221,9 +221,9 @@ def test_lora_restart_hands_over_the_whole_model_with_the_adapter_merged(tmp_pat
     with WeightsDirectory(config, policy) as weights:
         bridge = CheckpointBridge(weights.take, engines)  # type: ignore[arg-type]
         bridge.start(policy, 0)
-        assert bridge.publish(policy, 1) == 1
+        assert bridge.begin(policy, 1)() == 1
         engines.serves = 1
-        assert bridge.publish(policy, 2) == 1, "the version served is what is announced"
+        assert bridge.begin(policy, 2)() == 1, "the version served is what is announced"
         assert engines.taken[1] == (tmp_path / "weights" / "version_1", 1)
         before, after = (load_file(d / "model.safetensors") for d in (model, engines.taken[1][0]))
     assert before.keys() == after.keys()

@@ -21,6 +21,7 @@ from atroposlib.client import (
     TrainerSuperseded,
 )
 from atroposlib.errors import AtroposError, EngineError, GroupError, HubUnavailable
+from atroposlib.scored_data import ScoredGroup
 from example_trainer.config import TrainerConfig
 from example_trainer.data import make_batch
 from example_trainer.feed import Leader
@@ -31,8 +32,8 @@ from example_trainer.training import train
 from tests.builders.rows import rows_in
 from tests.tiny_model import make_tiny_model
 from tests.trainer.helpers_engine import RecordedEngine
-from tests.trainer.helpers_run import Configure, config_for, ledger_of, send
-from tests.trainer.helpers_trainer import make_group, one_step, pairs
+from tests.trainer.helpers_run import Configure, closed_ledger, config_for, ledger_of, send
+from tests.trainer.helpers_trainer import PROMPT, make_group, one_step, pairs
 
 
 def registration_of(config: TrainerConfig) -> TrainerRegistration:
@@ -190,73 +191,64 @@ def test_a_run_resumed_before_its_first_checkpoint_trains_on_the_same_batches(
     assert ledger_of(hub_url) == {"trained": 4}
 
 
+def untrainable(field: str, value: float) -> dict[str, Any]:
+    """Return a group whose second sequence has an impossible token, or logprob of its first trained token."""
+    group = make_group([1.0, 0.0], seed=9).to_dict()
+    group[field][1][PROMPT if field == "inference_logprobs" else 0] = value
+    return group
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        # An environment of the original sends it, and the hub has to take it.
+        (untrainable("inference_logprobs", 0.5), f"sequences[1].inference_logprobs[{PROMPT}]: 0.5"),
+        (untrainable("tokens", 50_000), "id 50000 in a group of environment"),
+        ({**untrainable("tokens", 1), "inference_logprobs": None}, "inference_logprobs is null"),
+        # vLLM's JSON has it for minus infinity.
+        (
+            untrainable("inference_logprobs", -9999.0),
+            "logprob -9999 of a trained token: its probability is 0",
+        ),
+    ],
+    ids=["positive", "vocabulary", "no logprobs", "impossible"],
+)
 def test_a_group_that_cannot_be_trained_on_costs_itself_alone(
-    configure: Configure, hub_url: str, caplog: pytest.LogCaptureFixture
+    configure: Configure,
+    hub_url: str,
+    caplog: pytest.LogCaptureFixture,
+    bad: dict[str, Any],
+    reason: str,
 ) -> None:
-    """An environment of the original sends a positive log-probability, which the hub has to take."""
     groups = pairs(4)
-    faulty = make_group([1.0, 0.0], seed=9).to_dict()
-    trained_at = next(i for i, label in enumerate(faulty["masks"][1]) if label != -100)
-    faulty["inference_logprobs"][1][trained_at] = 0.5
     send(hub_url, groups[:1])
-    httpx.post(f"{hub_url}/scored_data", json=faulty).raise_for_status()
+    httpx.post(f"{hub_url}/scored_data", json=bad).raise_for_status()
     send(hub_url, groups[1:], prefix="later")
     train(configure(num_steps=2))
     assert ledger_of(hub_url) == {"trained": 4, "dead": 1}
     assert httpx.get(f"{hub_url}/explain").json()["dead"] == {"rejected by the trainer": 1}
     [dead] = httpx.get(f"{hub_url}/dead").json()["groups"]
-    assert f"sequences[1].inference_logprobs[{trained_at}]: 0.5" in dead["reason"]
+    assert reason in dead["reason"]
     assert "1 groups of batch 0 cannot be trained on and are rejected" in caplog.text
 
 
-def test_an_environment_with_another_tokenizer_costs_its_groups_alone(
-    configure: Configure, hub_url: str
-) -> None:
-    groups = pairs(6)
-    other = make_group([1.0, 0.0], seed=9).to_dict()
-    other["tokens"][1][0] = 50_000
-    for row in (groups[0], groups[1].replace(inference_logprobs=None), *groups[2:4]):
-        send(hub_url, [row], prefix=f"{row.tokens[:4]}")
-    httpx.post(f"{hub_url}/scored_data", json=other).raise_for_status()
-    send(hub_url, groups[4:], prefix="later")
-    train(configure(num_steps=2))
-    ledger = ledger_of(hub_url)
-    assert (ledger["trained"], ledger["dead"]) == (4, 2)
-    reasons = sorted(dead["reason"] for dead in httpx.get(f"{hub_url}/dead").json()["groups"])
-    assert "inference_logprobs is null" in reasons[0]
-    assert "id 50000 in a group of environment" in reasons[1]
-
-
-def test_a_token_that_the_engine_could_not_have_sampled_costs_its_group_alone(
-    configure: Configure, hub_url: str
-) -> None:
-    """vLLM's JSON has -9999 for minus infinity."""
-    groups = pairs(4)
-    poison = make_group([1.0, 0.0], seed=9).to_dict()
-    trained_at = next(i for i, label in enumerate(poison["masks"][0]) if label != -100)
-    poison["inference_logprobs"][0][trained_at] = -9999.0
-    send(hub_url, groups[:1])
-    httpx.post(f"{hub_url}/scored_data", json=poison).raise_for_status()
-    send(hub_url, groups[1:], prefix="later")
-    train(configure(num_steps=2))
-    assert ledger_of(hub_url) == {"trained": 4, "dead": 1}
-    [dead] = httpx.get(f"{hub_url}/dead").json()["groups"]
-    assert "logprob -9999 of a trained token: its probability is 0" in dead["reason"]
+def infinite(seed: int) -> ScoredGroup:
+    """Return a group whose gradient is not finite."""
+    group = make_group([1.0, 0.0], seed=seed)
+    return group.replace(advantages=np.full(len(group.tokens), 3e38))
 
 
 def test_a_group_whose_gradient_is_not_finite_costs_itself_alone(
     configure: Configure, hub_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    groups = pairs(4)
-    poison = make_group([1.0, 0.0], seed=9)
-    huge = np.full(len(poison.tokens), 3e38)
-    send(hub_url, groups[:1])
-    send(hub_url, [poison.replace(advantages=huge)], prefix="poison")
-    send(hub_url, groups[1:], prefix="later")
     config = configure(num_steps=2)
+    groups = pairs(4)
+    sampled = send(hub_url, groups[:1])
+    sampled |= send(hub_url, [infinite(9)], prefix="poison")
+    sampled |= send(hub_url, groups[1:], prefix="later")
     train(config)
     assert "poison" in caplog.text
-    assert ledger_of(hub_url) == {"trained": 4, "dead": 1}
+    assert closed_ledger(hub_url, config.save_path, sampled) == {"trained": 4, "dead": 1}
     [dead] = httpx.get(f"{hub_url}/dead").json()["groups"]
     assert "the gradient of this group is not finite" in dead["reason"]
     assert [s["step"] for s in steps_of(config)] == [1, 2]
@@ -275,27 +267,6 @@ def test_a_model_that_is_not_finite_ends_the_run_and_keeps_the_groups(
     with pytest.raises(AtroposError, match="step 1: the gradient of every group is not finite"):
         train(configure(num_steps=2))
     assert ledger_of(hub_url) == {"queued": 4}
-
-
-def test_a_hub_that_forgets_a_batch_whose_gradient_is_not_finite_is_given_the_run_again(
-    configure: Configure,
-    hub_url: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    def forget() -> None:
-        with TrainerClient(hub_url) as hub:
-            hub.reset()
-        send(hub_url, pairs(2))
-
-    poison = make_group([1.0, 0.0], seed=9)
-    huge = np.full(len(poison.tokens), 3e38)
-    send(hub_url, [poison.replace(advantages=huge), *pairs(1)])
-    during_first_step(monkeypatch, forget)
-    config = configure(num_steps=1)
-    train(config)
-    assert "the hub no longer knows its batch" in caplog.text
-    assert ledger_of(hub_url) == {"trained": 2}
 
 
 def test_a_lost_lease_is_counted_and_the_run_goes_on(
@@ -343,27 +314,32 @@ def test_a_trainer_that_another_one_supersedes_ends_and_takes_no_more(
     assert ledger_of(hub_url) == {"queued": 4}
 
 
+@pytest.mark.parametrize("is_finite", [True, False])
 def test_a_hub_that_forgets_during_a_step_is_given_the_run_again(
     configure: Configure,
     hub_url: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
+    is_finite: bool,
 ) -> None:
+    """Also if the batch is to be given back."""
+
     def forget() -> None:
         with TrainerClient(hub_url) as hub:
             hub.reset()
         send(hub_url, pairs(2))
 
-    send(hub_url, pairs(2))
+    send(hub_url, pairs(2) if is_finite else [infinite(9), *pairs(1)])
     during_first_step(monkeypatch, forget)
-    config = configure(num_steps=2)
+    num_before = int(is_finite)
+    config = configure(num_steps=num_before + 1)
     train(config)
     with TrainerClient(hub_url) as hub:
         status = hub.status()
     assert "the hub no longer knows its batch" in caplog.text
-    assert "registering again at step 1" in caplog.text
-    assert (status.current_step, status.policy_version) == (2, 2)
-    assert [s["num_lost_leases"] for s in steps_of(config)] == [0, 0]
+    assert f"registering again at step {num_before}" in caplog.text
+    assert (status.current_step, status.policy_version) == (num_before + 1,) * 2
+    assert {s["num_lost_leases"] for s in steps_of(config)} == {0}
     assert ledger_of(hub_url) == {"trained": 2}
 
 

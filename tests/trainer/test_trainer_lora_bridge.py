@@ -54,7 +54,7 @@ def test_each_version_is_served_from_a_directory_of_its_own(policy: Policy, tmp_
     with recorded_engine() as engine, bridge_to(policy, tmp_path, engine) as bridge:
         bridge.start(policy, 0)
         assert engine.adapters == {"policy": str(tmp_path / "adapter_0")}
-        assert bridge.publish(policy, 1) == 1
+        assert bridge.begin(policy, 1)() == 1
         assert engine.adapters == {"policy": str(tmp_path / "adapter_1")}
     assert engine.calls == ["/health", *SWAP, *SWAP]
     assert engine.versions == ["0", "1"]
@@ -92,7 +92,7 @@ def test_a_vllm_that_mixes_adapters_in_a_batch_is_drained_for_the_swap(
         assert engine.calls == ["/health", *drained]
         engine.faults["/v1/load_lora_adapter"] = (500, b"rank 16 is greater than 8")
         with pytest.raises(EngineUnavailable):
-            bridge.publish(policy, 1)
+            bridge.begin(policy, 1)()
         assert engine.calls[-1] == "/resume"
 
 
@@ -141,6 +141,6 @@ def test_adapters_stay_on_disk_for_requests_in_flight_but_not_for_ever(
 ) -> None:
     with recorded_engine() as engine, bridge_to(policy, tmp_path, engine) as bridge:
         for version in range(KEEP_ADAPTERS + 2):
-            bridge.publish(policy, version)
+            bridge.begin(policy, version)()
     found = sorted(int(p.name.removeprefix("adapter_")) for p in tmp_path.iterdir())
     assert found == list(range(2, KEEP_ADAPTERS + 2))

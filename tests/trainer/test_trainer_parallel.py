@@ -1,32 +1,44 @@
 """Two processes with half of the weights each take the steps that one process takes."""
 
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from atroposlib.api.server import create_app
 from example_trainer.config import TrainerConfig
 from example_trainer.data import DataOptions, make_batch
 from example_trainer.model import build_model
 from example_trainer.optim import BLOCK
 from example_trainer.parallel import ALONE, World, processes
-from tests.api.helpers_api import serving
-from tests.builders.programs import run_python
-from tests.builders.rows import rows_in
+from tests.faults.trainer_lives import Life, nursery
 from tests.tiny_model import make_tiny_model
-from tests.trainer.helpers_engine import recorded_engine
 from tests.trainer.helpers_models import CHANGES, make_model
-from tests.trainer.helpers_run import ledger_of, send
-from tests.trainer.helpers_trainer import make_group, pairs
+from tests.trainer.helpers_trainer import make_group
 from tests.trainer.parallel_worker import run
 
-TORCHRUN = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
 NUM_STEPS, MIDDLE = 10, 4
+
+Numbers = list[float]
+InTwo = Callable[..., list[Numbers]]
+"""Returns the numbers of each run that it is given the settings of."""
+
+
+@pytest.fixture(scope="module")
+def in_two_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InTwo]:
+    directory = tmp_path_factory.mktemp("nursery")
+    with nursery(directory / "lives.log", make_tiny_model(directory / "model")) as live:
+
+        def numbers_of(*runs: dict[str, Any]) -> list[Numbers]:
+            ended = live(Life({}, str(directory / "two"), ranks=2, runs=runs))
+            assert ended.codes == [0, 0], (directory / "two.log").read_text()[-4000:]
+            paths = [Path(settings["save_path"]) / "numbers.json" for settings in runs]
+            return [json.loads(path.read_text()) for path in paths]
+
+        yield numbers_of
 
 
 def settings_for(model_dir: Path, out: Path, **changes: Any) -> dict[str, Any]:
@@ -41,14 +53,6 @@ def settings_for(model_dir: Path, out: Path, **changes: Any) -> dict[str, Any]:
         "threads": 1,
     }
     return settings | {name: str(v) if isinstance(v, Path) else v for name, v in changes.items()}
-
-
-def in_two_processes(*runs: dict[str, Any], save_at: int | None = None) -> list[list[float]]:
-    """Return the numbers of each run; all are made by one start of torchrun."""
-    worker = Path(__file__).with_name("parallel_worker.py")
-    run_python(*TORCHRUN, worker, json.dumps(runs), json.dumps(save_at), timeout_s=240)
-    paths = [Path(settings["save_path"]) / "numbers.json" for settings in runs]
-    return [json.loads(path.read_text()) for path in paths]
 
 
 def in_one_process(settings: dict[str, Any], *, save_at: int | None = None) -> list[Any]:
@@ -82,40 +86,34 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5, msg=name)
 
 
-def assert_equal_traces(found: Any, expected: Any) -> None:
-    if isinstance(expected, dict | list):
-        assert len(found) == len(expected)
-        for key in expected if isinstance(expected, dict) else range(len(expected)):
-            assert_equal_traces(found[key], expected[key])
-    else:
-        assert found == pytest.approx(expected, abs=1e-5)
-
-
 @pytest.mark.drill
 @pytest.mark.timeout(300)
-def test_two_processes_train_as_one_and_read_each_others_checkpoints(tmp_path: Path) -> None:
+def test_two_processes_train_as_one_and_read_each_others_checkpoints(
+    tmp_path: Path, in_two_processes: InTwo
+) -> None:
     model_dir = make_tiny_model(tmp_path / "model", tie_word_embeddings=True)
     one = settings_for(model_dir, tmp_path / "one")
     two = settings_for(model_dir, tmp_path / "two")
     expected = in_one_process(one, save_at=MIDDLE)
-    (found,) = in_two_processes(two, save_at=MIDDLE)
+    path = f"step_{MIDDLE}"
+    to_two = settings_for(model_dir, tmp_path / "to_two", resume_from=tmp_path / "one" / path)
+    found, resumed = in_two_processes(two | {"save_at": MIDDLE}, to_two)
     assert found == pytest.approx(expected, abs=1e-5)
     assert_same(weights_of(two), weights_of(one))
     assert_half_is_held(two, one)
 
     rest = expected[len(expected) // NUM_STEPS * MIDDLE :]
-    path = f"step_{MIDDLE}"
+    assert resumed == pytest.approx(rest, abs=1e-5)
     to_one = settings_for(model_dir, tmp_path / "to_one", resume_from=tmp_path / "two" / path)
     assert in_one_process(to_one) == pytest.approx(rest, abs=1e-5)
-    to_two = settings_for(model_dir, tmp_path / "to_two", resume_from=tmp_path / "one" / path)
-    (found,) = in_two_processes(to_two)
-    assert found == pytest.approx(rest, abs=1e-5)
     assert_same(weights_of(to_two), weights_of(to_one))
 
 
 @pytest.mark.drill
 @pytest.mark.timeout(300)
-def test_two_processes_compute_and_publish_in_bfloat16_over_float32_masters(tmp_path: Path) -> None:
+def test_two_processes_compute_and_publish_in_bfloat16_over_float32_masters(
+    tmp_path: Path, in_two_processes: InTwo
+) -> None:
     """The published weights travel in half of the bytes that the masters have, an adapter without its base.
 
     A frozen base has no masters: each of two processes holds a quarter of float32's bytes, and its adapters.
@@ -153,7 +151,7 @@ def test_two_processes_compute_and_publish_in_bfloat16_over_float32_masters(tmp_
 @pytest.mark.drill
 @pytest.mark.timeout(400)
 def test_two_processes_have_the_losses_and_gradients_of_one_on_every_architecture(
-    tmp_path: Path,
+    tmp_path: Path, in_two_processes: InTwo
 ) -> None:
     ones, twos = [], []
     for kind in CHANGES:
@@ -173,13 +171,17 @@ def test_two_processes_have_the_losses_and_gradients_of_one_on_every_architectur
 
 @pytest.mark.other_trainers
 @pytest.mark.timeout(300)
-def test_two_processes_share_8_bit_moments_and_read_each_others(tmp_path: Path) -> None:
+def test_two_processes_share_8_bit_moments_and_read_each_others(
+    tmp_path: Path, in_two_processes: InTwo
+) -> None:
     """In a model as wide as a block, every matrix has them."""
     model_dir = make_tiny_model(tmp_path / "model", hidden_size=BLOCK)
     changes: dict[str, Any] = {"optimizer": "adamw_8bit", "num_steps": 4}
     one, two = (settings_for(model_dir, tmp_path / name, **changes) for name in ("one", "two"))
     expected = in_one_process(one, save_at=2)
-    (found,) = in_two_processes(two, save_at=2)
+    path = tmp_path / "one/step_2"
+    to_two = settings_for(model_dir, tmp_path / "to_two", resume_from=path, **changes)
+    found, resumed = in_two_processes(two | {"save_at": 2}, to_two)
     assert found == pytest.approx(expected, abs=1e-4)
     whole, half = measured(one, 0), measured(two, 1)
     assert whole["optimizer"] < 0.3 * 2 * whole["weights"]
@@ -187,10 +189,7 @@ def test_two_processes_share_8_bit_moments_and_read_each_others(tmp_path: Path) 
     path = tmp_path / "two/step_2"
     to_one = settings_for(model_dir, tmp_path / "to_one", resume_from=path, **changes)
     assert in_one_process(to_one) == pytest.approx(found[len(found) // 2 :], abs=1e-4)
-    path = tmp_path / "one/step_2"
-    to_two = settings_for(model_dir, tmp_path / "to_two", resume_from=path, **changes)
-    (found,) = in_two_processes(to_two)
-    assert found == pytest.approx(expected[len(expected) // 2 :], abs=1e-4)
+    assert resumed == pytest.approx(expected[len(expected) // 2 :], abs=1e-4)
 
 
 def test_each_process_computes_as_many_micro_batches() -> None:
@@ -222,35 +221,6 @@ def test_a_process_that_reads_no_weights_holds_none(
     assert [(n, t.shape, t.dtype) for n, t in tensors] == [
         (n, t.shape, t.dtype) for n, t in expected
     ]
-
-
-@pytest.mark.drill
-@pytest.mark.timeout(300)
-def test_two_processes_follow_one_hub_through_the_first(tmp_path: Path) -> None:
-    model_dir = make_tiny_model(tmp_path / "model")
-    finals, traces = [], []
-    for name, launcher in (
-        ("one", []),
-        ("two", TORCHRUN),
-    ):
-        with serving(create_app()) as hub_url, recorded_engine() as engine:
-            poison = make_group([1.0, 0.0], seed=9)
-            huge = np.full(len(poison.tokens), 3e38)  # its gradient is not finite
-            send(hub_url, [poison.replace(advantages=huge)], prefix="poison")
-            send(hub_url, pairs(6))
-            settings = settings_for(model_dir, tmp_path / name, num_steps=3, batch_size=4)
-            settings |= {"hub_url": hub_url, "engine_url": engine.url, "bridge": "reload"}
-            settings |= {"kl_coef": 0.1, "reference_refresh": 2}
-            flags = [f"--{key}={value}" for key, value in settings.items()]
-            run_python(*launcher, "-m", "example_trainer.grpo", *flags, timeout_s=200)
-            assert ledger_of(hub_url) == {"trained": 6, "dead": 1}
-            assert engine.versions == ["0", "1", "2", "3"]
-        assert [row["step"] for row in rows_in(tmp_path / name / "metrics.jsonl")] == [1, 2, 3]
-        traces.append(rows_in(tmp_path / name / "trained_groups.jsonl"))
-        finals.append(weights_of(settings))
-    assert [line["group_id"] for line in traces[1]] == [f"g{i}" for i in range(6)]
-    assert_equal_traces(traces[1], traces[0])
-    assert_same(finals[1], finals[0])
 
 
 def test_one_process_computes_on_the_gpu_that_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -430,7 +430,7 @@ def test_weights_that_a_killed_trainer_left_in_memory_are_removed_those_of_a_liv
         weights.take(1)()
     assert killed.path.parent == shared
     assert killed._lock is not None
-    killed._lock.close()  # as the kernel does for a process that is gone
+    os.close(killed._lock)  # as the kernel does for a process that is gone
     with WeightsDirectory(config, policy) as weights:
         found = {path.name for path in shared.iterdir()}
         assert found == {"atropos-weights-of-another", living.path.name, weights.path.name}

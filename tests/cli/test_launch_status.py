@@ -39,10 +39,13 @@ def test_the_status_says_why_there_is_no_batch(
     hub.get("/batch")  # environments may register once the trainer asks
     about = {"desired_name": "sums", "max_token_length": 99, "weight": 1.0, "group_size": 2}
     httpx.post(f"{hub.url}/register-env", json=about).raise_for_status()
-    hub.get('/status-env?env_id=0&items_in_flight=0&losses={"dropped_equal_scores":3}')
+    hub.get(
+        '/status-env?env_id=0&items_in_flight=0&losses={"dropped_equal_scores":3,"suspicious_canary":9}'
+    )
     hub.send(text_group("Q", ["a", "b"], [0.0, 1.0]))
     assert main(["status", hub.url]) == 0
-    assert "sums_0 lost: dropped_equal_scores 3" in (said := capsys.readouterr().out)
+    said = capsys.readouterr().out
+    assert "sums_0 lost: dropped_equal_scores 3\nsums_0 suspicious: canary 9\n" in said
     assert "a batch is ready" in said
     assert "unknown" not in said
     assert main(["status", "--hub_url", hub.url]) == 0

@@ -182,8 +182,11 @@ def render_view(view: HubView, *, url: str, fates: Mapping[str, Fate] | None = N
             str(each.buffered_sequences),
             str(each.floor),
         )
-    losses = [
-        f"{each.name} lost: {listed(each.losses)}" for each in seen.environments if each.losses
+    counts = [
+        f"{each.name} {what}: {listed(found)}"
+        for each in seen.environments
+        for what, found in _losses_and_suspicions(each.losses or {}).items()
+        if found
     ]
     hubs = Table("hub", "state", "runs", box=None)
     for hub in view.replicas:
@@ -200,7 +203,7 @@ def render_view(view: HubView, *, url: str, fates: Mapping[str, Fate] | None = N
     if seen.unknown_steps:
         again = "of which groups may be trained on again"
         lines.append(f"resumed past {counted(seen.unknown_steps, 'unknown step')}, {again}")
-    lines += losses
+    lines += counts
     lines += [f"not granted: {conflict}" for conflict in seen.conflicts]
     num_more = seen.num_environments - len(seen.environments)
     below = Text(f"{num_more:,} more; {seen.num_active:,} of {seen.num_environments:,} are active")
@@ -208,3 +211,16 @@ def render_view(view: HubView, *, url: str, fates: Mapping[str, Fate] | None = N
     page = [Text("\n".join(lines)), environments if seen.num_environments else none_yet]
     page += [below] if num_more else []
     return Group(*page, *([hubs] if view.replicas else []))
+
+
+def _losses_and_suspicions(counts: Mapping[str, int]) -> dict[str, dict[str, int]]:
+    """Return an environment's counts apart: a suspicious answer is not lost, unless its group is also dropped.
+
+    >>> _losses_and_suspicions({"dropped_equal_scores": 3, "suspicious_canary": 9})
+    {'lost': {'dropped_equal_scores': 3}, 'suspicious': {'canary': 9}}
+    """
+    found: dict[str, dict[str, int]] = {"lost": {}, "suspicious": {}}
+    for name, count in counts.items():
+        detector = name.removeprefix("suspicious_")
+        found["lost" if detector == name else "suspicious"][detector] = count
+    return found

@@ -377,7 +377,9 @@ def test_a_process_that_fails_takes_the_others_with_it(
     with course(tmp_path, model_dir, forge, num_steps=7) as run:  # the sixth has nothing to train
         ended = run.live(ranks=2, deeds=[deed])
         assert 0 not in ended.codes
-        assert ended.seconds < 90  # none waits for a process that is gone, as gloo would for half an hour
+        assert (
+            ended.seconds < 90
+        )  # none waits for a process that is gone, as gloo would for half an hour
         assert re.search(said, run.said)
         assert run.live(ranks=2).codes == [0, 0]
         assert [m["step"] for m in run.metrics if m["loss"] is None] == [6]

@@ -63,22 +63,23 @@ class MemoryStore:
         num_bytes = sum(len(group.payload) for group in new)
         before = self._num_bytes
         self._space.take(num_bytes)
-        outcomes = [self._append_one(group) for group in groups]
+        outcomes = []
+        for group in groups:
+            header, number = group.header, group.header.number
+            known = self._digests.get(header.group_id)
+            if known is not None:
+                is_same = known == header.digest
+                outcomes.append(Appended.DUPLICATE if is_same else Appended.CONFLICT)
+                continue
+            assert number not in self._groups, f"arrival number {number} is in use"
+            self._digests[header.group_id] = header.digest
+            self._payloads[number] = group.payload
+            self._groups[number] = StoredGroup(header=header, place=group.place)
+            self._num_bytes += len(group.payload)
+            self._next_number = max(self._next_number, number + 1)
+            outcomes.append(Appended.STORED)
         self._space.give_back(num_bytes - (self._num_bytes - before))
         return outcomes
-
-    def _append_one(self, group: NewGroup) -> Appended:
-        header, number = group.header, group.header.number
-        known = self._digests.get(header.group_id)
-        if known is not None:
-            return Appended.DUPLICATE if known == header.digest else Appended.CONFLICT
-        assert number not in self._groups, f"arrival number {number} is in use"
-        self._digests[header.group_id] = header.digest
-        self._payloads[number] = group.payload
-        self._groups[number] = StoredGroup(header=header, place=group.place)
-        self._num_bytes += len(group.payload)
-        self._next_number = max(self._next_number, number + 1)
-        return Appended.STORED
 
     async def commit(self, change: Change) -> None:
         change.check(self._groups)

@@ -317,7 +317,8 @@ class HubClient:
         path = "/scored_data" if len(groups) == 1 else "/scored_data_list"
         is_large = sum(group.num_tokens for group in groups) > _OFFLOAD_TOKENS
         if self._speaks_packed:
-            body = await off_loop(_packed_body, groups, is_large=is_large)
+            packed = map(pack_group, groups)
+            body = await off_loop(join_packed, packed) if is_large else join_packed(packed)
             receipt = None
             is_worth_it = self._compresses and len(body) > _COMPRESS_FROM_BYTES
             if is_worth_it:
@@ -329,7 +330,7 @@ class HubClient:
                 self._compresses = self._compresses and not (is_worth_it and receipt is not None)
             if receipt is not None:
                 return receipt
-        body = await off_loop(_json_body, groups, is_large=is_large)
+        body = await off_loop(_json_body, groups) if is_large else _json_body(groups)
         receipt = await self._send(path, body, {"Content-Type": CONTENT_TYPE_JSON})
         self._speaks_packed = False
         return receipt
@@ -822,10 +823,6 @@ def _json_object(body: bytes, where: str) -> dict[str, Any]:
         return msgspec.json.decode(body, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
         raise HubError(f"{where}: unexpected answer {body[:200]!r}") from e
-
-
-def _packed_body(groups: Sequence[ScoredGroup]) -> bytes:
-    return join_packed(map(pack_group, groups))
 
 
 def _json_body(groups: Sequence[ScoredGroup]) -> bytes:

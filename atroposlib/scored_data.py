@@ -430,9 +430,9 @@ def _check_shapes(group: Mapping[str, Any]) -> ScoredGroup:
         if group.get(name) is None:
             raise _fault(name, "required, but missing or null")
 
-    tokens, lengths = _int_rows(group["tokens"], "tokens")
+    tokens, lengths = _number_rows(group["tokens"], int, "tokens")
     num_sequences = len(lengths)
-    masks, mask_lengths = _int_rows(group["masks"], "masks")
+    masks, mask_lengths = _number_rows(group["masks"], int, "masks")
     _same_lengths(mask_lengths, lengths, "masks")
     flat = _first_outside(masks, -(2**31), MAX_TOKEN_ID)
     if flat is not None:
@@ -525,14 +525,6 @@ def _array(row: Any, path: str) -> NDArray[Any]:
     return array
 
 
-def _int_rows(value: Any, name: str) -> Ragged:
-    """Return the rows of `value` concatenated, in an integer type that holds them."""
-    if isinstance(value, Ragged):
-        _check_kind(value.values, int, name)
-        return value
-    return _number_rows(_rows(value, name), int, name)
-
-
 def _int_row(row: Any, path: str) -> NDArray[np.int64]:
     array = _array(row, path)
     if array.size and array.dtype.kind not in "iu":
@@ -583,8 +575,13 @@ def _number_row(row: Any, kind: type, path: str) -> NDArray[Any]:
     return _int_row(row, path) if kind is int else _float_row(row, path)
 
 
-def _number_rows(rows: Sequence[Any], kind: type, name: str) -> Ragged:
-    arrays = [_number_row(row, kind, f"sequences[{i}].{name}") for i, row in enumerate(rows)]
+def _number_rows(value: Any, kind: type, name: str) -> Ragged:
+    """Return the rows of `value` concatenated, in a type that holds them."""
+    if isinstance(value, Ragged):
+        _check_kind(value.values, kind, name)
+        return value
+    rows = enumerate(_rows(value, name))
+    arrays = [_number_row(row, kind, f"sequences[{i}].{name}") for i, row in rows]
     return _lay_out(arrays, _DTYPE[kind])
 
 
@@ -597,14 +594,11 @@ def _check_kind(values: NDArray[Any], kind: type, name: str) -> None:
 def _per_token(rows: Any, field: Field, lengths: NDArray[Any]) -> NDArray[Any] | None:
     """Return one number per token; None for `[]`."""
     name = field.name
-    if not isinstance(rows, Ragged):
-        listed = _listed(rows, name, len(lengths))
-        if listed is None:
-            return None
-        rows = _number_rows(listed, field.kind, name)
-    _same_lengths(rows.lengths, lengths, name)
-    _check_kind(rows.values, field.kind, name)
-    values: NDArray[Any] = rows.values.astype(_DTYPE[field.kind], copy=False)
+    if not isinstance(rows, Ragged) and _listed(rows, name, len(lengths)) is None:
+        return None
+    found = _number_rows(rows, field.kind, name)
+    _same_lengths(found.lengths, lengths, name)
+    values: NDArray[Any] = found.values.astype(_DTYPE[field.kind], copy=False)
     return values
 
 
@@ -636,7 +630,12 @@ def _per_group(value: Any, field: Field) -> Any:
         return value
     if field.kind is dict:
         return _mapping(value, field.name)
-    return _int(value, field.name) if field.kind is int else _id(value, field.name)
+    if field.kind is int:
+        return _int(value, field.name)
+    if isinstance(value, str) and 0 < len(value) <= MAX_GROUP_ID_CHARS:
+        return value
+    what = f"expected 1 to {MAX_GROUP_ID_CHARS} characters or null, got {_short(value)}"
+    raise _fault(field.name, what)
 
 
 def _sequence_advantages(group: Mapping[str, Any], num_sequences: int) -> FloatArray | None:
@@ -701,13 +700,6 @@ def _int(value: Any, name: str) -> int:
     if not is_int or not -(2**63) <= int(value) < 2**63:
         raise _fault(name, f"expected a 64-bit integer or null, got {_short(value)}")
     return int(value)
-
-
-def _id(value: Any, name: str) -> str:
-    if isinstance(value, str) and 0 < len(value) <= MAX_GROUP_ID_CHARS:
-        return value
-    what = f"expected 1 to {MAX_GROUP_ID_CHARS} characters or null, got {_short(value)}"
-    raise _fault(name, what)
 
 
 def _check_messages(rows: list[Any]) -> list[list[Any]]:
@@ -859,8 +851,19 @@ def _check_meaning(
 
 
 def read_meaning(group: ScoredGroup) -> ScoredGroup:
-    """Apply `Strictness.MEANING` to a group that passed `Strictness.WIRE`, or raise `GroupError`."""
-    group = _with_labels(group)
+    """Apply `Strictness.MEANING` to a group that passed `Strictness.WIRE`, or raise `GroupError`.
+
+    Masks of 0 and 1 become labels.
+    """
+    tokens, masks = group.tokens, group.masks
+    is_label = (masks == IGNORE_INDEX) | (masks == tokens)
+    if not is_label.all():
+        if not ((masks == 0) | (masks == 1)).all():
+            flat = np.flatnonzero(~is_label)[0]
+            what = f"{masks[flat]} is neither {IGNORE_INDEX} nor the token {tokens[flat]}; masks are labels"
+            raise _fault_at(group.lengths, flat, "masks", what)
+        labels = np.where(masks == 1, tokens, IGNORE_INDEX).astype(np.int32)
+        group = group.replace(masks=labels, repairs=("binary_masks",))
     fields = {name: getattr(group, name) for name in LOGPROB_FIELDS}
     _check_meaning(
         lengths=group.lengths,
@@ -868,17 +871,3 @@ def read_meaning(group: ScoredGroup) -> ScoredGroup:
         per_token={name: values for name, values in fields.items() if values is not None},
     )
     return group
-
-
-def _with_labels(group: ScoredGroup) -> ScoredGroup:
-    """Return the group with masks of 0 and 1 turned into labels; raise `GroupError` for any others."""
-    tokens, masks = group.tokens, group.masks
-    is_label = (masks == IGNORE_INDEX) | (masks == tokens)
-    if is_label.all():
-        return group
-    if ((masks == 0) | (masks == 1)).all():
-        labels = np.where(masks == 1, tokens, IGNORE_INDEX).astype(np.int32)
-        return group.replace(masks=labels, repairs=("binary_masks",))
-    flat = np.flatnonzero(~is_label)[0]
-    what = f"{masks[flat]} is neither {IGNORE_INDEX} nor the token {tokens[flat]}; masks are labels"
-    raise _fault_at(group.lengths, flat, "masks", what)

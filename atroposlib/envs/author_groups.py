@@ -114,4 +114,4 @@ async def in_thread_if_large(group: Mapping[str, Any], work: Callable[..., T], *
     size = sum(len(row) for row in rows if isinstance(row, list | tuple))
     # A teacher's fields hold many numbers per token.
     is_large = size > THREAD_FROM_TOKENS or group.get("distill_logprobs") is not None
-    return await off_loop(work, *args, is_large=is_large)
+    return await off_loop(work, *args) if is_large else work(*args)

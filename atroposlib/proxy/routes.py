@@ -288,7 +288,8 @@ class Routes:
     async def _body(self, request: Request, model: type[B]) -> B:
         """Read a JSON body into `model`. Raises BodyRefused for one that is too large or not JSON."""
         body = await read_body(request.receive, max_bytes=self._sessions.limits.max_body_bytes)
-        return await off_loop(_parse, body, model, is_large=len(body) >= THREAD_FROM_BYTES)
+        is_large = len(body) >= THREAD_FROM_BYTES
+        return await off_loop(_parse, body, model) if is_large else _parse(body, model)
 
     def _route(self, method: str, path: str, handler: Handler) -> Route:
         async def endpoint(request: Request) -> Response:

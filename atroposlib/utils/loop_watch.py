@@ -98,12 +98,21 @@ class LoopWatch:
 
     def _watch(self) -> None:
         with (
-            _cpu_wait(self._native_id) as loop_wait,
-            _cpu_wait(threading.get_native_id()) as own_wait,
+            _kernel_file(self._native_id, "schedstat") as loop_stat,
+            _kernel_file(threading.get_native_id(), "schedstat") as own_stat,
+            _kernel_file(self._native_id, "stat") as loop_state,
         ):
-            self._look_until_stopped(time.monotonic, time.process_time, loop_wait, own_wait)
+            self._look_until_stopped(
+                time.monotonic,
+                time.process_time,
+                lambda: _cpu_wait_s(loop_stat()),
+                lambda: _cpu_wait_s(own_stat()),
+                is_runnable=lambda: b") R" in loop_state(),
+            )
 
-    def _look_until_stopped(self, *clocks: Callable[[], float]) -> None:
+    def _look_until_stopped(
+        self, *clocks: Callable[[], float], is_runnable: Callable[[], bool]
+    ) -> None:
         answered = threading.Event()
         answered.set()
         before, callback = [clock() for clock in clocks], 0
@@ -112,7 +121,8 @@ class LoopWatch:
             now = [clock() for clock in clocks]
             passed_s, used_s, loop_waited_s, own_waited_s = map(operator.sub, now, before)
             before = now
-            if answered.is_set():
+            is_first = answered.is_set()
+            if is_first:
                 answered.clear()
                 self._loop.call_soon_threadsafe(answered.set)
                 slept_s = computed_s = computed_in_callback_s = 0.0
@@ -120,10 +130,16 @@ class LoopWatch:
             if look is None:
                 continue
             now_computed_s = min(passed_s, used_s)
+            # Before the first look at a stall, the loop may have been idle while this thread had no CPU.
+            known_s = self._look_s if is_first else min(passed_s, self._look_s + own_waited_s)
             # The kernel counts a wait when it has ended, so that it may belong to an earlier look.
-            now_slept_s = self._look_s - loop_waited_s - now_computed_s
+            now_slept_s = known_s - loop_waited_s - now_computed_s
             is_late = passed_s - own_waited_s > 1.5 * self._look_s
-            slept_s = max(slept_s + (min(now_slept_s, 0.0) if is_late else now_slept_s), 0.0)
+            if (
+                is_late or is_runnable()
+            ):  # of C code without the GIL, such as OpenSSL's: it waits for a CPU
+                now_slept_s = min(now_slept_s, 0.0)
+            slept_s = max(slept_s + now_slept_s, 0.0)
             computed_s += now_computed_s
             computed_in_callback_s += now_computed_s
             if look.callback != callback:  # others may have ended while this thread had no CPU
@@ -160,17 +176,22 @@ class LoopWatch:
 
 
 @contextlib.contextmanager
-def _cpu_wait(native_thread_id: int) -> Iterator[Callable[[], float]]:
-    """Yield a clock of the seconds that a thread has waited for a CPU; it stands still where the kernel does not say.
+def _kernel_file(native_thread_id: int, name: str) -> Iterator[Callable[[], bytes]]:
+    """Yield a function that reads what the kernel says of a thread; b"" where it does not say.
 
-    Its file stays open: `open_handles` counts descriptors.
+    The file stays open: `open_handles` counts descriptors.
     """
-    path = Path(f"/proc/self/task/{native_thread_id}/schedstat")
+    path = Path(f"/proc/self/task/{native_thread_id}/{name}")
     if not path.exists():
-        yield lambda: 0.0
+        yield lambda: b""
         return
-    with path.open("rb") as stat:
-        yield lambda: int(os.pread(stat.fileno(), 100, 0).split()[1]) / 1e9
+    with path.open("rb") as file:
+        yield lambda: os.pread(file.fileno(), 500, 0)
+
+
+def _cpu_wait_s(schedstat: bytes) -> float:
+    """Return the seconds that a thread has waited for a CPU; 0 if unknown."""
+    return int(schedstat.split()[1]) / 1e9 if schedstat else 0.0
 
 
 def _frame_of(thread_id: int) -> FrameType | None:

@@ -22,12 +22,7 @@ def _thread() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="off-loop")
 
 
-async def off_loop(work: Callable[..., T], *args: Any, is_large: bool = True) -> T:
-    """Return `work(*args)`, computed at once unless `is_large`.
-
-    The work has the caller's context variables; a cancelled caller does not wait for it.
-    """
-    if not is_large:
-        return work(*args)
+async def off_loop(work: Callable[..., T], *args: Any) -> T:
+    """Return `work(*args)`; it has the caller's context variables, and a cancelled caller does not wait for it."""
     run = copy_context().run
     return await asyncio.get_running_loop().run_in_executor(_thread(), run, work, *args)

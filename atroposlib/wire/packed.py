@@ -303,15 +303,15 @@ def unpack_group(blob: Blob | PackedGroup, *, strictness: Strictness) -> ScoredG
             raise GroupError(f"arrays.{name[:60]}: unknown array or width {width[:60]!r}")
         is_per_token = FIELD[field].level is Level.TOKEN and name == field
         count = num_tokens if is_per_token else len(lengths)
-        values = read_buffer(buffer, f"<{width}", count, name)
-        values = _owned(values) if values.itemsize == 8 else values
+        # `check_group` copies those of other widths.
+        values = read_buffer(buffer, f"<{width}", count, name, copies=width.endswith("8"))
         group[field] = Ragged(values, lengths) if is_per_token else values
     for name, distillation in packed.distill.items():
         group[name] = RaggedPerToken(_read_distillation(name, distillation, num_tokens), lengths)
     group |= {
         "tokens": Ragged(tokens, lengths),
         "masks": Ragged(masks, lengths),
-        "scores": _owned(read_buffer(packed.scores, "<f8", len(lengths), "scores")),
+        "scores": read_buffer(packed.scores, "<f8", len(lengths), "scores", copies=True),
         **{name: getattr(packed, name) for name in KEY_FIELDS},
     }
     return check_group(group, strictness=strictness)
@@ -331,27 +331,25 @@ def _read_distillation(name: str, packed: PackedDistillation, num_tokens: int) -
     if name not in DISTILL_FIELDS or packed.width not in _WIDTHS[FIELD[name].kind]:
         raise GroupError(f"distill.{name}: unknown array or width {packed.width!r}")
     lengths = read_buffer(packed.lengths, "<u4", num_tokens, f"{name}.lengths").astype(np.int64)
-    values = read_buffer(packed.values, f"<{packed.width}", int(lengths.sum()), name)
-    return Ragged(_owned(values), lengths)
-
-
-def _owned(values: NDArray[Any]) -> NDArray[Any]:
-    """Return an array that is not a view of the blob; `check_group` itself copies those of other widths."""
-    return values if values.flags.owndata else values.copy()
+    num_entries = int(lengths.sum())
+    values = read_buffer(packed.values, f"<{packed.width}", num_entries, name, copies=True)
+    return Ragged(values, lengths)
 
 
 _dtype: Callable[[str], np.dtype[Any]] = functools.cache(np.dtype)
 
 
-def read_buffer(data: memoryview, dtype: str, count: int | None, name: str) -> NDArray[Any]:
-    """Return `data` as an aligned array, in place where possible; raises `GroupError` for a wrong size."""
+def read_buffer(
+    data: memoryview, dtype: str, count: int | None, name: str, *, copies: bool = False
+) -> NDArray[Any]:
+    """Return `data` as an aligned array, in place where possible unless `copies`; `GroupError` for a wrong size."""
     kind = _dtype(dtype)
     width = kind.itemsize
     if data.nbytes % width or (count is not None and data.nbytes != count * width):
         expected = "a multiple of" if count is None else f"{count} x"
         raise GroupError(f"{name}: {data.nbytes} bytes, expected {expected} {width}")
     array: NDArray[Any] = np.frombuffer(data, dtype=kind)
-    return array if array.flags.aligned else array.copy()
+    return array if array.flags.aligned and not copies else array.copy()
 
 
 def read_bits(data: memoryview | None, count: int) -> NDArray[np.bool_]:

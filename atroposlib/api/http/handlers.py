@@ -67,7 +67,7 @@ class Services:
     """None: this process is the only one that serves its runs."""
 
 
-# The run of a request
+# The run of a request, whose name `Access` has set and checked the rights for
 
 
 def _services(request: Request) -> Services:
@@ -75,14 +75,9 @@ def _services(request: Request) -> Services:
     return services
 
 
-def _run_name(request: Request) -> str:
-    name: str = request.scope["run"]  # set by `Access`, which has checked the rights for it
-    return name
-
-
 async def existing_run(request: Request) -> Coordinator:
     """Return the run named in the path. Raises 404 if there is none: only a trainer's registration creates one."""
-    name, hub = _run_name(request), _services(request).hub
+    name, hub = request.scope["run"], _services(request).hub
     run = await hub.find(name)
     if run is None:
         raise HTTPException(404, f"there is no run {name!r}; POST /register begins it")
@@ -91,7 +86,7 @@ async def existing_run(request: Request) -> Coordinator:
 
 async def run_or_blank(request: Request) -> Coordinator:
     """Return the run named in the path, or an empty one if it does not exist."""
-    name, hub = _run_name(request), _services(request).hub
+    name, hub = request.scope["run"], _services(request).hub
     return await hub.find(name) or Coordinator(MemoryStore(), name=name)
 
 
@@ -377,7 +372,7 @@ async def register(
     request: Request, registration: schemas.RegisterTrainer
 ) -> schemas.RegistrationReply:
     token = request.scope.get("token_name")
-    return await _services(request).hub.register(_run_name(request), registration, token=token)
+    return await _services(request).hub.register(request.scope["run"], registration, token=token)
 
 
 async def set_policy(run: Run, policy: schemas.PolicyUpdate) -> schemas.Acknowledgement:
@@ -452,7 +447,7 @@ async def reset_data(run: RunOrBlank) -> str:
 
 async def end_run(request: Request, run: str) -> schemas.Acknowledgement:
     # The one that `Access` authorised; the parameter is for the OpenAPI document only.
-    services, name = _services(request), _run_name(request)
+    services, name = _services(request), request.scope["run"]
     if not await services.hub.forget(name):
         raise HTTPException(404, f"there is no run {name!r}")
     services.metrics.forget_run(name)

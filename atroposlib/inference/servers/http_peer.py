@@ -179,7 +179,8 @@ class HttpPeer:
             raise error_of(status, answer, where=where, retry_after=retry_after)
         self._served.add(body.get("model"))
         try:
-            return await off_loop(read, answer, is_large=len(answer) >= THREAD_FROM_BYTES)
+            is_large = len(answer) >= THREAD_FROM_BYTES
+            return await off_loop(read, answer) if is_large else read(answer)
         except (msgspec.DecodeError, UnicodeDecodeError) as e:
             is_json = isinstance(e, msgspec.ValidationError)
             what = "unexpected values" if is_json else "a body that is not JSON"

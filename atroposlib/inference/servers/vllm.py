@@ -162,7 +162,7 @@ class VLLMServer(TokenServer, OpenAIRoutesServer):
         )
         num_tokens = sum(len(choice.token_ids or ()) for choice in choices)
         work = functools.partial(gather_choices, choices, where=where, prompt_tokens=prompt_tokens)
-        return await off_loop(work, is_large=num_tokens >= THREAD_FROM_TOKENS)
+        return await off_loop(work) if num_tokens >= THREAD_FROM_TOKENS else work()
 
     async def _with_version(
         self, sample: Callable[[], Awaitable[TokenCompletions]]

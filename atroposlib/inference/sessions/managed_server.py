@@ -528,7 +528,10 @@ class ManagedServer:
             raw_text += sampled.end
         tools = (tools or []) if may_call else []
         is_large = len(raw_text) >= THREAD_FROM_CHARS
-        read = await off_loop(self._translator.read, raw_text, tools, is_large=is_large)
+        translate = self._translator.read
+        read = (
+            await off_loop(translate, raw_text, tools) if is_large else translate(raw_text, tools)
+        )
         if has_channels:
             content = read.parsed.content.removeprefix(continued)
             thoughts = {"reasoning_content": read.thoughts} if read.thoughts else {}

@@ -18,7 +18,9 @@ async def read_turns(
 ) -> list[SampledTurn]:
     """Return one turn per completion; `stops` are cut from the text, the engine leaves them in the tokens."""
     is_large = sum(map(len, answer.output_tokens)) >= THREAD_FROM_TOKENS
-    return await off_loop(_read_turns, answer, template, stops, is_large=is_large)
+    if is_large:
+        return await off_loop(_read_turns, answer, template, stops)
+    return _read_turns(answer, template, stops)
 
 
 def _read_turns(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -99,3 +101,74 @@ async def test_the_model_calls_the_mcp_tools_of_an_openenv_environment(
     for text, score in zip(trained_texts(group), group["scores"], strict=True):
         assert score == (1.0 if '"amount": 15' in text else -1.0)
     assert set(group["scores"]) == {1.0, -1.0}
+
+
+OWN_RUNNER = """
+import json, sys, threading, time
+sys.path.insert(0, ".")
+import uvicorn
+from openenv.core import GenericEnvClient
+from openenv.core.env_server.mcp_types import Tool
+from openenv.core.harness import MCPHarnessAdapter, ModelStepResult, StepEnvSessionAdapter
+from openenv.core.llm_client import LLMResponse, ToolCall
+from openenv_shop import app
+
+server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+threading.Thread(target=server.run, daemon=True).start()
+while not server.started:
+    time.sleep(0.01)
+url = "http://127.0.0.1:%d" % server.servers[0].sockets[0].getsockname()[1]
+
+def sample(messages, tools, sampling):
+    seen = [json.loads(each["content"]) for each in messages if each["role"] == "tool"]
+    call = ToolCall("c", "price", {})
+    if seen:
+        price = seen[-1]["observation"]["result"]["data"]
+        call = ToolCall("c", "buy", {"amount": price + price % 2})
+    return ModelStepResult(LLMResponse("", [call]))
+
+for seed in range(4):
+    session = StepEnvSessionAdapter(
+        GenericEnvClient(base_url=url),
+        seed=seed,
+        tool_specs=[Tool(name=n, description="", input_schema={}) for n in ("price", "buy")],
+        action_builder=lambda name, given: {
+            "type": "call_tool", "tool_name": name, "arguments": given
+        },
+        initial_messages_builder=lambda result, task: [{"role": "user", "content": "Buy."}],
+    )
+    found = MCPHarnessAdapter().run_white_box(sample, session)
+    print(json.dumps([session.verify(found.messages).env_reward, len(found.tool_trace)]))
+    session.close()
+"""
+
+
+async def test_rewards_and_turns_are_those_of_the_own_runner_of_openenv(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both pay one too many where the price is odd."""
+    num_turns = 0
+
+    def pay(request: HarnessRequest) -> str:
+        nonlocal num_turns
+        num_turns += 1
+        price = re.search(r"<tool>(\d+)", request.prompt)
+        amount = int(price[1]) + int(price[1]) % 2 if price else 0
+        call = {"name": "buy", "arguments": {"amount": amount}}
+        return f"<tool_call>{json.dumps(call if price else {'name': 'price', 'arguments': {}})}</tool_call>"
+
+    monkeypatch.chdir(TASKS)
+    env = make(monkeypatch, "openenv_shop:app", pay)
+    env.config.group_size = 1
+    await env.setup()
+    ours = []
+    for seed in range(4):
+        num_turns = 0
+        group, _ = await env.collect_trajectories(seed)
+        ours.append([*group["scores"], num_turns])
+    await close(env)
+    command = [python_of("openenv"), "-c", OWN_RUNNER]
+    ran = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert ours == [json.loads(line) for line in ran.stdout.splitlines()]
+    assert ours == [[1.0, 2], [-1.0, 2], [1.0, 2], [-1.0, 2]]

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -241,21 +242,26 @@ def spoken(asked: str, seen: str | None) -> str | None:
     return None if seen is None else seen + "." * (int(asked.rstrip(".")[-1]) % 3 == 1)
 
 
-def model_api() -> FastAPI:
-    """Imitate an engine that calls the tool, then gives its result."""
+def call_then_tell(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """Call the tool, then give its result."""
+    asked = next(each["content"] for each in messages if each["role"] == "user")
+    seen = next((each["content"] for each in messages if each["role"] == "tool"), None)
+    message: dict[str, Any] = {"role": "assistant", "content": spoken(asked, seen)}
+    if seen is None:
+        arguments = json.dumps({"word": asked.rstrip(".").split()[1]})
+        function = {"name": "spell", "arguments": arguments}
+        message["tool_calls"] = [{"id": "c", "type": "function", "function": function}]
+    return message
+
+
+def model_api(reply: Callable[[list[dict[str, Any]]], dict[str, Any]]) -> FastAPI:
+    """Imitate an engine that answers with the message that `reply` returns."""
     app = FastAPI()
 
     @app.post("/chat/completions")
     async def answer(body: dict[str, Any]) -> Any:
-        messages = body["messages"]
-        asked = next(each["content"] for each in messages if each["role"] == "user")
-        seen = next((each["content"] for each in messages if each["role"] == "tool"), None)
-        message: dict[str, Any] = {"role": "assistant", "content": spoken(asked, seen)}
-        if seen is None:
-            arguments = json.dumps({"word": asked.rstrip(".").split()[1]})
-            function = {"name": "spell", "arguments": arguments}
-            message["tool_calls"] = [{"id": "c", "type": "function", "function": function}]
-        reason = "tool_calls" if seen is None else "stop"
+        message = reply(body["messages"])
+        reason = "tool_calls" if "tool_calls" in message else "stop"
         choice = {"index": 0, "message": message, "finish_reason": reason}
         usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
         kind = "chat.completion"
@@ -264,6 +270,68 @@ def model_api() -> FastAPI:
         }  # fmt: skip
 
     return app
+
+
+async def rewards_of(env: Any) -> list[float]:
+    """Return the reward of one rollout of each training row."""
+    env.config.group_size = 1
+    await env.setup()
+    found = [await env.collect_trajectories(row) for row in env.train_rows]
+    await close(env)
+    return [score for group, _ in found for score in group["scores"]]
+
+
+def repeated(question: str) -> str:
+    """Repeat every word with an even number, the others with a mistake."""
+    found = re.search(r"Repeat (\w+)", question)
+    return "Bye!" if found is None else found[1] + "s" * (int(found[1][-1]) % 2)
+
+
+async def test_rewards_and_turns_of_a_v1_taskset_are_those_of_its_own_runner(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[str] = []
+
+    def reply(messages: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"role": "assistant", "content": repeated(messages[-1]["content"])}
+
+    def respond(request: HarnessRequest) -> str:
+        asked.append(request.prompt.rpartition("<user>")[2])
+        return repeated(asked[-1])
+
+    ours = await rewards_of(make_v1(monkeypatch, respond, num_eval_rows=0))
+    code = (
+        "import sys; sys.path.insert(0, '.'); from verifiers.v1.cli.eval.main import main; main()"
+    )
+    with serving_api(model_api(reply)) as url:
+        flags = {
+            "env.agent.harness.id": "repeat_words",
+            "env.agent.runtime.type": "subprocess",
+            "model": "m",
+            "client.base_url": url,
+            "run.name": "own",
+            "output_dir": tmp_path,
+        }
+        argv = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+        command = [python_of("verifiers"), "-c", code, "repeat_words", *argv]
+        ran = await asyncio.to_thread(
+            subprocess.run,
+            [*command, "-n", str(len(ours)), "--no-rich", "--no-push"],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PRIME_API_KEY": "none", "NO_PROXY": "127.0.0.1"},
+        )
+    assert ran.returncode == 0, ran.stderr
+    lines = (tmp_path / "own" / "traces.jsonl").read_text().splitlines()
+    theirs = {}
+    num_turns = 0
+    for [trace] in (json.loads(line)["traces"] for line in lines):
+        reward = trace["rewards"]["repeated"]
+        theirs[trace["task"]["data"]["word"]] = reward["score"] * reward["weight"]
+        num_turns += sum(node["sampled"] for node in trace["nodes"])
+    assert ours == [theirs[f"word{i}"] for i in range(len(ours))]
+    assert set(ours) == {0.0, 2.0}
+    assert len(asked) == num_turns == 2 * len(ours)
 
 
 @OLD
@@ -278,14 +346,8 @@ async def test_rewards_of_an_old_environment_are_those_of_its_own_runner(
 
     env = make_old(monkeypatch, version)
     env.server.servers[0].respond = respond
-    env.config.group_size = 1
-    await env.setup()
-    ours = []
-    for row in env.train_rows:
-        group, _ = await env.collect_trajectories(row)
-        ours += group["scores"]
-    await close(env)
-    with serving_api(model_api()) as url:
+    ours = await rewards_of(env)
+    with serving_api(model_api(call_then_tell)) as url:
         command = [python_of(version), "-c", OWN_RUNNER, url]
         ran = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr

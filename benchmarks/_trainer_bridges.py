@@ -67,7 +67,7 @@ def main() -> None:
                 parameter.data.mul_(1.01)
             with meter.step():
                 torch.cuda.empty_cache()
-                served = way.publish(policy, version)
+                served = way.begin(policy, version)()
             if served != version:
                 raise RuntimeError(f"the engine serves version {served} instead of {version}")
     meter.result.print()

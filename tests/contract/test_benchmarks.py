@@ -104,7 +104,7 @@ async def test_the_instant_engine_answers_what_vllm_answers() -> None:
         body = {"model": "m", "n": 3, "max_tokens": 2, "prompt": [5, 6, 7]}
         reply = await client.post("/v1/completions", data=json.dumps(body, separators=(",", ":")))
         content = await reply.read()
-    found = read_choices(content, prompt_tokens=[5, 6, 7], where="instant").sampled
+    found = read_choices(content, prompt_tokens=[5, 6, 7], where="instant")
     assert [(each.tokens, each.logprobs) for each in found] == [([7, 8], [-0.5, -1.0])] * 3
 
 

@@ -142,14 +142,17 @@ async def test_requests_survive_that_their_run_is_given_away(pair: Pair) -> None
 
     sending = [asyncio.create_task(send(hub)) for hub in pair]
     poll = asyncio.create_task(other.http.get("/status-env?env_id=0&wait=20&seen_step=0"))
-    await asyncio.sleep(0.1)
-    await owner.replica.give_away("default")
-    while "default" not in other.replica.hub.runs:
-        await asyncio.sleep(0.02)
-        await other.replica.renew()
-    assert (await poll).status_code == 200
-    await asyncio.sleep(0.1)
-    is_moving = False
+    try:
+        async with asyncio.timeout(60):
+            await asyncio.sleep(0.1)
+            await owner.replica.give_away("default")
+            while "default" not in other.replica.hub.runs:
+                await asyncio.sleep(0.02)
+                await other.replica.renew()
+            assert (await poll).status_code == 200
+            await asyncio.sleep(0.1)
+    finally:
+        is_moving = False
     await asyncio.gather(*sending)
     assert set(statuses) == {200}
     assert await queued(owner) == len(statuses)

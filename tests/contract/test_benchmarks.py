@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from atroposlib.inference.servers.vllm_bodies import read_choices
+from atroposlib.inference.servers.vllm_bodies import gather_choices, read_choices
 from atroposlib.samples import group_advantages
 from atroposlib.scored_data import Strictness
 from atroposlib.wire import split_packed, unpack_group
@@ -104,7 +104,8 @@ async def test_the_instant_engine_answers_what_vllm_answers() -> None:
         body = {"model": "m", "n": 3, "max_tokens": 2, "prompt": [5, 6, 7]}
         reply = await client.post("/v1/completions", data=json.dumps(body, separators=(",", ":")))
         content = await reply.read()
-    found = read_choices(content, prompt_tokens=[5, 6, 7], where="instant")
+    choices = read_choices(content, prompt_tokens=[5, 6, 7], where="instant")
+    found = gather_choices(choices, prompt_tokens=[5, 6, 7], where="instant").sampled
     assert [(each.tokens, each.logprobs) for each in found] == [([7, 8], [-0.5, -1.0])] * 3
 
 

@@ -105,8 +105,8 @@ async def test_the_instant_engine_answers_what_vllm_answers() -> None:
         reply = await client.post("/v1/completions", data=json.dumps(body, separators=(",", ":")))
         content = await reply.read()
     choices = read_choices(content, prompt_tokens=[5, 6, 7], where="instant")
-    found = gather_choices(choices, prompt_tokens=[5, 6, 7], where="instant").sampled
-    assert [(each.tokens, each.logprobs) for each in found] == [([7, 8], [-0.5, -1.0])] * 3
+    prompt, tokens, logprobs, _ = gather_choices(choices, where="instant")
+    assert (prompt, tokens, logprobs) == ([5, 6, 7], [[7, 8]] * 3, [[-0.5, -1.0]] * 3)
 
 
 def test_cpu_time_counts_children_and_threads_that_have_ended() -> None:

@@ -35,7 +35,7 @@ Run = Callable[[Life], Ended]
 KILLED = -9
 NUM_KILLS = 10
 NUM_WRITES_CUT = 8
-NUM_STEPS = 30
+NUM_STEPS = 40
 KEEP_LAST = 2
 
 

@@ -1,8 +1,9 @@
 """Check that engines sample from the published weights: compare sampled logprobs with the trainer's own.
 
 The comparison uses the training forward, so it is always on. It covers tokens of the current and of an unknown
-policy version; `sampled_kl_mean` and `ratio_mean` show how far older ones differ. Sums stay on the device until the
-step ends. Called by `step.py`.
+policy version, but not those of an answer that other weights began, whose keys stay in the engine's cache;
+`sampled_kl_mean` and `ratio_mean` show how far older ones differ. Sums stay on the device until the step ends. Called
+by `step.py`.
 """
 
 from __future__ import annotations
@@ -71,8 +72,9 @@ class LogprobGap:
         """Add the logprobs that a training forward computed with the weights of `version`."""
         positions = micro_batch.positions
         difference_N = logprobs_N.detach().double() - positions.sampled_logprobs_N
+        is_sampled_N = _of_one_version(micro_batch) & ~positions.is_supervised_N
         for i, compared in enumerate((version, UNKNOWN_VERSION)):
-            is_compared_N = (micro_batch.version_N == compared) & ~positions.is_supervised_N
+            is_compared_N = (micro_batch.version_N == compared) & is_sampled_N
             d_N = difference_N * is_compared_N
             count = is_compared_N.sum()
             self._sums[i] += torch.stack([count, d_N.abs().sum(), (d_N.exp() - 1 - d_N).sum()])
@@ -112,3 +114,16 @@ class LogprobGap:
                 "at most %.3g); %g and %g are normal",
                 *(what, report.mean, report.kl, report.maximum, *limits),
             )
+
+
+def _of_one_version(micro_batch: MicroBatch) -> Tensor:
+    """Return [N] bool: one version sampled all trained tokens that stand beside this one without a gap."""
+    place_N, sequence_N = micro_batch.trained_N, micro_batch.positions.sequence_N
+    begins_N = torch.ones_like(place_N)
+    begins_N[1:] = (place_N.diff() != 1) | (sequence_N.diff() != 0)
+    run_N, version_N = begins_N.cumsum(0) - 1, micro_batch.version_N
+    oldest_N, newest_N = (
+        torch.zeros_like(version_N).scatter_reduce(0, run_N, version_N, which, include_self=False)
+        for which in ("amin", "amax")
+    )
+    return (oldest_N == newest_N)[run_N]

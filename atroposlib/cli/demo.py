@@ -16,7 +16,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,6 +32,7 @@ from atroposlib.cli._demo.commands import (
     environment_command,
     environment_variables,
     python,
+    started_early,
     trainer_command,
     warm_up_command,
 )
@@ -62,7 +63,8 @@ from atroposlib.utils.json_lines import LineTail
 from atroposlib.utils.letter_reversal import Split, distinct_prompts
 
 NUM_HELDOUT_PROMPTS = 500
-_STARTUP_TIMEOUT_S = {"local": 180.0, "vllm": 600.0}
+_STARTUP_TIMEOUT_S = 600.0
+"""For the engine, which is started before the warm-up ends."""
 _NEEDED_MODULES = ("torch", "transformers", "safetensors", "matplotlib")
 
 
@@ -101,7 +103,7 @@ def run_demo(config: DemoConfig, files: DemoFiles, display: Display) -> None:
         "cpu_seconds": round(_cpu_seconds(), 1),  # all parts have been reaped, so theirs is counted
         "wall_seconds": round(time.monotonic() - started_at, 1),
     }
-    summary = write_results(config, files, outcome, costs=costs)
+    summary = write_summary(config, files, outcome, costs=costs)
     before, after, gap = outcome.before, outcome.after, summary["max_logprob_gap"]
     display.say(
         f"held-out accuracy, sampled: {before.sampled:.3f} -> {after.sampled:.3f}, "
@@ -109,15 +111,18 @@ def run_demo(config: DemoConfig, files: DemoFiles, display: Display) -> None:
         "largest logprob gap between engine and trainer: "
         f"{'not measured' if gap is None else format(gap, '.1e')}; "
         f"{costs['cpu_seconds']:.0f} s of CPU time, {costs['wall_seconds']:.0f} s in all\n"
-        f"{compare_modes(files.root, summary)}\n"
+        f"{compare_modes(files.root, summary)}"
+    )
+    draw(files, outcome)
+    display.say(
         f"see {files.root}/: learning_curve.png, rollouts.html, summary.json, config.yaml, logs/"
     )
 
 
-def write_results(
+def write_summary(
     config: DemoConfig, files: DemoFiles, outcome: Outcome, *, costs: Mapping[str, float]
 ) -> dict[str, Any]:
-    """Write the summary, the learning curve and the viewer's page; return the summary."""
+    """Write `summary.json` and return it."""
     steps = outcome.steps
     gaps = [step["logprob_gap_max"] for step in steps if step["logprob_gap_max"] is not None]
     summary = {
@@ -136,38 +141,41 @@ def write_results(
         "stopped_by": outcome.stopped_by,
     }
     files.summary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    return summary
+
+
+def draw(files: DemoFiles, outcome: Outcome) -> None:
+    """Write the learning curve and the viewer's page."""
     curve = files.root / "learning_curve.png"
-    draw_learning_curve(curve, steps, before=outcome.before, after=outcome.after)
+    draw_learning_curve(curve, outcome.steps, before=outcome.before, after=outcome.after)
     write_run_page(
         find_run_files(files.root),
         files.root / "rollouts.html",
         title="Rollouts of the demo",
         about="The task: reverse the letters, then stop. Reward 1 for exactly that, else 0",
     )
-    return summary
 
 
 async def _warm_up_and_train(config: DemoConfig, files: DemoFiles, display: Display) -> Outcome:
     hub_port, engine_port = free_port(), free_port()
     hub_url, engine_url = f"http://127.0.0.1:{hub_port}", f"http://127.0.0.1:{engine_port}"
     urls = {"hub_url": hub_url, "engine_url": engine_url}
-    timeout_s = _STARTUP_TIMEOUT_S[config.engine]
     warm_up = Program(name="warm up", argv=warm_up_command(config, files), ready="exit")
     hub = Program(
         name="hub",
         argv=python("atroposlib.cli.run_api", host="127.0.0.1", port=hub_port, memory=True),
         url=hub_url,
         ready="/healthz",
-        timeout_s=timeout_s,
+        timeout_s=_STARTUP_TIMEOUT_S,
     )
     engine = Program(
         name="engine",
         argv=engine_command(config, files, port=engine_port),
         url=engine_url,
         ready="/health",
-        timeout_s=timeout_s,
+        timeout_s=_STARTUP_TIMEOUT_S,
         env=engine_variables(config),
-        needs=["hub", "warm up"],
+        needs=["hub"],
     )
     trainer = Program(name="trainer", argv=trainer_command(config, files, **urls))
     environment = Program(name="environment", argv=environment_command(config, files, **urls))
@@ -176,23 +184,36 @@ async def _warm_up_and_train(config: DemoConfig, files: DemoFiles, display: Disp
     record = {"demo": config.model_dump(mode="json"), "commands": commands}
     text = yaml.safe_dump(record, sort_keys=False, width=1000)
     (files.root / "config.yaml").write_text(text, encoding="utf-8")
+    early = [_early(part, files) for part in (engine, trainer, environment)]
     async with launched(log_dir=files.logs, env=environment_variables()) as launcher:
         launcher.start(hub)
         display.say(
             "warming up: supervised steps until a quarter of the sampled answers are correct"
         )
-        await _warm_up(launcher.start(warm_up), files, display)
-        await launcher.start(engine).is_ready.wait()
+        warming = launcher.start(warm_up)
+        sampling, training, rollouts = (launcher.start(part) for part in early)
+        await _warm_up(warming, files, display)
+        await sampling.is_ready.wait()
 
         prompts = distinct_prompts(Split.HELDOUT, count=NUM_HELDOUT_PROMPTS, seed=0)
         before = await asyncio.to_thread(measure, engine_url, MODEL_NAME, prompts)
         display.say(f"held-out accuracy: sampled {before.sampled:.3f}, greedy {before.greedy:.3f}")
+        files.measured.touch()  # the environment begins, so that no step comes before
 
-        training, rollouts = launcher.start(trainer), launcher.start(environment)
         steps, stopped_by = await _train(config, files, display, launcher, training)
         launcher.stop(rollouts)
         after = await asyncio.to_thread(measure, engine_url, MODEL_NAME, prompts)
     return Outcome(before=before, after=after, steps=steps, stopped_by=stopped_by)
+
+
+def _early(part: Program, files: DemoFiles) -> Program:
+    """Return the part with a command that imports its modules first and then waits for what it needs."""
+    after, imports = files.model, ["transformers.models.qwen2.modeling_qwen2"]
+    if part.name == "environment":
+        after, imports = files.measured, ["transformers.models.auto.tokenization_auto"]
+    elif part.name == "trainer":
+        imports += ["example_trainer.training"]
+    return replace(part, argv=started_early(list(part.argv), after=after, imports=imports))
 
 
 async def _warm_up(warm_up: Running, files: DemoFiles, display: Display) -> None:

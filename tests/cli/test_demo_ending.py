@@ -22,7 +22,7 @@ def demo(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         command, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as run:
         try:
-            wait_until(lambda: len(_children(run.pid)) == 2)
+            wait_until(lambda: len(_children(run.pid)) == 5)
             yield run
         finally:
             run.kill()

@@ -89,7 +89,8 @@ def test_the_results_are_a_summary_a_learning_curve_and_the_viewers_page(tmp_pat
     )
     before, after = Accuracy(sampled=0.3, greedy=0.6), Accuracy(sampled=0.8, greedy=0.9)
     outcome = demo.Outcome(before=before, after=after, steps=steps, stopped_by="steps")
-    summary = demo.write_results(demo.DemoConfig(), files, outcome, costs={"cpu_seconds": 90.0})
+    summary = demo.write_summary(demo.DemoConfig(), files, outcome, costs={"cpu_seconds": 90.0})
+    demo.draw(files, outcome)
     page = read_page(tmp_path / "rollouts.html")
     assert [each["id"] for each in page.groups] == ["g0"]
     assert "reverse the letters, then stop" in page.head["about"]

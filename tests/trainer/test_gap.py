@@ -81,10 +81,29 @@ def test_tokens_of_one_sequence_are_compared_by_the_version_of_each() -> None:
     assert VERSION in expected
     assert micro_batch.version_N.tolist() == expected
     assert sorted(batch.versions) == sorted(expected)
+
+
+def test_tokens_after_those_of_other_weights_are_compared_from_the_next_turn_on() -> None:
+    """An engine continues an answer with the keys of the weights that began it; a new request has new keys."""
+    before = {"start": 3, "num_tokens": 2, "weight_version": str(VERSION - 1)}
+    spans = [
+        [before, {"start": 5, "num_tokens": length - 5, "weight_version": str(VERSION)}]
+        for length in (12, 13)
+    ]
+    rows = [row.tolist() for row in np.split(make_group([1.0, 0.0], length=12).tokens, [12])]
+    masks = [[-100] * 3 + row[3:7] + [-100] + row[8:] for row in rows]
+    group = make_group([1.0, 0.0], length=12, masks=masks, weight_versions=spans)
+    [micro_batch] = make_batch([group], OPTIONS).micro_batches
+    labels = [int(place) + 1 for row in micro_batch.rows for place in row.trained]
     gap = gap_for()
     d = observe(gap, [micro_batch], 0.3)
-    current = [abs(each) for each, version in zip(d, expected, strict=True) if version == VERSION]
-    assert gap.settle(VERSION).mean == pytest.approx(sum(current) / len(current))
+    second_turn = [
+        abs(each)
+        for each, label, version in zip(d, labels, micro_batch.version_N.tolist(), strict=True)
+        if label > 7 and version == VERSION
+    ]
+    assert len(second_turn) == 9
+    assert gap.settle(VERSION).mean == pytest.approx(sum(second_turn) / 9)
 
 
 def test_the_noise_of_bfloat16_kernels_is_normal(caplog: pytest.LogCaptureFixture) -> None:

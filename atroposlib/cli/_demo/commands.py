@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -15,7 +16,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 import atroposlib
 from atroposlib.cli._demo.tiny_model import MAX_POSITIONS
 
-PROMPTS_PER_STEP = 32
+PROMPTS_PER_STEP = 16
 GROUP_SIZE = 8
 SEQUENCES_PER_STEP = PROMPTS_PER_STEP * GROUP_SIZE
 TRAINER_RECIPE = {
@@ -43,7 +44,7 @@ class DemoConfig(BaseModel):
 
     seed: int = 0
     """Seed of the weights, the rows and the sampling."""
-    steps: int = Field(default=80, ge=1)
+    steps: int = Field(default=110, ge=1)
     """Optimizer steps of reinforcement learning."""
     out: Path = Path("runs/demo")
     """Directory of the results; an earlier run there is renamed."""
@@ -53,10 +54,8 @@ class DemoConfig(BaseModel):
     """Interpreter of the virtual environment that has vLLM; with --engine vllm."""
     wandb: bool = False
     """Log to Weights & Biases as well."""
-    asynchronous: bool = Field(
-        default=False, validation_alias=AliasChoices("asynchronous", "async")
-    )
-    """Keep as many items in flight as the trainer needs, as environments do by default, instead of one batch."""
+    asynchronous: bool = Field(default=True, validation_alias=AliasChoices("asynchronous", "async"))
+    """Sample while the trainer steps, as environments do by default; false: only with the newest weights."""
     max_minutes: float | None = Field(default=30.0, gt=0)
     """Stop training after this time and evaluate; None: no limit."""
 
@@ -65,6 +64,7 @@ class DemoFiles:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.logs = root / "logs"  # one per part
+        self.measured = self.logs / "measured"  # there once the accuracy before training is known
         self.model = root / "model"  # after the warm-up
         self.checkpoints = root / "checkpoints"  # of the trainer
         self.summary = root / "summary.json"
@@ -80,6 +80,12 @@ def python(module: str, **flags: object) -> list[str]:
 
 def _flags(flags: dict[str, object]) -> list[str]:
     return [f"--{name}={value}" for name, value in flags.items()]
+
+
+def started_early(argv: list[str], *, after: Path, imports: Sequence[str]) -> list[str]:
+    """Return the command that imports modules, waits for the path `after` and then becomes `argv`, `python -m ...`."""
+    starter = [sys.executable, "-m", "atroposlib.cli._demo.started_early"]
+    return [*starter, str(after), ",".join(imports), *argv[2:]]
 
 
 def warm_up_command(config: DemoConfig, files: DemoFiles) -> list[str]:

@@ -12,7 +12,7 @@ import aiohttp
 from atroposlib.errors import EngineProtocolError, EngineRejected, EngineUnavailable
 from atroposlib.utils.letter_reversal import MAX_ANSWER_TOKENS, is_correct
 
-_MAX_CONCURRENT_REQUESTS = 64
+_MAX_CONCURRENT_REQUESTS = 256
 _TIMEOUT = aiohttp.ClientTimeout(total=300)
 
 

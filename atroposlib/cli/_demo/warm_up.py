@@ -23,11 +23,11 @@ from atroposlib.errors import AtroposError, cli_boundary
 from atroposlib.scored_data import IGNORE_INDEX
 from atroposlib.utils.letter_reversal import Split, answer_to, distinct_prompts, prompts
 
-LEARNING_RATE = 1e-3
+LEARNING_RATE = 1.5e-3
 LEARNING_RATE_WARMUP_STEPS = 20
-BATCH_SIZE = 64
+BATCH_SIZE = 32
 CHECK_EVERY_STEPS = 10
-NUM_VALIDATION_PROMPTS = 500
+NUM_VALIDATION_PROMPTS = 200
 
 
 class WarmUpConfig(BaseModel):

@@ -139,7 +139,7 @@ class EnvironmentsAgainstSums(RuleBasedStateMachine):
         for each in self.environments:
             part = each.demand / self.demand() if self.demand() else 0.0
             assert self.environments.weight(each) == pytest.approx(max(MIN_ENV_WEIGHT, part))
-            own = self.environments.own_share(each)
+            own = self.environments.sums.own[each.env_id]
             assert own == pytest.approx(self.own_share(each))
             shown = self.environments.own_shares()[each.env_id]
             assert shown == (own if each.is_active else 0.0)

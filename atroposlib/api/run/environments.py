@@ -105,7 +105,8 @@ class Sums(NamedTuple):
     minimums: Mapping[int, float]
     """By id, in order of registration."""
     own: FloatArray
-    """What `Environments.own_share` returns."""
+    """Share of a batch that an environment supplies if all others supply theirs: its minimum, and by weight. One
+    without weight counts as a hundredth of an average one."""
 
 
 class Environments:
@@ -290,15 +291,8 @@ class Environments:
         total = self.sums.demand
         return max(MIN_ENV_WEIGHT, environment.demand / total if total else 0.0)
 
-    def own_share(self, environment: Environment) -> float:
-        """Share of a batch that the environment supplies if all others supply theirs: its minimum, and by weight.
-
-        An environment without weight counts as a hundredth of an average one.
-        """
-        return float(self.sums.own[environment.env_id])
-
     def own_shares(self) -> FloatArray:
-        """`own_share` of the active environments; 0 of the others."""
+        """`Sums.own` of the active environments; 0 of the others."""
         return np.where(self._claims[0] > 0, self.sums.own, 0.0)
 
 

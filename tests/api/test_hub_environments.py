@@ -66,7 +66,9 @@ class EnvironmentsAgainstSums(RuleBasedStateMachine):
         if is_end:
             self.environments.disconnect(environment)
         else:
-            self.environments.note_call(environment, now=self.now)
+            environment.last_seen = self.now
+            if environment.is_silent:
+                self.environments.end_silence(environment)
 
     @rule(seconds=st.sampled_from([0.0, 1.0, 29.0, 60.0, 61.0]))
     def wait(self, seconds: float) -> None:

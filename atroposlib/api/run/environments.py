@@ -204,14 +204,9 @@ class Environments:
         environment.is_connected = False
         self._update(environment)
 
-    def note_call(self, environment: Environment, *, now: float) -> bool:
-        """Record a call; return whether the environment had been silent."""
-        environment.last_seen = now
-        was_silent = environment.is_silent
-        if was_silent:
-            environment.is_silent = False
-            self._update(environment)
-        return was_silent
+    def end_silence(self, environment: Environment) -> None:
+        environment.is_silent = False
+        self._update(environment)
 
     def silence(self, *, now: float, timeout_s: float) -> list[Environment]:
         """Mark as silent and return the active environments without a call for `timeout_s`."""

@@ -140,7 +140,8 @@ class EnvironmentsAgainstSums(RuleBasedStateMachine):
         assert self.environments.sums.unallocated == pytest.approx(free)
         for each in self.environments:
             part = each.demand / self.demand() if self.demand() else 0.0
-            assert self.environments.weight(each) == pytest.approx(max(MIN_ENV_WEIGHT, part))
+            weight = self.environments.sums.weights[each.env_id]
+            assert weight == pytest.approx(max(MIN_ENV_WEIGHT, part))
             own = self.environments.sums.own[each.env_id]
             assert own == pytest.approx(self.own_share(each))
             shown = self.environments.own_shares()[each.env_id]

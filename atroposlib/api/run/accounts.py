@@ -241,7 +241,7 @@ def env_status(run: RunState, environment: Environment, *, now: float) -> EnvSta
         unallocated_fraction=run.environments.sums.unallocated,
         self_queue_size=own // group_size,
         max_group_size=max_group_size,
-        env_weight=run.environments.weight(environment),
+        env_weight=float(run.environments.sums.weights[env_id]),
         policy_version=run.policy_version,
         trainer_step_s=times.step_s,
         trainer_waits_s=times.waits_s(now, num_held=num_held),

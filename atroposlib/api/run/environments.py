@@ -99,7 +99,8 @@ class Sums(NamedTuple):
     """Sums over the active environments."""
 
     num_active: int
-    demand: float
+    weights: FloatArray
+    """Each one's share of the work, compared with the active ones, at least `MIN_ENV_WEIGHT`."""
     unallocated: float
     """Share of a batch that no minimum claims."""
     minimums: Mapping[int, float]
@@ -274,17 +275,13 @@ class Environments:
             free = 1.0 - min(1.0, float(claimed))
             minimums = {int(env_id): float(shares[env_id]) for env_id in np.flatnonzero(shares)}
             own = free * by_weight + shares
-            self._sums = Sums(num_active, float(demand), free, minimums, own)
+            weights = np.maximum(MIN_ENV_WEIGHT, parts)
+            self._sums = Sums(num_active, weights, free, minimums, own)
         return self._sums
 
     @property
     def num_active(self) -> int:
         return self.sums.num_active
-
-    def weight(self, environment: Environment) -> float:
-        """The environment's share of the work, compared with the active ones, at least `MIN_ENV_WEIGHT`."""
-        total = self.sums.demand
-        return max(MIN_ENV_WEIGHT, environment.demand / total if total else 0.0)
 
     def own_shares(self) -> FloatArray:
         """`Sums.own` of the active environments; 0 of the others."""

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 from aiohttp import web
 from tokenizers import Tokenizer
 
@@ -44,7 +45,7 @@ def make_choice(tokenizer: Tokenizer, tokens: Sequence[int], rng: random.Random)
     text = tokenizer.decode(tokens)
     pieces = [tokenizer.decode([token]) for token in tokens]
     # float32 values, as vLLM prints them.
-    logprobs = [-rng.expovariate(2.0) for _ in tokens]
+    logprobs = [float(np.float32(-rng.expovariate(2.0))) for _ in tokens]
     offsets = [0]
     for piece in pieces[:-1]:
         offsets.append(offsets[-1] + len(piece))

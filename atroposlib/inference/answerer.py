@@ -13,12 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from atroposlib.inference.servers.api_server import APIServer, TokenCompletions
+from atroposlib.inference.servers.api_server import APIServer, Stops, TokenCompletions, read_stops
 from atroposlib.inference.servers.openai_routes import (
     OTHER_LIMIT_NAMES,
     completion_from,
 )
-from atroposlib.inference.servers.stops import Stops, read_stops
 from atroposlib.inference.servers.token_ids import SampledCompletion, gather
 from atroposlib.inference.tools.messages import as_dict
 from atroposlib.utils.answer_bodies import completion_body

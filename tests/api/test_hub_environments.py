@@ -66,7 +66,9 @@ class EnvironmentsAgainstSums(RuleBasedStateMachine):
         if is_end:
             self.environments.disconnect(environment)
         else:
-            self.environments.note_call(environment, now=self.now)
+            environment.last_seen = self.now
+            if environment.is_silent:
+                self.environments.end_silence(environment)
 
     @rule(seconds=st.sampled_from([0.0, 1.0, 29.0, 60.0, 61.0]))
     def wait(self, seconds: float) -> None:
@@ -138,8 +140,9 @@ class EnvironmentsAgainstSums(RuleBasedStateMachine):
         assert self.environments.sums.unallocated == pytest.approx(free)
         for each in self.environments:
             part = each.demand / self.demand() if self.demand() else 0.0
-            assert self.environments.weight(each) == pytest.approx(max(MIN_ENV_WEIGHT, part))
-            own = self.environments.own_share(each)
+            weight = self.environments.sums.weights[each.env_id]
+            assert weight == pytest.approx(max(MIN_ENV_WEIGHT, part))
+            own = self.environments.sums.own[each.env_id]
             assert own == pytest.approx(self.own_share(each))
             shown = self.environments.own_shares()[each.env_id]
             assert shown == (own if each.is_active else 0.0)

@@ -27,7 +27,7 @@ from atroposlib.envs.stepwise import Answer, Request, SteppedEnv
 from atroposlib.errors import AtroposError
 from atroposlib.inference.answerer import ask_of, end_at_stop, sample_text
 from atroposlib.inference.harness import ByteTokenizer, HarnessRequest, made_up_logprobs
-from atroposlib.inference.servers.stops import read_stops
+from atroposlib.inference.servers.api_server import read_stops
 from atroposlib.runtime.process import process
 from atroposlib.runtime.replay import Replayer
 from atroposlib.scored_data import Strictness, check_group

@@ -15,8 +15,7 @@ from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.harness import ServerHarness
 from atroposlib.inference.manager import ServerManager
 from atroposlib.inference.scripted_engine import ByteTokenizer, Script, ScriptedEngine
-from atroposlib.inference.servers.api_server import APIServer
-from atroposlib.inference.servers.stops import with_stop_ids
+from atroposlib.inference.servers.api_server import APIServer, with_stop_ids
 
 TYPES = ("openai", "vllm", "sglang", "trl")
 TEXT = "one two three four"

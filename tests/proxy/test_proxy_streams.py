@@ -29,7 +29,7 @@ from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.harness import ByteTokenizer
 from atroposlib.inference.manager import ServerManager
 from atroposlib.inference.scripted_engine import Latency, Script, ScriptedEngine
-from atroposlib.inference.servers.stops import Stops
+from atroposlib.inference.servers.api_server import Stops
 from atroposlib.inference.sessions.chat_template import ChatTemplate
 from atroposlib.inference.sessions.sampled_text import TextSoFar
 from atroposlib.inference.tools.parsers import STYLES

@@ -233,7 +233,7 @@ def env_status(run: RunState, environment: Environment, *, now: float) -> EnvSta
     max_group_size = max(1, run.queue.largest_of_all())
     own = run.queue.num_sequences(env_id)
     others = _queued_by_others(run, env_id, max_group_size=max_group_size)
-    wanted = run.shares.wanted(env_id, own=run.environments.own_share(environment))
+    wanted = run.shares.wanted(env_id, own=float(run.environments.sums.own[env_id]))
     times, num_held = run.trainer_times, run.leases.num_held
     return EnvStatus(
         current_step=run.current_step,
@@ -241,7 +241,7 @@ def env_status(run: RunState, environment: Environment, *, now: float) -> EnvSta
         unallocated_fraction=run.environments.sums.unallocated,
         self_queue_size=own // group_size,
         max_group_size=max_group_size,
-        env_weight=run.environments.weight(environment),
+        env_weight=float(run.environments.sums.weights[env_id]),
         policy_version=run.policy_version,
         trainer_step_s=times.step_s,
         trainer_waits_s=times.waits_s(now, num_held=num_held),

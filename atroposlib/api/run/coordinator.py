@@ -499,8 +499,8 @@ class Coordinator(Accounts):
         """
         if experiment is not None:
             self._check_experiment(experiment, num_groups=len(groups))
-        for index, group in enumerate(groups):
-            self._check_size(group.header.num_sequences, _at(index, groups), num_groups=len(groups))
+        for index in range(len(groups)):
+            self._check_size(groups, index)
         self._check_room(groups)
         num_bytes, refusal = sum(len(group.payload) for group in groups), None
         try:
@@ -524,7 +524,9 @@ class Coordinator(Accounts):
                 f"sampled for experiment {experiment}, but run {self.name} now holds {current}"
             )
 
-    def _check_size(self, num_sequences: int, where: str, *, num_groups: int) -> None:
+    def _check_size(self, groups: Sequence[NewGroup], index: int) -> None:
+        """Refuse all groups if the one at `index` is of a size that no batch can hold."""
+        num_sequences = groups[index].header.num_sequences
         if num_sequences == 0:
             reason, problem = "empty", "the group has no sequences; leave it out"
         elif self.state.fits(num_sequences):
@@ -535,8 +537,8 @@ class Coordinator(Accounts):
                 f"{num_sequences} sequences, but a batch holds {self.state.batch_size};"
                 " lower group_size or raise the trainer's batch_size"
             )
-        self.reject(reason, num_groups=num_groups)
-        raise GroupError(f"{where}tokens: {problem}")
+        self.reject(reason, num_groups=len(groups))
+        raise GroupError(f"{_at(index, groups)}tokens: {problem}")
 
     async def _take_in(
         self, groups: Sequence[NewGroup], *, num_bytes: int, refusal: StoreFull | None

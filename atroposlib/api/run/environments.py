@@ -99,13 +99,15 @@ class Sums(NamedTuple):
     """Sums over the active environments."""
 
     num_active: int
-    demand: float
+    weights: FloatArray
+    """Each one's share of the work, compared with the active ones, at least `MIN_ENV_WEIGHT`."""
     unallocated: float
     """Share of a batch that no minimum claims."""
     minimums: Mapping[int, float]
     """By id, in order of registration."""
     own: FloatArray
-    """What `Environments.own_share` returns."""
+    """Share of a batch that an environment supplies if all others supply theirs: its minimum, and by weight. One
+    without weight counts as a hundredth of an average one."""
 
 
 class Environments:
@@ -203,14 +205,9 @@ class Environments:
         environment.is_connected = False
         self._update(environment)
 
-    def note_call(self, environment: Environment, *, now: float) -> bool:
-        """Record a call; return whether the environment had been silent."""
-        environment.last_seen = now
-        was_silent = environment.is_silent
-        if was_silent:
-            environment.is_silent = False
-            self._update(environment)
-        return was_silent
+    def end_silence(self, environment: Environment) -> None:
+        environment.is_silent = False
+        self._update(environment)
 
     def silence(self, *, now: float, timeout_s: float) -> list[Environment]:
         """Mark as silent and return the active environments without a call for `timeout_s`."""
@@ -278,27 +275,16 @@ class Environments:
             free = 1.0 - min(1.0, float(claimed))
             minimums = {int(env_id): float(shares[env_id]) for env_id in np.flatnonzero(shares)}
             own = free * by_weight + shares
-            self._sums = Sums(num_active, float(demand), free, minimums, own)
+            weights = np.maximum(MIN_ENV_WEIGHT, parts)
+            self._sums = Sums(num_active, weights, free, minimums, own)
         return self._sums
 
     @property
     def num_active(self) -> int:
         return self.sums.num_active
 
-    def weight(self, environment: Environment) -> float:
-        """The environment's share of the work, compared with the active ones, at least `MIN_ENV_WEIGHT`."""
-        total = self.sums.demand
-        return max(MIN_ENV_WEIGHT, environment.demand / total if total else 0.0)
-
-    def own_share(self, environment: Environment) -> float:
-        """Share of a batch that the environment supplies if all others supply theirs: its minimum, and by weight.
-
-        An environment without weight counts as a hundredth of an average one.
-        """
-        return float(self.sums.own[environment.env_id])
-
     def own_shares(self) -> FloatArray:
-        """`own_share` of the active environments; 0 of the others."""
+        """`Sums.own` of the active environments; 0 of the others."""
         return np.where(self._claims[0] > 0, self.sums.own, 0.0)
 
 

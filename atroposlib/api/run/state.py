@@ -426,7 +426,9 @@ class RunState:
         return sum(header.num_sequences for header in self.buffers.get(env_id, ()))
 
     def note_call(self, environment: Environment, *, now: float) -> None:
-        if self.environments.note_call(environment, now=now):
+        environment.last_seen = now
+        if environment.is_silent:
+            self.environments.end_silence(environment)
             self.log.info("environment %d (%r) reconnected", environment.env_id, environment.name)
 
     # Time

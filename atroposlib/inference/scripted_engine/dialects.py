@@ -18,7 +18,7 @@ from atroposlib.inference.answerer import Answers, Ask, Completion, ask_of
 from atroposlib.inference.scripted_answers import made_up_candidates
 from atroposlib.inference.scripted_engine.script import Script
 from atroposlib.inference.servers import sglang, vllm_bodies
-from atroposlib.inference.servers.stops import Stops
+from atroposlib.inference.servers.api_server import Stops
 from atroposlib.utils.answer_bodies import chat_logprobs, completion_body, text_logprobs
 
 MAX_LOGPROBS = 20

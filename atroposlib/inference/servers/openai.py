@@ -17,10 +17,10 @@ from urllib.parse import urlsplit
 
 from atroposlib.errors import EngineRejected
 from atroposlib.inference.config import APIServerConfig
+from atroposlib.inference.servers.api_server import read_stops
 from atroposlib.inference.servers.http_peer import EngineHttpRejected
 from atroposlib.inference.servers.openai_routes import CallKeywords, OpenAIRoutesServer
 from atroposlib.inference.servers.reasoning import ReasoningConfig
-from atroposlib.inference.servers.stops import read_stops
 from atroposlib.utils.tokenizers import load_tokenizer
 
 __all__ = ["OPENAI_URL", "APIServerConfig", "OpenAIServer"]

@@ -16,7 +16,7 @@ import msgspec
 
 from atroposlib.errors import EngineProtocolError
 from atroposlib.inference.config import APIServerConfig
-from atroposlib.inference.servers.api_server import TokenCompletions
+from atroposlib.inference.servers.api_server import TokenCompletions, read_stops
 from atroposlib.inference.servers.http_peer import EngineHttpRejected
 from atroposlib.inference.servers.openai_routes import (
     OTHER_LIMIT_NAMES,
@@ -25,7 +25,6 @@ from atroposlib.inference.servers.openai_routes import (
     read_request,
 )
 from atroposlib.inference.servers.reasoning import ReasoningConfig
-from atroposlib.inference.servers.stops import read_stops
 from atroposlib.inference.servers.token_ids import (
     NEUTRAL_SAMPLING,
     TokenServer,

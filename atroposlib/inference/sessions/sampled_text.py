@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from atroposlib.inference.servers.api_server import TokenCompletions
-from atroposlib.inference.servers.stops import Stops, read_stops
+from atroposlib.inference.servers.api_server import Stops, TokenCompletions, read_stops
 from atroposlib.inference.servers.token_ids import THREAD_FROM_TOKENS
 from atroposlib.inference.sessions.chat_template import ChatTemplate
 from atroposlib.inference.sessions.sequences import SampledTurn

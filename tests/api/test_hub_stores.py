@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
-from atroposlib.api.stores import run_file
 from atroposlib.api.stores.base import (
     Appended,
     BatchState,
@@ -244,26 +242,6 @@ async def test_runs_in_memory_share_a_bound_and_give_back_what_they_took() -> No
     assert second.usage().free_bytes == 400
     await runs.forget("first")
     assert (second.usage().free_bytes, second.usage().refusal) == (800, None)
-
-
-async def test_no_answer_waits_until_the_wal_is_moved_into_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    began, may_end = threading.Event(), threading.Event()
-
-    def checkpoint(_: run_file.RunFile) -> bool:
-        began.set()
-        return may_end.wait(5)
-
-    monkeypatch.setattr(run_file, "_CHECKPOINT_BYTES", 1)
-    monkeypatch.setattr(run_file.RunFile, "checkpoint", checkpoint)
-    store = disk_store(tmp_path, "disk-process")
-    await store.open()
-    async with asyncio.timeout(4):
-        assert await store.append([new_group(0)]) == [Appended.STORED]
-        assert await asyncio.to_thread(began.wait, 3)
-    may_end.set()
-    await store.close()
 
 
 async def test_clear_forgets_everything_ids_included(store: GroupStore, reopen: Reopen) -> None:

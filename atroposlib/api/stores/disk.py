@@ -194,8 +194,7 @@ class DiskStore(JobStore):
                     self._transact(jobs, refusal)
             else:
                 raise
-        if self._file.is_checkpoint_due(is_tight=self._is_tight):
-            self._next_look_s = float("-inf")
+        self._checkpoint_if_due()
         self._note_usage()
 
     def _is_full(self, error: BaseException) -> bool:
@@ -266,7 +265,7 @@ class DiskStore(JobStore):
             return False
 
     def _look_after(self, now_s: float) -> None:
-        """Move what the WAL holds into the file, and give free pages back to the disk."""
+        """Give free pages back to the disk."""
         self._space.measure()
         until_s = time.perf_counter() + _SHRINK_S
         is_more = True

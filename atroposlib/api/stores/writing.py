@@ -76,7 +76,6 @@ class JobStore(abc.ABC):
         self._jobs: deque[Job] = deque()
         self._wake = asyncio.Event()
         self._next_look_s = float("-inf")
-        """When `_look_after` is called next, by the clock; a commit may bring it forward."""
 
     async def open(self) -> SavedRun:
         saved: SavedRun = await self._call(self._load)
@@ -130,17 +129,10 @@ class JobStore(abc.ABC):
         try:
             while self._jobs or self._is_open:
                 jobs = await self._next_jobs()
-                if jobs:
-                    alone = jobs[0].alone
-                    work = (self._commit, jobs) if alone is None else (alone,)
-                    await self._attempt(self._call, *work)
+                await self._attempt(self._do, jobs)
                 for job in jobs:
                     job.answer = job.answer if self._failure is None else self._broken()
                     _answer(job)
-                now_s = self._clock()
-                if now_s >= self._next_look_s:  # after the answers, which do not wait for it
-                    self._next_look_s = now_s + IDLE_S
-                    await self._attempt(self._call, self._look_after, now_s)
             await self._attempt(self._call, self._finish)
         finally:
             self._release()
@@ -175,6 +167,16 @@ class JobStore(abc.ABC):
                 break
             jobs.append(self._jobs.popleft())
         return jobs
+
+    async def _do(self, jobs: Sequence[Job]) -> None:
+        if jobs and (alone := jobs[0].alone) is not None:
+            await self._call(alone)
+        elif jobs:
+            await self._call(self._commit, jobs)
+        now_s = self._clock()
+        if now_s >= self._next_look_s:
+            self._next_look_s = now_s + IDLE_S
+            await self._call(self._look_after, now_s)
 
     @abc.abstractmethod
     async def _call(self, work: Callable[..., Any], *args: Any) -> Any:

@@ -434,12 +434,10 @@ class DatasetEnv(BaseEnv):
         """
         if not self._chooses_items:
             return classes[self.num_items % len(classes)]
-        if (place := plain_place(self.num_items, len(classes))) is not None:
-            name = classes[place]
-        else:
-            rng = random.Random(f"{self.config.seed}:item {self.num_items}")
-            names = rng.sample(classes, k=min(NUM_CANDIDATES, len(classes)))
-            name = names[self._most_promising(names, rng)]
+        rng = random.Random(f"{self.config.seed}:item {self.num_items}")
+        names = rng.sample(classes, k=min(NUM_CANDIDATES, len(classes)))
+        place = plain_place(self.num_items, len(classes))
+        name = names[self._most_promising(names, rng)] if place is None else classes[place]
         self.item_beliefs.setdefault(name, [0.0, 0.0])
         return name
 

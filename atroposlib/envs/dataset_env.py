@@ -135,11 +135,10 @@ class DatasetEnvConfig(BaseEnvConfig):
     """Training rows held out if there are no evaluation rows; at most half of them."""
     seed: int = 0
     """Determines the order of the training rows and which rows are held out."""
-    item_choice: Literal["order", "posterior"] = "order"
+    item_choice: Literal["order", "posterior"] = "posterior"
     """Which rows `serve` asks after the first epoch. order: each row once an epoch. posterior: more often those whose
-    answers will probably have different scores, judged by their earlier groups (`atroposlib/envs/item_choice.py`):
-    fewer groups of equal scores, but in our measurements not fewer tokens until the same score
-    (`benchmarks/README.md`)."""
+    answers will probably have different scores, judged by their earlier groups (`atroposlib/envs/item_choice.py`); what
+    it saves: `benchmarks/README.md`. Rows whose results are unknown stay in order, as do all with `group_size` 1."""
     temperature: float = Field(default=1.0, ge=0)
     """Sampling temperature in training."""
     num_eval_samples: int = Field(default=1, ge=1)
@@ -411,7 +410,8 @@ class DatasetEnv(BaseEnv):
     @property
     def _chooses_items(self) -> bool:
         """Whether results decide about items. Outside of `serve` no policy learns, and reruns repeat the items."""
-        return self.runtime is not None and self.config.item_choice == "posterior"
+        learns = self.runtime is not None and self.config.group_size > 1
+        return learns and self.config.item_choice == "posterior"
 
     def _chosen_row(self) -> Row | None:
         """Return the next row by the beliefs; None in the first epoch, and if nothing is known of the candidates."""
@@ -434,12 +434,10 @@ class DatasetEnv(BaseEnv):
         """
         if not self._chooses_items:
             return classes[self.num_items % len(classes)]
-        if (place := plain_place(self.num_items, len(classes))) is not None:
-            name = classes[place]
-        else:
-            rng = random.Random(f"{self.config.seed}:item {self.num_items}")
-            names = rng.sample(classes, k=min(NUM_CANDIDATES, len(classes)))
-            name = names[self._most_promising(names, rng)]
+        rng = random.Random(f"{self.config.seed}:item {self.num_items}")
+        names = rng.sample(classes, k=min(NUM_CANDIDATES, len(classes)))
+        place = plain_place(self.num_items, len(classes))
+        name = names[self._most_promising(names, rng)] if place is None else classes[place]
         self.item_beliefs.setdefault(name, [0.0, 0.0])
         return name
 

@@ -6,7 +6,7 @@ probability 1 - p^G - (1-p)^G. As in MoPPS (Qu et al. 2025, arXiv 2507.04632), p
 some random candidates; the item with the highest probability is asked (in MoPPS the one with p nearest to 0.5). Every
 tenth item comes from a fixed order, so the next N*10 items have each of N items at least once. The choice is a function
 of the beliefs, the seed and the number of the item: a restart with the same beliefs continues it. Processes of one run
-keep their own. Off by default: `benchmarks/README.md` says why.
+keep their own. `benchmarks/README.md` has the tokens that it saves.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def most_promising(
         if counts is not None and not any(counts):
             return 0.0, rng.random()
         p = rng.betavariate(*(_PRIOR + count for count in counts or (0.0, 0.0)))
-        return chance_to_differ(p, max(2, group_size)), rng.random()
+        return chance_to_differ(p, group_size), rng.random()
 
     draws = [drawn(name) for name in classes]
     return draws.index(max(draws))

@@ -20,7 +20,7 @@ import statistics
 import string
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -78,6 +78,8 @@ class LetterCountingConfig(DatasetEnvConfig):
     max_token_length: int = 15360
     min_trained_tokens: int = 10
     seed: int = 42
+    item_choice: Literal["order", "posterior"] = "order"
+    """order: the curriculum of `difficulty_*`; posterior: the level of each question by the results of its level."""
     eval_temperature: float | None = 0.6
     difficulty_window_size: int = Field(default=150, ge=10)
     """Groups whose mean score decides about the level; half of them are enough."""

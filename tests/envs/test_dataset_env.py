@@ -98,7 +98,6 @@ class Served(Sums):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.config.item_choice = "posterior"
         self.runtime = SimpleNamespace()
 
     def note_group(self, row: Any, rng: random.Random) -> None:
@@ -173,9 +172,9 @@ async def test_classes_of_generated_items_are_chosen_and_none_is_forgotten() -> 
         )
     assert Counter(chosen).most_common(1)[0][0] == "half"
     assert all(set(chosen[i : i + 30]) == set(names) for i in range(270))
-    env.runtime = None
     env.num_items = 4
-    assert env.choose_class(names) == "never"
+    for env.runtime, env.config.group_size in ((None, 8), (SimpleNamespace(), 1)):
+        assert env.choose_class(names) == "never"
 
 
 async def test_a_row_that_never_gives_a_group_is_not_preferred() -> None:
@@ -624,7 +623,6 @@ async def test_rows_reach_the_hub_and_the_run_ends_with_the_trainer() -> None:
             rollout_server_url=hub.url,
             total_steps=2,
             ensure_scores_are_not_same=False,
-            item_choice="posterior",
         )
         run = asyncio.create_task(serve(env, timings=FAST))
         while hub.coordinator.status().current_step < 2:

@@ -20,7 +20,7 @@ from example_trainer.checkpointing import Checkpoints
 from example_trainer.parallel import ALONE
 from tests.api.helpers_api import serving
 from tests.processes import Process, answers, free_port, running, wait_for
-from tests.trainer.helpers_run import ledger_of, send
+from tests.trainer.helpers_run import closed_ledger, send
 from tests.trainer.helpers_trainer import pairs
 from tests.vllm.conftest import ServedRequest
 from tests.vllm.helpers_vllm import MAX_MODEL_LEN, STARTUP_TIMEOUT_S, vllm_python
@@ -100,9 +100,9 @@ def test_a_run_over_the_reload_bridge_resumes_to_the_same_weights(
         [stopped_after] = saved_steps(tmp_path)
         assert 2 <= stopped_after < NUM_STEPS
         with trainer(tmp_path, model, hub_url, [*flags, "--resume"]) as process:
-            send(hub_url, GROUPS)  # the hub knows those that it had
+            sampled = send(hub_url, GROUPS)  # the hub knows those that it had
             assert process.wait(120) == 0, process.log()
-        assert ledger_of(hub_url) == {"trained": len(GROUPS)}
+        assert closed_ledger(hub_url, tmp_path, sampled) == {"trained": len(GROUPS)}
     assert_same_bits(final_weights(tmp_path), uninterrupted)
     assert_serves(url, model, tmp_path / "final_model", version=NUM_STEPS)
 
@@ -134,8 +134,8 @@ def test_a_run_over_the_restart_bridge_resumes_to_the_same_weights(
             )
             weights = tmp_path / f"step_{RESTART_INTERVAL}"
             assert_serves(url, model, weights, version=RESTART_INTERVAL)
-            send(hub_url, GROUPS)  # the hub knows those that it had
+            sampled = send(hub_url, GROUPS)  # the hub knows those that it had
             assert process.wait(120) == 0, process.log()
-        assert ledger_of(hub_url) == {"trained": len(GROUPS)}
+        assert closed_ledger(hub_url, tmp_path, sampled) == {"trained": len(GROUPS)}
     assert_same_bits(final_weights(tmp_path), uninterrupted)
     assert not answers(f"{url}/health"), "the engine was left behind"

@@ -367,13 +367,16 @@ class DatasetEnv(BaseEnv):
                 ) from raised
 
     def _gold_of(self, row: Row) -> str | None:
+        """Return the row's gold answer; EnvError if the hook raises, or returns anything but a text or None."""
         try:
-            return self.gold_answer(row)
+            gold = self.gold_answer(row)
         except Exception as error:
-            what = (
-                f"gold_answer raised {type(error).__name__}: {error} for the row {str(row)[:500]}"
-            )
-            raise EnvError(what) from error
+            what = f"raised {type(error).__name__}: {error}"
+            raise EnvError(f"gold_answer {what} for the row {str(row)[:500]}") from error
+        if isinstance(gold, str | None):
+            return gold
+        what = f"returned {gold!r:.100}, which is no text"
+        raise EnvError(f"gold_answer {what}, for the row {str(row)[:500]}")
 
     async def _choose_canary(self, row: Row, gold: str) -> None:
         """Have workers repeat a call that finds an answer wrong after every other call, if there is one."""
@@ -731,7 +734,7 @@ class DatasetEnv(BaseEnv):
         """
         if type(self).prompt is not DatasetEnv.prompt:  # agents begin in another way
             self.conversation(row)
-        gold = self.gold_answer(row)
+        gold = self._gold_of(row)
         self.example_answers(row)
         if gold is None:
             return None
@@ -835,7 +838,7 @@ class DatasetEnv(BaseEnv):
 
     def _reference(self, row: Row) -> str | None:
         """Return an answer that should be right; None if none is known."""
-        gold = self.gold_answer(row)
+        gold = self._gold_of(row)
         texts = (text for text in self.example_answers(row) if isinstance(text, str))
         return next(texts, None) if gold is None else gold
 
@@ -859,7 +862,7 @@ class DatasetEnv(BaseEnv):
         if (reference := self._reference(row)) is not None:
             score = number_of(await self._probe(row, reference))
             passes = score is not None and score >= self.success_score
-            if score is not None and self.gold_answer(row) is None:
+            if score is not None and self._gold_of(row) is None:
                 passes = passes or None  # examples may be wrong
             elif not passes:
                 self._num_faulty += 1
@@ -972,7 +975,7 @@ class DatasetEnv(BaseEnv):
         at: dict[str, Any] = {"step": self.curr_step, "group": group_id}
         ended = [i for i, rollout in enumerate(rollouts) if rollout.finish_reason != ABORTED]
         answers = [_judged(rollouts[i], outcomes[i]) for i in ended]
-        gold = await audit.ask(self._aside, self.gold_answer, row)
+        gold = await audit.ask(self._aside, self._gold_of, row)
         found = audit.note(answers, item=hash_of(row), gold=gold, **at)
         drops = self.config.on_suspicion == "drop" and not (
             audit.suspicions().keys().isdisjoint(COUNTERFACTUALS)

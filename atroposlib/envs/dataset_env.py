@@ -243,6 +243,7 @@ class DatasetEnv(BaseEnv):
         self.audit = Audit(
             self.detectors(), success_score=self.success_score, budget=Budget(config.audit_share)
         )
+        self._num_alarms_told = 0
         self._num_suspicious = 0
         """Answers that `on_suspicion` dropped."""
 
@@ -977,10 +978,8 @@ class DatasetEnv(BaseEnv):
         answers = [_judged(rollouts[i], outcomes[i]) for i in ended]
         gold = await audit.ask(self._aside, self._gold_of, row)
         found = audit.note(answers, item=hash_of(row), gold=gold, **at)
-        drops = self.config.on_suspicion == "drop" and not (
-            audit.suspicions().keys().isdisjoint(COUNTERFACTUALS)
-        )
-        for i in audit.sample(answers, whole=drops):
+        drops = self.config.on_suspicion == "drop" and COUNTERFACTUALS & audit.suspicions().keys()
+        for i in audit.sample(answers, whole=bool(drops)):
             hit = await audit.examine(self.graders, row, answers[i].text, **at)
             if hit is not None:
                 found[i] = hit
@@ -989,7 +988,8 @@ class DatasetEnv(BaseEnv):
                 self._num_suspicious += 1
         for i, name in found.items():
             rollouts[ended[i]].overrides["suspicious"] = name
-        alarms = audit.new_alarms()
+        alarms = audit.alarms[self._num_alarms_told :]
+        self._num_alarms_told += len(alarms)
         for alarm in alarms:
             logger.warning("audit: %s", alarm)
         if alarms and self.config.on_suspicion == "stop":
@@ -1040,11 +1040,10 @@ async def awaited(value: Any) -> Any:
 
 
 def _judged(rollout: Rollout, outcome: Outcome) -> Judged:
-    score = number_of(outcome)
     reason = outcome.reason if isinstance(outcome, RewardFailure) else "unjudged"
     text = rollout.completion
     length = rollout.num_tokens or len(text)
-    return Judged(text, score, length, None if score is not None else reason, rollout.messages)
+    return Judged(text, number_of(outcome), length, reason, rollout.messages)
 
 
 def _rollout_of(sample: Sample) -> Rollout:

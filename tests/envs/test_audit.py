@@ -289,7 +289,7 @@ def test_an_evaluation_that_falls_while_the_reward_rises_is_named() -> None:
     [alarm] = [alarm for alarm in audit.alarms if alarm.startswith("evaluation")]
     earned = "training earns 0.90 (was 0.60) and the evaluation 0.30 (was 0.70)"
     assert alarm == f"evaluation: since step 20, {earned}, seen at step 40; stop and read answers"
-    assert audit.suspicions()["evaluation"] == 1
+    assert audit.suspicions()["evaluation"] == 2
 
 
 @pytest.mark.parametrize(

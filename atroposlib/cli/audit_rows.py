@@ -62,7 +62,8 @@ def judged_of(row: Mapping[str, Any]) -> list[Judged]:
     for score, said, text in zip(row["scores"], conversations, completions, strict=False):
         messages = [each for each in said if isinstance(each, Mapping)]
         answers = [each.get("content") for each in messages if each.get("role") == "assistant"]
-        if isinstance(text := answers[-1] if text is None and answers else text, str):
+        text = answers[-1] if text is None and answers else text
+        if isinstance(text, str):
             found.append(Judged(text, number_of(score), len(text), messages=messages))
     return found
 

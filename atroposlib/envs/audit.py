@@ -59,7 +59,8 @@ class Detector(NamedTuple):
     """What hits mean, and what to do about them."""
 
     usual: float | None
-    """Share of honest answers that hit, from the samples of the shipped environments; None: measured at the start."""
+    """Share of honest answers that hit, from the samples of the shipped environments; None: measured at the start. Of
+    evaluations, one at which two hits in a row raise the alarm."""
     says: str
     remedy: str
 
@@ -76,7 +77,7 @@ DETECTORS = {
     "length": Detector(None, "are longer where they are paid", "limit or normalise length"),
     "evaluation": Detector(0.0004, "diverge from the reward", "stop and read answers"),
 }
-COUNTERFACTUALS = {"swap_gold", "canary", "second_grader"}
+COUNTERFACTUALS = frozenset({"swap_gold", "canary", "second_grader"})
 """Detectors that call a grader."""
 
 
@@ -319,8 +320,7 @@ class Audit:
         if not self._examined or self._examined[-1] is not row:  # once for a whole group
             self._examined.append(row)
         has_control = self.watches["swap_gold"].num < NUM_CONTROLS
-        gold = await graders.gold(row) or None
-        if gold is None:
+        if not (gold := await graders.gold(row)):
             return {}
         hits: dict[str, bool] = {}
         result = stated(gold)
@@ -342,7 +342,7 @@ class Audit:
         return hits
 
     def _control(self, name: str, is_hit: bool) -> None:
-        """Silence a detector that honest answers hit, too: of rows with many answers, texts that nobody judges."""
+        """Count a control; silence a detector that right answers hit, too: rows may have many, texts be unjudged."""
         self._controls[name] += is_hit
         if self._controls[name] > max(1, 0.05 * self.watches["swap_gold"].num):
             self.watches[name].usual = 1.0
@@ -351,7 +351,7 @@ class Audit:
         """Compare an evaluation, and the training since the last one, with the best one so far.
 
         A hit: training is rewarded more, and the evaluation less, by three standard errors each. The best of many is
-        also the luckiest, so the `usual` share is one at which two hits in a row raise the alarm.
+        also the luckiest, so one hit raises no alarm.
         """
         correct, earned = Share(num_correct, num_rows), self._rewarded_since
         self._rewarded_since = Share(0, 0)
@@ -388,7 +388,7 @@ class Audit:
         return marks
 
     def suspicions(self) -> dict[str, int]:
-        """Return the answers that hit since the onset, by the detector whose alarm is raised; of evaluations, those."""
+        """Return how many answers (or evaluations) hit since the onset, by the detector whose alarm is raised."""
         return {name: w.hits_since for name, w in self.watches.items() if w.is_raised}
 
     def metrics(self) -> dict[str, float]:
@@ -406,7 +406,7 @@ class Audit:
         )
 
     def _pays_for_length(self, answers: Sequence[Judged]) -> bool | None:
-        """Whether the longer answers of a group earn more, and all are longer than at the start; None: no telling."""
+        """Whether a group's answers are longer than at the start, and the longer ones earn more; None: unknown."""
         mean_length = fmean(answer.length for answer in answers)
         is_early = len(self._first_lengths) * len(answers) < NUM_USUAL
         if is_early:

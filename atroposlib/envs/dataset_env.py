@@ -40,7 +40,6 @@ from atroposlib.envs.item_choice import (
     plain_place,
     updated,
 )
-from atroposlib.envs.lengths import num_trained
 from atroposlib.envs.rewards import Canary, JsonValue, RewardFailure, RewardWorkers
 from atroposlib.envs.rollouts import (
     ABORTED,
@@ -1003,7 +1002,7 @@ class DatasetEnv(BaseEnv):
         return Graders(*(functools.partial(self._aside, hook) for hook in hooks))
 
     def _is_long_enough(self, rollout: Rollout) -> bool:
-        trained = sum(num_trained(node.masked_tokens) for node in rollout.nodes)
+        trained = rollout.num_tokens
         if trained >= self.config.min_trained_tokens or rollout.finish_reason == ABORTED:
             return True
         has_failed = isinstance(rollout.outcome, RewardFailure)

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 import torch
@@ -319,8 +319,10 @@ def built(env_cls: type[Any], **settings: Any) -> Any:
     return env_cls(env_cls.env_config_cls(**known), [ENGINE])
 
 
-async def train(env_cls: type[Played], *, is_open: bool, seed: int, num_steps: int) -> Run:
-    """Train a policy and watch it."""
+async def train(
+    env_cls: type[Played], *, is_open: bool, seed: int, num_steps: int, answers: TextIO | None
+) -> Run:
+    """Train a policy and watch it; write each group as a line of JSON to `answers`."""
     env = built(env_cls, seed=seed)
     env.is_open = is_open
     env.audit.budget = Budget(0.02, cpu_s=lambda: 0.0)
@@ -343,8 +345,14 @@ async def train(env_cls: type[Played], *, is_open: bool, seed: int, num_steps: i
             row = await env.get_next_item()
             env.choose = lambda row, n, picked=picked: [ways[i](row, rng) for i in picked.tolist()]
             await env.collect_trajectories(row)
-            num_right += sum(env.truth(row, rollout) for rollout in env.rollouts)
+            truths = [env.truth(row, rollout) for rollout in env.rollouts]
+            num_right += sum(truths)
             numbers = [number_of(outcome) for outcome in env.outcomes]
+            if answers is not None:
+                of_run = {"task": env_cls.__name__, "is_open": is_open, "seed": seed, "step": step}
+                said = [rollout.messages[1:] for rollout in env.rollouts]
+                group = {"row": row, "rewards": numbers, "truths": truths, "messages": said}
+                answers.write(json.dumps({**of_run, **group}) + "\n")
             judged = [i for i, number in enumerate(numbers) if number is not None]
             if len(judged) > 1:
                 found = np.array([numbers[i] for i in judged])
@@ -458,7 +466,11 @@ async def measure(arguments: argparse.Namespace) -> None:
                 for seed in range(num):
                     began = time.process_time()
                     run = await train(
-                        env_cls, is_open=is_open, seed=seed, num_steps=arguments.steps
+                        env_cls,
+                        is_open=is_open,
+                        seed=seed,
+                        num_steps=arguments.steps,
+                        answers=arguments.answers,
                     )
                     cpu_s = time.process_time() - began
                     found = {"task": name, "is_open": is_open, "seed": seed, "cpu_s": cpu_s}
@@ -482,6 +494,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--only", help="tasks whose name has this text")
     parser.add_argument("--out", type=Path, help="JSONL file of the runs; those it has count, too")
+    answers_help = "JSONL file of all groups: row, rewards, whether right, messages"
+    parser.add_argument("--answers", type=argparse.FileType("w"), help=answers_help)
     parser.add_argument("--draw", type=Path, metavar="PICTURE.svg")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

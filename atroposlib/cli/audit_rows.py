@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from atroposlib.cli.rescore import rows_of
-from atroposlib.envs.audit import DETECTORS, Audit, Budget, Judged
+from atroposlib.envs.audit import COUNTERFACTUALS, DETECTORS, Audit, Budget, Judged
 from atroposlib.envs.dataset_env import DatasetEnv
 from atroposlib.envs.eval_run import hash_of
 from atroposlib.envs.hooks import EnvHooks
@@ -23,26 +23,21 @@ from atroposlib.runtime.replay import Replayer
 from atroposlib.runtime.stored_items import item_of
 from atroposlib.utils.display import table_of
 
-READING = ("gold_absent", "told_by_error", "equal_answers", "new_form", "length")
-"""Detectors that need no environment; a row has no unscored answers."""
-
 
 async def audit_file(path: Path, *, env: EnvHooks | None, success_score: float) -> Audit:
     """Return the audit after all groups of a file; ConfigError if the environment has no detectors."""
-    if env is None:
-        audit = Audit(READING, success_score=success_score, budget=Budget(0.0))
-    elif isinstance(env, DatasetEnv):
-        detectors = [name for name in env.detectors() if name not in ("unscored", "evaluation")]
-        audit = Audit(detectors, success_score=env.success_score, budget=Budget(0.0))
-    else:
-        raise ConfigError(
-            f"--env: {type(env).__name__} is no DatasetEnv, so its graders are unknown"
-        )
+    if env is not None and not isinstance(env, DatasetEnv):
+        what = f"{type(env).__name__} is no DatasetEnv, so its graders are unknown"
+        raise ConfigError(f"--env: {what}")
+    applies = set(DETECTORS).difference(COUNTERFACTUALS) if env is None else set(env.detectors())
+    # A row has neither unscored answers nor evaluations.
+    applies -= {"unscored", "evaluation"}
     async with contextlib.AsyncExitStack() as stack:
-        if isinstance(env, DatasetEnv):
+        if env is not None:
             stored = [row["item"] for row in rows_of(path) if row.get("item") is not None]
             await stack.enter_async_context(Replayer(env, rows=stored))
-            audit.success_score = env.success_score  # `setup` may set it
+            success_score = env.success_score
+        audit = Audit(applies, success_score=success_score, budget=Budget(0.0))
         for number, row in enumerate(rows_of(path), start=1):
             version, gold = row.get("policy_version"), row.get("gold_answer")
             at: dict[str, Any] = {
@@ -52,7 +47,7 @@ async def audit_file(path: Path, *, env: EnvHooks | None, success_score: float) 
             answers = judged_of(row)
             key = str(number) if row.get("item") is None else hash_of(row["item"])
             audit.note(answers, item=key, gold=gold if isinstance(gold, str) else None, **at)
-            if isinstance(env, DatasetEnv) and row.get("item") is not None:
+            if env is not None and row.get("item") is not None:
                 item = item_of(type(env), row["item"])
                 for i in audit.sample(answers, whole=True):
                     await audit.examine(env.graders, item, answers[i].text, **at)
@@ -67,8 +62,7 @@ def judged_of(row: Mapping[str, Any]) -> list[Judged]:
     for score, said, text in zip(row["scores"], conversations, completions, strict=False):
         messages = [each for each in said if isinstance(each, Mapping)]
         answers = [each.get("content") for each in messages if each.get("role") == "assistant"]
-        if text is None and answers:
-            text = answers[-1]
+        text = answers[-1] if text is None and answers else text
         if isinstance(text, str):
             found.append(Judged(text, number_of(score), len(text), messages=messages))
     return found

@@ -40,7 +40,6 @@ from atroposlib.envs.item_choice import (
     plain_place,
     updated,
 )
-from atroposlib.envs.lengths import num_trained
 from atroposlib.envs.rewards import Canary, JsonValue, RewardFailure, RewardWorkers
 from atroposlib.envs.rollouts import (
     ABORTED,
@@ -242,6 +241,7 @@ class DatasetEnv(BaseEnv):
         self.audit = Audit(
             self.detectors(), success_score=self.success_score, budget=Budget(config.audit_share)
         )
+        self._num_alarms_told = 0
         self._num_suspicious = 0
         """Answers that `on_suspicion` dropped."""
 
@@ -366,13 +366,16 @@ class DatasetEnv(BaseEnv):
                 ) from raised
 
     def _gold_of(self, row: Row) -> str | None:
+        """Return the row's gold answer; EnvError if the hook raises, or returns anything but a text or None."""
         try:
-            return self.gold_answer(row)
+            gold = self.gold_answer(row)
         except Exception as error:
-            what = (
-                f"gold_answer raised {type(error).__name__}: {error} for the row {str(row)[:500]}"
-            )
-            raise EnvError(what) from error
+            what = f"raised {type(error).__name__}: {error}"
+            raise EnvError(f"gold_answer {what} for the row {str(row)[:500]}") from error
+        if isinstance(gold, str | None):
+            return gold
+        what = f"returned {gold!r:.100}, which is no text"
+        raise EnvError(f"gold_answer {what}, for the row {str(row)[:500]}")
 
     async def _choose_canary(self, row: Row, gold: str) -> None:
         """Have workers repeat a call that finds an answer wrong after every other call, if there is one."""
@@ -729,7 +732,7 @@ class DatasetEnv(BaseEnv):
         """
         if type(self).prompt is not DatasetEnv.prompt:  # agents begin in another way
             self.conversation(row)
-        gold = self.gold_answer(row)
+        gold = self._gold_of(row)
         self.example_answers(row)
         if gold is None:
             return None
@@ -833,7 +836,7 @@ class DatasetEnv(BaseEnv):
 
     def _reference(self, row: Row) -> str | None:
         """Return an answer that should be right; None if none is known."""
-        gold = self.gold_answer(row)
+        gold = self._gold_of(row)
         texts = (text for text in self.example_answers(row) if isinstance(text, str))
         return next(texts, None) if gold is None else gold
 
@@ -857,7 +860,7 @@ class DatasetEnv(BaseEnv):
         if (reference := self._reference(row)) is not None:
             score = number_of(await self._probe(row, reference))
             passes = score is not None and score >= self.success_score
-            if score is not None and self.gold_answer(row) is None:
+            if score is not None and self._gold_of(row) is None:
                 passes = passes or None  # examples may be wrong
             elif not passes:
                 self._num_faulty += 1
@@ -970,12 +973,10 @@ class DatasetEnv(BaseEnv):
         at: dict[str, Any] = {"step": self.curr_step, "group": group_id}
         ended = [i for i, rollout in enumerate(rollouts) if rollout.finish_reason != ABORTED]
         answers = [_judged(rollouts[i], outcomes[i]) for i in ended]
-        gold = await audit.ask(self._aside, self.gold_answer, row)
+        gold = await audit.ask(self._aside, self._gold_of, row)
         found = audit.note(answers, item=hash_of(row), gold=gold, **at)
-        drops = self.config.on_suspicion == "drop" and not (
-            audit.suspicions().keys().isdisjoint(COUNTERFACTUALS)
-        )
-        for i in audit.sample(answers, whole=drops):
+        drops = self.config.on_suspicion == "drop" and COUNTERFACTUALS & audit.suspicions().keys()
+        for i in audit.sample(answers, whole=bool(drops)):
             hit = await audit.examine(self.graders, row, answers[i].text, **at)
             if hit is not None:
                 found[i] = hit
@@ -984,7 +985,8 @@ class DatasetEnv(BaseEnv):
                 self._num_suspicious += 1
         for i, name in found.items():
             rollouts[ended[i]].overrides["suspicious"] = name
-        alarms = audit.new_alarms()
+        alarms = audit.alarms[self._num_alarms_told :]
+        self._num_alarms_told += len(alarms)
         for alarm in alarms:
             logger.warning("audit: %s", alarm)
         if alarms and self.config.on_suspicion == "stop":
@@ -998,7 +1000,7 @@ class DatasetEnv(BaseEnv):
         return Graders(*(functools.partial(self._aside, hook) for hook in hooks))
 
     def _is_long_enough(self, rollout: Rollout) -> bool:
-        trained = sum(num_trained(node.masked_tokens) for node in rollout.nodes)
+        trained = rollout.num_tokens
         if trained >= self.config.min_trained_tokens or rollout.finish_reason == ABORTED:
             return True
         has_failed = isinstance(rollout.outcome, RewardFailure)
@@ -1035,11 +1037,10 @@ async def awaited(value: Any) -> Any:
 
 
 def _judged(rollout: Rollout, outcome: Outcome) -> Judged:
-    score = number_of(outcome)
     reason = outcome.reason if isinstance(outcome, RewardFailure) else "unjudged"
     text = rollout.completion
     length = rollout.num_tokens or len(text)
-    return Judged(text, score, length, None if score is not None else reason, rollout.messages)
+    return Judged(text, number_of(outcome), length, reason, rollout.messages)
 
 
 def _rollout_of(sample: Sample) -> Rollout:

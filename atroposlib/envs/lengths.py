@@ -16,7 +16,7 @@ def num_trained(mask: Sequence[int]) -> int:
     >>> num_trained([-100, 7, 7])
     2
     """
-    return sum(label != IGNORE_INDEX for label in mask)
+    return len(mask) - mask.count(IGNORE_INDEX)
 
 
 def length_penalties(

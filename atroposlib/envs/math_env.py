@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig, Outcome, Rollout, Split
-from atroposlib.envs.lengths import num_trained
 from atroposlib.envs.math_answers import boxed_answer, compare, ends_with_number, is_equal
 from atroposlib.envs.reward_fns.math_worker import CANARY, PRELOAD
 from atroposlib.envs.rewards import RewardFailure
@@ -96,8 +95,7 @@ class VerifiedMathEnv(DatasetEnv):
             self.record("train/percent_overanswer", is_cut)
             if not is_cut:
                 kind = "correct" if score == 1.0 else "incorrect"
-                length = sum(num_trained(node.masked_tokens) for node in rollout.nodes)
-                self.record(f"train/avg_{kind}_answer_len", length)
+                self.record(f"train/avg_{kind}_answer_len", rollout.num_tokens)
 
     def train_metrics(self) -> dict[str, float]:
         """Return the position in the data."""

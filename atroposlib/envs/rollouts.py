@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
+from atroposlib.envs.lengths import num_trained
 from atroposlib.envs.rewards import RewardFailure
 from atroposlib.inference.manager import ServerManager
 from atroposlib.inference.sessions.sequences import SequenceNode
@@ -93,7 +94,7 @@ class Rollout:
     @property
     def num_tokens(self) -> int:
         """The number of sampled tokens; 0 without token ids."""
-        return sum(label >= 0 for node in self.nodes for label in node.masked_tokens)
+        return sum(num_trained(node.masked_tokens) for node in self.nodes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -316,6 +316,8 @@ def row_of(group: ViewGroup) -> IndexRow:
         if trainer is not None and sampled is not None
     ]
     advantages = [abs(a) for each in sequences if (a := each.get("advantage")) is not None]
+    notes = [each.get("notes", {}) for each in sequences]
+    suspicions = {str(each["suspicious"]) for each in notes if each.get("suspicious")}
     return IndexRow(
         str(group["id"]),
         group.get("environment"),
@@ -337,18 +339,13 @@ def row_of(group: ViewGroup) -> IndexRow:
             "staleness": group.get("staleness"),
             "advantage_max": max(advantages, default=None),
             "loss_share": group.get("loss_share"),
-            "suspicious": " ".join(sorted({s for each in sequences if (s := _suspicion(each))})),
+            "suspicious": " ".join(sorted(suspicions)),
             "preview": preview(sequences[0].get("messages") or (), sequences[0].get("text"))
             if sequences
             else "",
         },
         scores,
     )
-
-
-def _suspicion(sequence: Mapping[str, Any]) -> str:
-    """Return the detector of the audit that a sequence hit; "" for none."""
-    return str(sequence.get("notes", {}).get("suspicious") or "")
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -56,7 +56,7 @@ class Lenient(Sums):
 
 
 class Broken(Sums):
-    """Pays every answer once 100 were judged."""
+    """Pays every answer once it has judged 700."""
 
     num_judged = 0
 
@@ -172,6 +172,15 @@ async def test_a_judge_of_the_audit_that_does_not_answer_costs_no_group() -> Non
     assert budget.allows()
 
 
+def test_time_counts_once_an_examination_has_ended() -> None:
+    budget = Budget(0.02, cpu_s=lambda: 100.0)
+    budget.num_graded = 200
+    assert not budget.allows()
+    with budget.examination():
+        budget.num_calls = 5
+    assert budget.allows()
+
+
 async def test_aborted_answers_are_not_audited() -> None:
     env = await played(Aborting, everything)
     assert env.audit.success_score == 0.5
@@ -185,7 +194,7 @@ async def test_aborted_answers_are_not_audited() -> None:
     assert set(marked) == {1.0}
 
 
-async def test_a_share_of_none_asks_no_grader() -> None:
+async def test_a_share_of_zero_asks_no_grader() -> None:
     env = await played(Lenient, everything, audit_share=0.0)
     assert (env.audit.budget.num_calls, env.audit.alarms) == (0, [])
 
@@ -289,7 +298,7 @@ def test_an_evaluation_that_falls_while_the_reward_rises_is_named() -> None:
     [alarm] = [alarm for alarm in audit.alarms if alarm.startswith("evaluation")]
     earned = "training earns 0.90 (was 0.60) and the evaluation 0.30 (was 0.70)"
     assert alarm == f"evaluation: since step 20, {earned}, seen at step 40; stop and read answers"
-    assert audit.suspicions()["evaluation"] == 1
+    assert audit.suspicions()["evaluation"] == 2
 
 
 @pytest.mark.parametrize(

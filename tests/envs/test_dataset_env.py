@@ -212,10 +212,17 @@ async def test_training_rows_are_no_evaluation_rows(
     assert bool(said) is bool(caplog.records)
 
 
-async def test_a_row_whose_gold_answer_raises_is_named() -> None:
+@pytest.mark.parametrize(
+    ("hook", "fault"),
+    [
+        (lambda row: row["gold"], r"raised TypeError: .* for the row \[\d, \d\]"),
+        (lambda row: row, r"returned \[\d, \d\], which is no text, for the row \[\d, \d\]"),
+    ],
+)
+async def test_a_row_whose_gold_answer_cannot_be_read_is_named(hook: Any, fault: str) -> None:
     env = make()
-    env.gold_answer = lambda row: row["gold"]
-    with pytest.raises(EnvError, match=r"gold_answer raised TypeError: .* for the row \[\d, \d\]"):
+    env.gold_answer = hook
+    with pytest.raises(EnvError, match=f"gold_answer {fault}"):
         await env.setup()
 
 

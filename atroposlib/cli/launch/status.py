@@ -182,12 +182,14 @@ def render_view(view: HubView, *, url: str, fates: Mapping[str, Fate] | None = N
             str(each.buffered_sequences),
             str(each.floor),
         )
-    counts = [
-        f"{each.name} {what}: {listed(found)}"
-        for each in seen.environments
-        for what, found in _losses_and_suspicions(each.losses or {}).items()
-        if found
-    ]
+    counts = []
+    for each in seen.environments:
+        # A suspicious answer is not lost, unless its group is also dropped.
+        found: dict[str, dict[str, int]] = {"lost": {}, "suspicious": {}}
+        for name, count in (each.losses or {}).items():
+            detector = name.removeprefix("suspicious_")
+            found["lost" if detector == name else "suspicious"][detector] = count
+        counts += [f"{each.name} {what}: {listed(of)}" for what, of in found.items() if of]
     hubs = Table("hub", "state", "runs", box=None)
     for hub in view.replicas:
         hubs.add_row(
@@ -211,16 +213,3 @@ def render_view(view: HubView, *, url: str, fates: Mapping[str, Fate] | None = N
     page = [Text("\n".join(lines)), environments if seen.num_environments else none_yet]
     page += [below] if num_more else []
     return Group(*page, *([hubs] if view.replicas else []))
-
-
-def _losses_and_suspicions(counts: Mapping[str, int]) -> dict[str, dict[str, int]]:
-    """Return an environment's counts apart: a suspicious answer is not lost, unless its group is also dropped.
-
-    >>> _losses_and_suspicions({"dropped_equal_scores": 3, "suspicious_canary": 9})
-    {'lost': {'dropped_equal_scores': 3}, 'suspicious': {'canary': 9}}
-    """
-    found: dict[str, dict[str, int]] = {"lost": {}, "suspicious": {}}
-    for name, count in counts.items():
-        detector = name.removeprefix("suspicious_")
-        found["lost" if detector == name else "suspicious"][detector] = count
-    return found

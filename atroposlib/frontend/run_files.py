@@ -147,11 +147,9 @@ def _evaluation(files: RunFiles) -> Evaluation | None:
     """Return what collects the verdicts of an evaluation; None for a run and for several evaluations."""
     if files.groups or len(files.samples) != 1:
         return None
-    return Evaluation(stored_metrics(_metrics_beside(files.samples[0])))
-
-
-def _metrics_beside(samples: Path) -> Path:
-    return samples.with_name(samples.stem.replace("samples", "metrics") + ".json")
+    samples = files.samples[0]
+    beside = samples.with_name(samples.stem.replace("samples", "metrics") + ".json")
+    return Evaluation(stored_metrics(beside))
 
 
 def view_groups(files: RunFiles, decode: Decode | None) -> Iterator[dict[str, Any]]:

@@ -493,7 +493,7 @@ def _at(values: Any, i: int) -> Any:
 _SAMPLE_KEYS = frozenset(
     {
         *("row", "item", "messages", "finish_reason", "gold_answer"),
-        *("item_index", "item_hash", "num_samples", "sample_index"),
+        *("item_index", "item_hash", "num_samples", "sample_index", "score", "turn_rewards"),
     }
 )
 """Keys of a sample with a place of their own, and the numbering."""
@@ -523,7 +523,6 @@ def _view_of_item(name: str, samples: Sequence[Mapping[str, Any]]) -> dict[str, 
         key: value
         for key, value in first.items()
         if key not in _SAMPLE_KEYS
-        and key != "score"
         and not isinstance(value, float)
         and len(samples) > 1
         and all(sample.get(key) == value for sample in samples)
@@ -575,25 +574,18 @@ def _score_of(sample: Mapping[str, Any]) -> float | None:
 
 def _view_of_sample(sample: Mapping[str, Any], shared: Mapping[str, Any]) -> dict[str, Any]:
     messages = sample.get("messages")
-    other = {
-        key: value
-        for key, value in sample.items()
-        if key not in _SAMPLE_KEYS
-        and key not in shared
-        and key not in ("score", "turn_rewards")
-        and value is not None
-    }
-    metrics = {
-        key: value
-        for key, value in other.items()
-        if isinstance(value, bool | int | float)
-        or (isinstance(value, str) and len(value) <= MAX_METRIC_CHARS)
-    }
-    texts = [f"{key}: {text_in(value)}" for key, value in other.items() if key not in metrics]
+    metrics: dict[str, Any] = {}
+    notes: dict[str, Any] = {}
+    for key, value in sample.items():
+        if key not in _SAMPLE_KEYS and key not in shared and value is not None:
+            is_short = isinstance(value, str) and len(value) <= MAX_METRIC_CHARS
+            is_metric = is_short or isinstance(value, bool | int | float)
+            (metrics if is_metric else notes)[key] = value
+    texts = [f"{key}: {text_in(value)}" for key, value in notes.items()]
     return {
         "score": _score_of(sample),
         "finish_reason": sample.get("finish_reason"),
-        **_noted({key: value for key, value in other.items() if key not in metrics}),
+        **_noted(notes),
         **_turn_rewards(sample),
         "messages": [_message(message) for message in _flat(messages)] if messages else None,
         "text": "\n\n".join(texts) if texts and not messages else None,

@@ -154,7 +154,7 @@ def quick_view(line: bytes, *, decode: Decode | None) -> dict[str, Any] | None:
         and isinstance(first, list)
         and all(isinstance(message, dict) for message in first)
         and all(map(math.isfinite, row.scores))
-        and b'"continues"' not in bytes(row.calls)
+        and (len(first) > 1 or b'"continues"' not in bytes(row.calls))
         and not any(key in bytes(row.overrides) for key in _WHOLE_KEYS)
     ):
         return None

@@ -20,7 +20,7 @@ _ESCAPED = tuple((c.encode(), f"\\u{ord(c):04x}".encode()) for c in "\x85\u2028\
 """`str.splitlines` ends a line at these, JSON encoders leave them as they are, and a model may sample them."""
 
 
-_BUFFER_BYTES = 2**18
+_BUFFER_BYTES = 2**20
 """A row of groups has tens of kilobytes: with Python's 8 KB, reading costs three times as much."""
 
 

@@ -312,7 +312,8 @@ def row_of(group: ViewGroup) -> IndexRow:
         if trainer is not None and sampled is not None
     ]
     advantages = [abs(a) for each in sequences if (a := each.get("advantage")) is not None]
-    suspicions = {each["notes"].get("suspicious") for each in sequences if "notes" in each}
+    notes = [each.get("notes", {}) for each in sequences]
+    suspicions = {str(each["suspicious"]) for each in notes if each.get("suspicious")}
     return IndexRow(
         str(group["id"]),
         group.get("environment"),
@@ -334,7 +335,7 @@ def row_of(group: ViewGroup) -> IndexRow:
             "staleness": group.get("staleness"),
             "advantage_max": max(advantages, default=None),
             "loss_share": group.get("loss_share"),
-            "suspicious": " ".join(sorted(map(str, filter(None, suspicions)))),
+            "suspicious": " ".join(sorted(suspicions)),
             "preview": preview(sequences[0].get("messages") or (), sequences[0].get("text"))
             if sequences
             else "",

@@ -298,7 +298,7 @@ def row_of(group: ViewGroup) -> IndexRow:
     length_of = dict.fromkeys(rollout_of, 0)
     for rollout, length in zip(rollout_of, lengths, strict=True):
         length_of[rollout] += length
-    given = [each.get("score") for each in sequences]
+    given: list[Any] = [each.get("score") for each in sequences]
     scored = [i for i, score in enumerate(given) if score is not None and math.isfinite(score)]
     rollouts, scores = [rollout_of[i] for i in scored], [given[i] for i in scored]
     if len(set(rollouts)) < len(rollouts):

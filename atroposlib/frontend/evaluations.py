@@ -65,9 +65,6 @@ class Evaluation:
         self._columns: dict[str, list[Any]] = {
             name: [] for name in ("row", "seq", "kind", "target", "read", "tokens", "why")
         }
-        self._right: list[bool] = []
-        self._right_rows: list[int] = []
-        """The group of each entry of `_right`."""
 
     def noting(self, groups: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
         """Yield the view groups, each with its place in the page noted."""
@@ -76,9 +73,6 @@ class Evaluation:
                 for name, values in self._columns.items():
                     value = row if name == "row" else verdict.get(name)
                     values.append(value[:TEXT_CHARS] if isinstance(value, str) else value)
-                if verdict["kind"] in ("right", "wrong"):
-                    self._right.append(verdict["kind"] == "right")
-                    self._right_rows.append(row)
             yield group
 
     def content(self) -> dict[str, Any] | None:
@@ -89,9 +83,12 @@ class Evaluation:
 
     def _with_accuracy(self) -> list[Metric]:
         """Return the metrics; without a result among them, the share of right answers is the first."""
-        if not self._right:
+        kinds = zip(self._columns["kind"], self._columns["row"], strict=True)
+        judged = [(kind == "right", row) for kind, row in kinds if kind in ("right", "wrong")]
+        if not judged:
             return self._metrics
-        share = Metric.of("accuracy", estimate_mean(self._right, clusters=self._right_rows))
+        right, rows = zip(*judged, strict=True)
+        share = Metric.of("accuracy", estimate_mean(right, clusters=rows))
         first = self._metrics[0] if self._metrics else None
         if first is None or _rank(first) == len(_HEADLINES):
             return [share, *self._metrics]

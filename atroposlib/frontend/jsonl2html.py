@@ -16,9 +16,7 @@ from typing import Any
 from atroposlib.errors import ConfigError, cli_boundary
 from atroposlib.frontend.page import preview
 from atroposlib.frontend.run_files import find_run_files, write_run_page
-from atroposlib.frontend.view_groups import conversations_of, images_in, text_in
-
-logger = logging.getLogger(__name__)
+from atroposlib.frontend.view_groups import images_in, text_in, view_of_row
 
 
 def generate_html(
@@ -43,27 +41,22 @@ def create_html_for_group(group_data: Mapping[str, Any], index: int) -> str:
     than scores or the reverse, the rest is dropped and logged.
     """
     scores = group_data.get("scores")
-    scores = scores if isinstance(scores, list | tuple) else []
-    conversations = conversations_of(group_data.get("messages"), num_sequences=len(scores))
-    if len(conversations) != len(scores):
-        logger.warning(
-            "group %d: messages of %d sequences, scores of %d; the rest is dropped",
-            index,
-            len(conversations),
-            len(scores),
-        )
+    scores = list(scores) if isinstance(scores, list | tuple) else []
+    view = view_of_row({**group_data, "scores": scores}, name=f"group {index}")
+    if view is None:
+        return ""
     inside = []
-    for number, (score, messages) in enumerate(zip(scores, conversations, strict=False)):
-        body = "\n".join(_message(message) for message in messages)
+    for number, sequence in enumerate(view["sequences"]):
+        messages = sequence["messages"] or filter(None, [sequence["text"]])
+        body = "\n".join(map(_message, messages))
         inside.append(
             f'<details id="group-{index}-item-{number}"{" open" if number == 0 else ""}><summary>'
-            f"{_badge(score)} sequence {number + 1}</summary>"
+            f"{_badge(scores[number])} sequence {number + 1}</summary>"
             f"<div>{body or 'no messages were saved'}</div></details>"
         )
-    if not inside:
-        return ""
-    badges = "".join(_badge(score) for score in scores[: len(inside)])
-    shown = html.escape(preview(conversations[0]))
+    badges = "".join(map(_badge, scores[: len(inside)]))
+    first = view["sequences"][0]
+    shown = html.escape(preview(first["messages"] or (), first["text"]))
     return (
         f"<details{' open' if index == 0 else ''}><summary>group {index + 1} {badges}"
         f'<span class="preview">{shown}</span></summary><div>\n{"".join(inside)}\n</div></details>'

@@ -15,7 +15,6 @@ import re
 import shutil
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -293,26 +292,23 @@ class IndexRow(NamedTuple):
 
 def row_of(group: ViewGroup) -> IndexRow:
     sequences: Sequence[Mapping[str, Any]] = group["sequences"]
-    scored = [
-        (each.get("rollout", number), score)
-        for number, each in enumerate(sequences)
-        if (score := each.get("score")) is not None and math.isfinite(score)
-    ]
     has_tokens = bool(sequences) and all(each.get("tokens") for each in sequences)
     lengths = [len(each["tokens"]) if has_tokens else _characters(each) for each in sequences]
-    rollouts, scores = [of for of, _ in scored], [score for _, score in scored]
+    rollout_of = [each.get("rollout", number) for number, each in enumerate(sequences)]
+    length_of = dict.fromkeys(rollout_of, 0)
+    for rollout, length in zip(rollout_of, lengths, strict=True):
+        length_of[rollout] += length
+    given: list[Any] = [each.get("score") for each in sequences]
+    scored = [i for i, score in enumerate(given) if score is not None and math.isfinite(score)]
+    rollouts, scores = [rollout_of[i] for i in scored], [given[i] for i in scored]
     if len(set(rollouts)) < len(rollouts):
         scores = rollout_scores(np.array(scores), np.array(rollouts, int))[0].tolist()
         rollouts = sorted(set(rollouts))
-    by_rollout = Counter[int]()
-    for number, (each, length) in enumerate(zip(sequences, lengths, strict=True)):
-        by_rollout[each.get("rollout", number)] += length
     gaps = [
         abs(trainer - sampled)
         for each in sequences
-        for trainer, sampled in zip(
-            each.get("trainer") or (), each.get("sampled") or (), strict=False
-        )
+        if "trainer" in each
+        for trainer, sampled in zip(each["trainer"], each.get("sampled") or (), strict=False)
         if trainer is not None and sampled is not None
     ]
     advantages = [abs(a) for each in sequences if (a := each.get("advantage")) is not None]
@@ -330,11 +326,11 @@ def row_of(group: ViewGroup) -> IndexRow:
             "score_mean": _mean(scores),
             "score_min": min(scores, default=None),
             "score_max": max(scores, default=None),
-            "num_rollouts": len({each.get("rollout", i) for i, each in enumerate(sequences)}),
+            "num_rollouts": len(length_of),
             "num_sequences": len(sequences),
             "tokens_mean": _mean(lengths) if has_tokens else None,
             "characters_mean": None if has_tokens else _mean(lengths),
-            "length_correlation": _correlation([by_rollout[of] for of in rollouts], scores),
+            "length_correlation": _correlation([length_of[of] for of in rollouts], scores),
             "gap_mean": sum(gaps) / len(gaps) if gaps else None,
             "staleness": group.get("staleness"),
             "advantage_max": max(advantages, default=None),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -22,7 +23,7 @@ from atroposlib.frontend.page import Compared, write_page
 from atroposlib.frontend.run_settings import compare_runs
 from atroposlib.frontend.view_groups import rounded, view_of_row, views_of_samples
 from atroposlib.frontend.vocabulary import Decode, decoder
-from atroposlib.utils.json_lines import decode_object, read_lines
+from atroposlib.utils.json_lines import decode_object, placed_lines, read_lines
 from atroposlib.utils.tokenizers import load_tokenizer
 from atroposlib.utils.wording import counted
 
@@ -146,11 +147,9 @@ def _evaluation(files: RunFiles) -> Evaluation | None:
     """Return what collects the verdicts of an evaluation; None for a run and for several evaluations."""
     if files.groups or len(files.samples) != 1:
         return None
-    return Evaluation(stored_metrics(_metrics_beside(files.samples[0])))
-
-
-def _metrics_beside(samples: Path) -> Path:
-    return samples.with_name(samples.stem.replace("samples", "metrics") + ".json")
+    samples = files.samples[0]
+    beside = samples.with_name(samples.stem.replace("samples", "metrics") + ".json")
+    return Evaluation(stored_metrics(beside))
 
 
 def view_groups(files: RunFiles, decode: Decode | None) -> Iterator[dict[str, Any]]:
@@ -207,11 +206,8 @@ def fates_of(files: RunFiles) -> dict[str, Fate]:
     """Return the last fate of each group by its id; one without an id gets a number."""
     found: dict[str, Fate] = {}
     for path in files.fates:
-        with path.open("rb") as file:
-            for line in file:
-                if line.endswith(b"\n"):
-                    fate = _decoded(path, line, _fate)
-                    found[fate.group or f"unnamed-{len(found)}"] = fate
+        for _, fate in placed_lines(path, partial(_decoded, _fate)):
+            found[fate.group or f"unnamed-{len(found)}"] = fate
     return found
 
 
@@ -225,12 +221,8 @@ class Trained:
         self._at: dict[str, tuple[Path, int]] = {}
         """File and first byte of the last line of each group id."""
         for path in files.trained:
-            start = 0
-            with path.open("rb") as file:
-                for line in file:
-                    if line.endswith(b"\n"):
-                        self._at[_decoded(path, line, _group_id).group_id] = (path, start)
-                    start += len(line)
+            for start, group in placed_lines(path, partial(_decoded, _group_id)):
+                self._at[group.group_id] = (path, start)
 
     def has_tokens_of(self, group_id: str) -> bool:
         return group_id in self._at
@@ -248,7 +240,7 @@ class Trained:
         path, start = place
         with path.open("rb") as file:
             file.seek(start)
-            add_training(view, _decoded(path, file.readline(), _trained_group))
+            add_training(view, _decoded(_trained_group, file.readline()))
 
 
 class _TrainedSequence(msgspec.Struct):
@@ -291,11 +283,11 @@ _group_id = msgspec.json.Decoder(_GroupId)
 _trained_group = msgspec.json.Decoder(_TrainedGroup)
 
 
-def _decoded(path: Path, line: bytes, decoder: msgspec.json.Decoder[T]) -> T:
+def _decoded(decoder: msgspec.json.Decoder[T], line: bytes) -> T:
     try:
         return decoder.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: {line[:60]!r} is no line of a trainer: {error}") from error
+        raise ConfigError(f"{line[:60]!r} is no line of a trainer: {error}") from error
 
 
 def add_training(view: dict[str, Any], line: _TrainedGroup) -> None:

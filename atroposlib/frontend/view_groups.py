@@ -111,8 +111,8 @@ class _Line(msgspec.Struct):
     """The keys of a plain row that the index needs, arrays of tokens undecoded; another row does not decode as one."""
 
     scores: list[int | float]
-    tokens: list[msgspec.Raw]
-    masks: list[msgspec.Raw]
+    tokens: msgspec.Raw
+    masks: msgspec.Raw
     messages: list[msgspec.Raw] | None = None
     prompt: str | list[Any] | None = None
     completions: list[str | None] | None = None
@@ -128,6 +128,8 @@ class _Line(msgspec.Struct):
     group_overrides: None = None
 
 
+_BRACKETS = re.compile(rb"\[\[,*\](,\[,*\])*\]")
+"""What remains of arrays of integers in an array without the digits."""
 _WHOLE_KEYS = (b'"set_advantage_to_zero"', b'"sft"', b'"suspicious"')
 """Overrides that the index shows, so that such a row is decoded whole."""
 _line = msgspec.json.Decoder(_Line)
@@ -138,28 +140,26 @@ def quick_view(line: bytes, *, decode: Decode | None) -> dict[str, Any] | None:
     try:
         row = _line.decode(line)
         first = msgspec.json.decode(row.messages[0]) if row.messages else []
-        tokens = msgspec.json.decode(row.tokens[0]) if row.tokens else []
+        tokens = msgspec.json.decode(row.tokens) if decode and not first else None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    lengths = list(map(_plain_length, row.tokens))
-    trained = [
-        length - bytes(mask).count(b"-100")
-        for length, mask in zip(lengths, row.masks, strict=False)
-    ]
+    masks = bytes(row.masks).replace(b" ", b"")
+    brackets = bytes(row.tokens).translate(None, b" 0123456789")
+    lengths = [len(commas) + 1 for commas in brackets[2:-2].split(b"],[")]
     if not (
-        0 < len(row.scores) == len(lengths) == len(row.masks) == len(row.messages or lengths)
-        and lengths == list(map(_plain_length, row.masks))
-        and all(0 < num < length for num, length in zip(trained, lengths, strict=True))
+        _BRACKETS.fullmatch(brackets) is not None
+        and masks.translate(None, b"-0123456789") == brackets
+        and len(row.scores) == len(lengths) == len(row.messages or lengths)
+        and all(map(_is_partly_trained, masks[2:-2].split(b"],["), lengths))
         and isinstance(first, list)
         and all(isinstance(message, dict) for message in first)
         and all(map(math.isfinite, row.scores))
-        and b'"continues"' not in bytes(row.calls)
+        and (len(first) > 1 or b'"continues"' not in bytes(row.calls))
         and not any(key in bytes(row.overrides) for key in _WHOLE_KEYS)
     ):
         return None
-    shown = _conversation(
-        {"prompt": row.prompt, "completions": row.completions}, 0, first, tokens, decode
-    )
+    texts = {"prompt": row.prompt, "completions": row.completions}
+    shown = _conversation(texts, 0, first, tokens[0] if tokens else range(lengths[0]), decode)
     if shown["text"] is not None:
         shown["text"] = DATA_URI.sub("[image]", shown["text"])
     scores = tuple(map(float, row.scores))
@@ -176,12 +176,10 @@ def quick_view(line: bytes, *, decode: Decode | None) -> dict[str, Any] | None:
     }
 
 
-def _plain_length(array: msgspec.Raw) -> int:
-    """Return the length of an encoded array of integers; -1 for another value, 0 for none."""
-    text = bytes(array)
-    if text.translate(None, b"-0123456789, ") != b"[]":
-        return -1
-    return text.count(b",") + 1 if len(text) > 2 else 0
+def _is_partly_trained(mask: bytes, length: int) -> bool:
+    if b"-100" not in mask:
+        return False
+    return not mask.endswith(b"-100") or mask.count(b"-100") < length  # counting is slow
 
 
 def view_of_group(group: ScoredGroup, *, decode: Decode | None = None) -> dict[str, Any] | None:
@@ -239,7 +237,7 @@ def _conversation(
     row: Mapping[str, Any],
     i: int,
     messages: list[Any],
-    tokens: list[int],
+    tokens: Sequence[int],
     decode: Decode | None,
 ) -> dict[str, Any]:
     """Return the keys `messages` and `text` of a sequence; one of them is None.
@@ -495,7 +493,7 @@ def _at(values: Any, i: int) -> Any:
 _SAMPLE_KEYS = frozenset(
     {
         *("row", "item", "messages", "finish_reason", "gold_answer"),
-        *("item_index", "item_hash", "num_samples", "sample_index"),
+        *("item_index", "item_hash", "num_samples", "sample_index", "score", "turn_rewards"),
     }
 )
 """Keys of a sample with a place of their own, and the numbering."""
@@ -525,7 +523,6 @@ def _view_of_item(name: str, samples: Sequence[Mapping[str, Any]]) -> dict[str, 
         key: value
         for key, value in first.items()
         if key not in _SAMPLE_KEYS
-        and key != "score"
         and not isinstance(value, float)
         and len(samples) > 1
         and all(sample.get(key) == value for sample in samples)
@@ -577,25 +574,18 @@ def _score_of(sample: Mapping[str, Any]) -> float | None:
 
 def _view_of_sample(sample: Mapping[str, Any], shared: Mapping[str, Any]) -> dict[str, Any]:
     messages = sample.get("messages")
-    other = {
-        key: value
-        for key, value in sample.items()
-        if key not in _SAMPLE_KEYS
-        and key not in shared
-        and key not in ("score", "turn_rewards")
-        and value is not None
-    }
-    metrics = {
-        key: value
-        for key, value in other.items()
-        if isinstance(value, bool | int | float)
-        or (isinstance(value, str) and len(value) <= MAX_METRIC_CHARS)
-    }
-    texts = [f"{key}: {text_in(value)}" for key, value in other.items() if key not in metrics]
+    metrics: dict[str, Any] = {}
+    notes: dict[str, Any] = {}
+    for key, value in sample.items():
+        if key not in _SAMPLE_KEYS and key not in shared and value is not None:
+            is_short = isinstance(value, str) and len(value) <= MAX_METRIC_CHARS
+            is_metric = is_short or isinstance(value, bool | int | float)
+            (metrics if is_metric else notes)[key] = value
+    texts = [f"{key}: {text_in(value)}" for key, value in notes.items()]
     return {
         "score": _score_of(sample),
         "finish_reason": sample.get("finish_reason"),
-        **_noted({key: value for key, value in other.items() if key not in metrics}),
+        **_noted(notes),
         **_turn_rewards(sample),
         "messages": [_message(message) for message in _flat(messages)] if messages else None,
         "text": "\n\n".join(texts) if texts and not messages else None,

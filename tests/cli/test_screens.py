@@ -6,6 +6,7 @@ writes the files anew. Numbers that differ from run to run are replaced by `N`, 
 """
 
 import fcntl
+import io
 import json
 import os
 import pty
@@ -18,13 +19,16 @@ import termios
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pyte
 import pytest
+from rich.console import Console
 
 from atroposlib.api.http.security import TokenSet
 from atroposlib.api.server import create_app
+from atroposlib.cli._demo.progress import Display
+from atroposlib.cli._demo.report import compare_modes, mode_figures
 from tests.api.helpers_api import serving
 from tests.builders.programs import run_python
 from tests.cli.helpers_cli import HubServer, text_group
@@ -193,12 +197,24 @@ def in_terminal(arguments: list[str], *, cwd: Path, until: str = "") -> tuple[in
             until = ""
     limit.cancel()
     os.close(master)
-    screen = pyte.Screen(COLUMNS, ROWS)
-    pyte.ByteStream(screen).feed(written)
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r\n", "\n", written.decode()).replace("\r", "\n")
     longest = max(len(line) for line in text.split("\n"))
-    shown = "\n".join(line.rstrip() for line in screen.display).rstrip()
-    return child.wait(TIMEOUT_S), shown, longest
+    return child.wait(TIMEOUT_S), last_screen(written), longest
+
+
+def last_screen(written: bytes) -> str:
+    """Return what a terminal shows after it got these bytes."""
+    screen = pyte.Screen(COLUMNS, ROWS)
+    pyte.ByteStream(screen).feed(written)
+    return "\n".join(line.rstrip() for line in screen.display).rstrip()
+
+
+def check_golden(name: str, screen: str) -> None:
+    """Compare a screen with the kept one, or keep it."""
+    golden = SCREENS / f"{name}.txt"
+    if os.environ.get("UPDATE_SCREENS"):
+        golden.write_text(screen + "\n")
+    assert screen + "\n" == golden.read_text()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -214,7 +230,32 @@ def test_a_screen_is_whole_at_80_columns(name: str, work: Path, ports: dict[str,
         screen = re.sub(pattern, text, screen)
     screen = screen.replace(str(ROOT), "REPOSITORY").replace(str(work), "WORK")
     assert (status, longest <= COLUMNS) == (case.status, True), screen
-    golden = SCREENS / f"{name}.txt"
-    if os.environ.get("UPDATE_SCREENS"):
-        golden.write_text(screen + "\n")
-    assert screen + "\n" == golden.read_text()
+    check_golden(name, screen)
+
+
+@pytest.mark.parametrize("num_steps", [0, 3])
+def test_the_demo_is_whole_at_80_columns(num_steps: int, tmp_path: Path) -> None:
+    steps: list[Any] = [
+        {
+            **{"reward_mean": reward, "num_trained_tokens": 1536, "wall_s": 0.5},
+            **{"staleness_mean": 1.0, "queue_size": 32, "logprob_gap_max": 1.5e-5},
+            "batch_wait_s": 0.125,
+        }
+        for reward in (0.25, 0.5, 0.875)[:num_steps]
+    ]
+    out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", newline="\r\n")
+    console = Console(file=out, width=COLUMNS, force_terminal=True, legacy_windows=False)
+    display = Display(console, num_steps=3)
+    display.say("  step  60  validation accuracy 0.250")
+    with display:
+        for step in steps:
+            display.show_step(step)
+    if steps:
+        figures = {"heldout_sampled_after": 0.9, **mode_figures(steps)}
+        other = tmp_path / "demo-1"
+        other.mkdir()
+        (other / "summary.json").write_text(json.dumps({"asynchronous": True, **figures}))
+        display.say(compare_modes(tmp_path / "demo", {"asynchronous": False, **figures}))
+    out.flush()
+    screen = re.sub(r"\d:\d\d:\d\d", "TIME", last_screen(out.buffer.getvalue()))
+    check_golden("demo" if steps else "demo_waiting", screen)

@@ -40,10 +40,12 @@ ROWS: dict[str, dict[str, Any]] = {
     "an image": {"messages": [[{"role": "user", "content": IMAGE}], TALK]},
     "masks of 0 and 1": {"masks": [[0, 1, 1], [0, 1, 1]]},
     "untrained": {"masks": [MASKS[0], [-100] * 3]},
+    "trained in the middle": {"masks": [[-100, 1, -100], MASKS[0]]},
     "masks of another length": {"masks": [MASKS[0], [-100]]},
     "no masks": {"masks": None},
     "tokens that are none": {"tokens": [[1, 2.5, 3], [1, 2, 3]], "masks": MASKS},
     "nested tokens": {"tokens": [[[1], 2, 3], [1, 2, 3]], "masks": MASKS},
+    "negative tokens": {"tokens": [[1, -2, 3], [1, 2, 3]], "masks": MASKS},
     "no tokens": {"tokens": [[], []], "masks": [[], []], "messages": [TALK, TALK]},
     "advantages of its own": {"advantages": [0.25, -3.0]},
     "rollouts": {"rollout": [0, 0]},
@@ -125,7 +127,15 @@ def test_plain_rows_are_read_without_decoding_their_tokens(
     monkeypatch.setattr(indexed_run, "view_of_row", counted)
     IndexedRun(find_run_files(run))
     assert "traced" in whole
-    quick = {"plain", "notes", "no messages", "equal scores", "received", "more 1"}
+    quick = {
+        "plain",
+        "notes",
+        "no messages",
+        "equal scores",
+        "trained in the middle",
+        "received",
+        "more 1",
+    }
     assert quick.isdisjoint(whole)
 
 

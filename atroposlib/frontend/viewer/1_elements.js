@@ -90,6 +90,19 @@ function longText(content) {
   return [box, more];
 }
 
+/** Add the first elements to a box, and return the button that adds more of them until there are `count`. */
+function showMore(box, count, { atOnce, noun, make }) {
+  const more = el("button", { type: "button", class: "more", onclick: add });
+  function add() {
+    const end = Math.min(box.children.length + atOnce, count);
+    for (let i = box.children.length; i < end; i++) box.append(make(i));
+    more.textContent = `Show more of ${counted(count, noun)}`;
+    more.hidden = end === count;
+  }
+  add();
+  return more;
+}
+
 /** A closed <details> whose inside is made when it is first opened. */
 function fold(summary, makeInside, { open = false, className = null } = {}) {
   const box = el("details", { class: className, open, ontoggle: fill }, el("summary", {}, summary));

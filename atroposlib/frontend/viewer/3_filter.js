@@ -38,12 +38,8 @@ const OPERATORS = {
 /** Return a test of a row: a field compared with a value. */
 const comparison = (field, sign, wanted) => (row) => OPERATORS[sign](FIELDS[field][1](row), wanted);
 
-class ExpressionFault extends Error {
-  constructor(message, at) {
-    super(message);
-    this.at = at;
-  }
-}
+/** An error in an expression: what is wrong, and the place of the character. */
+const faultAt = (at, message) => Object.assign(new SyntaxError(message), { at });
 
 const PIECE = /(?<word>[A-Za-z_]\w*)|(?<number>-?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)|(?<quoted>"[^"]*"|'[^']*')|(?<sign>==|!=|<=|>=|[<>~()])/y;
 
@@ -57,31 +53,30 @@ function piecesOf(source) {
       const [kind, value] = Object.entries(found.groups).find(([, matched]) => matched !== undefined);
       pieces.push({ kind, value, at });
       at += value.length;
-    } else if (source[at] === "=") throw new ExpressionFault("use == to compare", at);
-    else if (/["']/.test(source[at])) throw new ExpressionFault("this text has no closing quote", at);
-    else throw new ExpressionFault(`${source[at]} is not known here`, at);
+    } else if (source[at] === "=") throw faultAt(at, "use == to compare");
+    else if (/["']/.test(source[at])) throw faultAt(at, "this text has no closing quote");
+    else throw faultAt(at, `${source[at]} is not known here`);
   }
   return [...pieces, { kind: "end", value: "the end", at: source.length }];
 }
 
-/** Return a test of a row; throw ExpressionFault. */
+/** Return a test of a row; throw what `faultAt` makes. */
 function parseExpression(source) {
   const pieces = piecesOf(source);
   let place = 0;
   const take = (...values) => (values.includes(pieces[place].value) && pieces[place].kind !== "quoted" ? pieces[place++] : null);
   const expect = (what, isWanted) => {
-    if (!isWanted(pieces[place])) throw new ExpressionFault(`expected ${what}, not ${pieces[place].value}`, pieces[place].at);
+    if (!isWanted(pieces[place])) throw faultAt(pieces[place].at, `expected ${what}, not ${pieces[place].value}`);
     return pieces[place++];
   };
-  function either() {
-    const parts = [all()];
-    while (take("or")) parts.push(all());
-    return parts.length === 1 ? parts[0] : (row) => parts.some((part) => part(row));
+  function chain(word, next) {
+    const parts = [next()];
+    while (take(word)) parts.push(next());
+    return parts;
   }
-  function all() {
-    const parts = [one()];
-    while (take("and")) parts.push(one());
-    return parts.length === 1 ? parts[0] : (row) => parts.every((part) => part(row));
+  function either() {
+    const parts = chain("or", () => chain("and", one));
+    return (row) => parts.some((all) => all.every((part) => part(row)));
   }
   function one() {
     if (take("not")) {
@@ -94,10 +89,10 @@ function parseExpression(source) {
       return part;
     }
     const field = expect("a field", ({ kind }) => kind === "word");
-    if (!Object.hasOwn(FIELDS, field.value)) throw new ExpressionFault(`no field ${field.value}: ${Object.keys(FIELDS).join(", ")}`, field.at);
+    if (!Object.hasOwn(FIELDS, field.value)) throw faultAt(field.at, `no field ${field.value}: ${Object.keys(FIELDS).join(", ")}`);
     const [type] = FIELDS[field.value];
     const sign = expect(`a comparison (${Object.keys(OPERATORS).join(" ")})`, ({ value }) => Object.hasOwn(OPERATORS, value));
-    if (type === "text" && /[<>]/.test(sign.value)) throw new ExpressionFault(`${field.value} is a text: use ==, != or ~`, sign.at);
+    if (type === "text" && /[<>]/.test(sign.value)) throw faultAt(sign.at, `${field.value} is a text: use ==, != or ~`);
     const isText = ({ kind }) => kind === "quoted" && type !== "number";
     const { kind, value } = expect(type === "text" ? "a text in quotes" : `a ${type}`,
       (piece) => isText(piece) || (piece.kind === "number" && type !== "text"));
@@ -115,7 +110,7 @@ function parsedExpression(source) {
   try {
     return { test: parseExpression(source) };
   } catch (error) {
-    if (!(error instanceof ExpressionFault)) throw error;
+    if (error.at === undefined) throw error;
     return { fault: error };
   }
 }

@@ -5,25 +5,30 @@ const TOKENS_AT_ONCE = 4000;
 const gapsOf = (sequence) =>
   sequence.trainer.map((logprob, i) => (isNumber(logprob) && isNumber(sequence.sampled?.[i]) ? logprob - sequence.sampled[i] : null));
 
-/** The colours: name -> [title, value of each token, bounds between the classes, name of the scale in viewer.css]. */
+const yesOrNo = (value) => (value ? "yes" : "no");
+const withShare = (logprob) => `${logprob.toFixed(4)} (${figure(100 * Math.exp(logprob))} %)`;
+const withRatio = (gap) => `${signed(Number(gap.toFixed(4)))} (ratio ${figure(Math.exp(gap))})`;
+
+/** The colours: name -> [title, value of each token, bounds between the classes, name of the scale in viewer.css, text of a value]. */
 function coloursOf(sequence) {
   const logprobBounds = [-0.1, -0.5, -1, -2, -4];
   const colours = {
-    trained: ["trained", sequence.trained, null, "trained"],
-    sampled: ["sampled logprob", sequence.sampled, logprobBounds, "low"],
-    trainer: ["trainer's logprob", sequence.trainer, logprobBounds, "low"],
-    gap: ["gap", sequence.trainer && gapsOf(sequence), [-1, -0.3, -0.1, -0.02, 0.02, 0.1, 0.3, 1], "two-sided"],
-    entropy: ["entropy", sequence.entropy, [0.1, 0.5, 1, 2, 3], "high"],
-    advantage: ["advantage", sequence.token_advantages, [-2, -1, -0.3, -0.001, 0.001, 0.3, 1, 2], "two-sided"],
-    clipped: ["clipped", sequence.clipped, null, "clipped"],
-    version: ["policy version", sequence.versions, null, "version"],
+    trained: ["trained", sequence.trained, null, "trained", yesOrNo],
+    sampled: ["sampled logprob", sequence.sampled, logprobBounds, "low", withShare],
+    trainer: ["trainer's logprob", sequence.trainer, logprobBounds, "low", withShare],
+    gap: ["gap", sequence.trainer && gapsOf(sequence), [-1, -0.3, -0.1, -0.02, 0.02, 0.1, 0.3, 1], "two-sided", withRatio],
+    entropy: ["entropy", sequence.entropy, [0.1, 0.5, 1, 2, 3], "high", figure],
+    advantage: ["advantage", sequence.token_advantages, [-2, -1, -0.3, -0.001, 0.001, 0.3, 1, 2], "two-sided", signed],
+    clipped: ["clipped", sequence.clipped, null, "clipped", yesOrNo],
+    version: ["policy version", sequence.versions, null, "version", String],
   };
   return Object.fromEntries(Object.entries(colours).filter(([, [, values]]) => values?.some((value) => value !== null)));
 }
 
 /** The classes of a colour in the order of the legend: [{label, css, has(value)}]. */
 function classesOf([title, values, bounds, scaleName]) {
-  const css = (number) => `${scaleName}-${number}`;
+  const fromMiddle = (number) => (number === 4 ? "" : `${number < 4 ? "low" : "high"} level-${Math.abs(number - 4)}`);
+  const css = (number) => (scaleName === "two-sided" ? fromMiddle(number) : bounds ? `${scaleName} level-${number}` : `${scaleName}-${number}`);
   if (scaleName === "version") {
     const versions = [...new Set(values.filter(isNumber))].sort((a, b) => a - b);
     return versions.map((version, i) => ({ label: `version ${version}`, css: css(i % 6), has: (value) => value === version }));
@@ -59,7 +64,7 @@ function tokenView(group, vocabulary) {
     figuresOf(sequence),
     titles.length > 0 && tabs(titles, colour, (name) => go({ colour: name }), "Colour"),
     legend(classes, colours[colour]?.[1] ?? []),
-    tokenText(sequence, vocabulary, classes, colours[colour]?.[1] ?? [], panel),
+    tokenText(sequence, vocabulary, classes, colours[colour]?.[1] ?? [], (i) => panel.replaceChildren(...tokenFigures(sequence, i, vocabulary, colours))),
     panel,
   ];
 }
@@ -71,23 +76,16 @@ function legend(classes, values) {
 }
 
 /** The tokens as one text. Arrow keys move between them; long texts come in pieces. */
-function tokenText(sequence, vocabulary, classes, values, panel) {
+function tokenText(sequence, vocabulary, classes, values, onchoose) {
   const box = el("div", { class: "tokens", dir: "auto", tabindex: 0, role: "group", "aria-label": "Tokens" });
-  const more = el("button", { type: "button", class: "more", onclick: show });
-  let shown = 0;
+  const make = (i) => tokenElement(sequence, i, vocabulary, classes, values[i]);
   let chosen = -1;
-  function show() {
-    const end = Math.min(shown + TOKENS_AT_ONCE, sequence.tokens.length);
-    for (; shown < end; shown++) box.append(tokenElement(sequence, shown, vocabulary, classes, values[shown]));
-    more.textContent = `Show more of ${counted(sequence.tokens.length, "token")}`;
-    more.hidden = shown === sequence.tokens.length;
-  }
   function choose(i) {
-    if (i < 0 || i >= shown) return;
+    if (!box.children[i]) return;
     box.children[chosen]?.classList.remove("chosen");
     chosen = i;
     box.children[i].classList.add("chosen");
-    panel.replaceChildren(...tokenFigures(sequence, i, vocabulary));
+    onchoose(i);
   }
   const place = (event) => Number(event.target.dataset.place ?? -1);
   box.addEventListener("pointerover", (event) => choose(place(event)));
@@ -99,8 +97,7 @@ function tokenText(sequence, vocabulary, classes, values, panel) {
     box.children[chosen]?.scrollIntoView({ block: "nearest" });
     event.preventDefault();
   });
-  show();
-  return [box, more];
+  return [box, showMore(box, sequence.tokens.length, { atOnce: TOKENS_AT_ONCE, noun: "token", make })];
 }
 
 const SPECIAL = /^(<\|.*\|>|<[^<>\s]{1,40}>|\[[A-Z_]{2,20}\])$/;
@@ -123,24 +120,11 @@ function tokenElement(sequence, i, vocabulary, classes, value) {
   return el("span", { class: names.filter(Boolean).join(" "), "data-place": i }, piece === undefined ? String(id) : visiblePiece(piece));
 }
 
-function tokenFigures(sequence, i, vocabulary) {
-  const sampled = sequence.sampled?.[i];
-  const trainer = sequence.trainer?.[i];
-  const withShare = (logprob) => (isNumber(logprob) ? `${logprob.toFixed(4)} (${figure(100 * Math.exp(logprob))} %)` : null);
-  const gap = isNumber(sampled) && isNumber(trainer) ? trainer - sampled : null;
+function tokenFigures(sequence, i, vocabulary, colours) {
+  const shown = Object.values(colours).filter(([, values]) => isNumber(values[i]));
   const piece = vocabulary[sequence.tokens[i]];
   return [
     el("p", {}, el("strong", {}, `Token ${figure(i)} of ${figure(sequence.tokens.length)}`), piece === undefined ? "" : el("bdi", {}, el("code", {}, visiblePiece(piece)))),
-    facts([
-      ["id", sequence.tokens[i]],
-      ["trained", sequence.trained ? (sequence.trained[i] ? "yes" : "no") : null],
-      ["sampled logprob", withShare(sampled)],
-      ["trainer's logprob", withShare(trainer)],
-      ["gap", gap === null ? null : `${signed(Number(gap.toFixed(4)))} (ratio ${figure(Math.exp(gap))})`],
-      ["entropy", isNumber(sequence.entropy?.[i]) ? figure(sequence.entropy[i]) : null],
-      ["advantage", isNumber(sequence.token_advantages?.[i]) ? signed(sequence.token_advantages[i]) : null],
-      ["clipped", sequence.clipped?.[i] ? "yes" : null],
-      ["policy version", sequence.versions?.[i]],
-    ]),
+    facts([["id", sequence.tokens[i]], ...shown.map(([title, values, , , show]) => [title, show(values[i])])]),
   ];
 }

@@ -30,16 +30,9 @@ function rangeOf(values) {
   return values.length ? [low - room, high + room] : [0, 1];
 }
 
-/** The place of the value that is nearest to `wanted` in a rising list. */
-function nearest(values, wanted) {
-  let [low, high] = [0, values.length - 1];
-  while (high - low > 1) {
-    const middle = (low + high) >> 1;
-    if (values[middle] <= wanted) low = middle;
-    else high = middle;
-  }
-  return values[high] - wanted < wanted - values[low] ? high : low;
-}
+/** The place of the value that is nearest to `wanted`. */
+const nearest = (values, wanted) =>
+  values.reduce((best, value, place) => (Math.abs(value - wanted) < Math.abs(values[best] - wanted) ? place : best), 0);
 
 /** The least and the largest point of each of at most 300 pieces: a thin spike stays in sight. */
 function thinned(points) {
@@ -157,8 +150,8 @@ function chart({ title, is_log: isLog, curves, isTime = false }, [first, last]) 
   pointAt(rest);
   charts.push({ pointAt });
   const pointAll = (step) => charts.forEach((one) => one.pointAt(step));
-  const nearestStep = (wanted) =>
-    curves.map(({ steps }) => steps[nearest(steps, wanted)]).reduce((best, step) => (Math.abs(step - wanted) < Math.abs(best - wanted) ? step : best));
+  const steps = curves.flatMap((curve) => curve.steps);
+  const nearestStep = (wanted) => steps[nearest(steps, wanted)];
   let [from, seen] = [null, null]; // the steps where a drag began, and of the cursor then
   const listeners = {
     pointerdown: (event) => {
@@ -192,9 +185,9 @@ function chart({ title, is_log: isLog, curves, isTime = false }, [first, last]) 
     },
     pointerleave: ({ pointerType }) => pointerType === "mouse" && from === null && pointAll(rest),
     keydown: ({ key }) => {
-      const steps = curves[0].steps;
-      const place = at === null ? 0 : nearest(steps, at);
-      const next = { ArrowRight: steps[place + (at !== null)], ArrowLeft: steps[place - 1] }[key];
+      const own = curves[0].steps;
+      const place = at === null ? 0 : nearest(own, at);
+      const next = { ArrowRight: own[place + (at !== null)], ArrowLeft: own[place - 1] }[key];
       if (next !== undefined) pointAll(next);
       else if (key === "Enter" && at !== null && !isTime) openStep(at);
     },

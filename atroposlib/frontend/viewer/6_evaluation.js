@@ -43,21 +43,13 @@ function answersTable(rows, isComparison) {
   const places = [...rows.kind.keys()].filter((place) => !state.kind || rows.kind[place] === state.kind);
   const optional = [["target", "Target"], ["read", isComparison ? "Read before \u2192 after" : "What was read"], ["tokens", "Tokens"], ["why", "Explanation"]]
     .filter(([name]) => rows[name].some((value) => value !== null));
-  const more = el("button", { type: "button", class: "more", onclick: showMore });
   const titles = ["Item", isComparison ? "Change" : "Result", "Input", ...optional.map(([, title]) => title)];
   const made = table(titles, [], "answers");
-  const body = made.querySelector("tbody");
-  function showMore() {
-    const shown = body.children.length;
-    body.append(...places.slice(shown, shown + ANSWERS_AT_ONCE).map((place) => answerRow(rows, place, optional)));
-    more.textContent = `Show more of ${counted(places.length, "answer")}`;
-    more.hidden = body.children.length >= places.length;
-  }
-  showMore();
+  const make = (i) => answerRow(rows, places[i], optional);
   return [
     tabs(options, state.kind ?? "", (kind) => go({ kind: kind || undefined }), "Answers"),
     made,
-    more,
+    showMore(made.querySelector("tbody"), places.length, { atOnce: ANSWERS_AT_ONCE, noun: "answer", make }),
   ];
 }
 

@@ -115,7 +115,7 @@ def run_demo(config: DemoConfig, files: DemoFiles, display: Display) -> None:
     )
     draw(files, outcome)
     display.say(
-        f"see {files.root}/: learning_curve.png, rollouts.html, summary.json, config.yaml, logs/"
+        f"see {files.root}/: learning_curve.png, rollouts.html, summary.json,\nconfig.yaml, logs/"
     )
 
 
@@ -175,7 +175,6 @@ async def _warm_up_and_train(config: DemoConfig, files: DemoFiles, display: Disp
         ready="/health",
         timeout_s=_STARTUP_TIMEOUT_S,
         env=engine_variables(config),
-        needs=["hub"],
     )
     trainer = Program(name="trainer", argv=trainer_command(config, files, **urls))
     environment = Program(name="environment", argv=environment_command(config, files, **urls))
@@ -213,7 +212,7 @@ def _early(part: Program, files: DemoFiles) -> Program:
         after, imports = files.measured, ["transformers.models.auto.tokenization_auto"]
     elif part.name == "trainer":
         imports += ["example_trainer.training"]
-    return replace(part, argv=started_early(list(part.argv), after=after, imports=imports))
+    return replace(part, argv=started_early(list(part.argv), files, after=after, imports=imports))
 
 
 async def _warm_up(warm_up: Running, files: DemoFiles, display: Display) -> None:

@@ -44,7 +44,7 @@ class DemoConfig(BaseModel):
 
     seed: int = 0
     """Seed of the weights, the rows and the sampling."""
-    steps: int = Field(default=110, ge=1)
+    steps: int = Field(default=72, ge=1)
     """Optimizer steps of reinforcement learning."""
     out: Path = Path("runs/demo")
     """Directory of the results; an earlier run there is renamed."""
@@ -82,10 +82,12 @@ def _flags(flags: dict[str, object]) -> list[str]:
     return [f"--{name}={value}" for name, value in flags.items()]
 
 
-def started_early(argv: list[str], *, after: Path, imports: Sequence[str]) -> list[str]:
+def started_early(
+    argv: list[str], files: DemoFiles, *, after: Path, imports: Sequence[str]
+) -> list[str]:
     """Return the command that imports modules, waits for the path `after` and then becomes `argv`, `python -m ...`."""
     starter = [sys.executable, "-m", "atroposlib.cli._demo.started_early"]
-    return [*starter, str(after), ",".join(imports), *argv[2:]]
+    return [*starter, str(files.logs / "imports.lock"), str(after), ",".join(imports), *argv[2:]]
 
 
 def warm_up_command(config: DemoConfig, files: DemoFiles) -> list[str]:

@@ -1,11 +1,13 @@
-"""Start a part before what it needs is there: `started_early.py PATH IMPORTS MODULE FLAG...`.
+"""Start a part before what it needs is there: `started_early.py LOCK PATH IMPORTS MODULE FLAG...`.
 
-Imports the modules IMPORTS (with commas between), waits until PATH exists, and becomes `python -m MODULE FLAG...`. So
-the imports of torch and transformers, 7 s of CPU time in each process, run on another core than the warm-up.
+Imports the modules IMPORTS (with commas between) while it holds the file LOCK, waits until PATH exists, and becomes
+`python -m MODULE FLAG...`. So the imports of torch and transformers, 7 s of CPU time in each process, run beside the
+warm-up: one after the other, so that they leave it a core of two.
 """
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import runpy
 import sys
@@ -14,9 +16,11 @@ from pathlib import Path
 
 
 def main() -> None:
-    path, imports, module, *flags = sys.argv[1:]
-    for name in imports.split(","):
-        importlib.import_module(name)
+    lock, path, imports, module, *flags = sys.argv[1:]
+    with open(lock, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        for name in imports.split(","):
+            importlib.import_module(name)
     while not Path(path).exists():
         time.sleep(0.05)
     sys.argv = [module, *flags]

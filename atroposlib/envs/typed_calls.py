@@ -1,8 +1,9 @@
 """Read function calls that are written in Java or JavaScript, for BFCL's categories of these languages.
 
-`typed_calls` reads `[f(x=1L, names=new String[]{"a"})]`: the arguments stay texts of the language. `converted` makes values
-of them by the types of a function's description; a text that is no value of its type stays a text, which is how BFCL's
-answers name a variable. `described` tells a model so; `in_language` is the way back. Pure functions; no text raises, and none takes long.
+`typed_calls` reads `[f(x=1L, names=new String[]{"a"})]`: the arguments stay texts of the language. `converted` makes
+values of them by the types of a function's description; a text that is no value of its type stays a text, which is how
+BFCL's answers name a variable. `described` tells a model so; `in_language` is the way back. Pure functions; no text
+raises, and none takes long.
 """
 
 from __future__ import annotations
@@ -17,16 +18,10 @@ from atroposlib.envs.tool_env import ToolCall
 
 Language: TypeAlias = Literal["java", "javascript"]
 
-_DOUBLE = r'"(?:[^"\\]|\\.)*+"'
-_TEXT = {
-    "java": rf"{_DOUBLE}|'(?:[^'\\]|\\(?:'|[^']+))'",
-    "javascript": rf"{_DOUBLE}|'(?:[^'\\]|\\.)*+'",
-}
-_GENERIC = r"(?<=\w)<[\w\s,.?<>]{0,200}>"  # its commas separate nothing
-_TOKEN = {
-    "java": re.compile(rf"(?s){_TEXT['java']}|{_GENERIC}|[()\[\]{{}},:;\"']"),
-    "javascript": re.compile(rf"(?s){_TEXT['javascript']}|`(?:[^`\\]|\\.)*+`|[()\[\]{{}},:;\"'`]"),
-}
+_TEXT = re.compile(r"""(?s)"(?:[^"\\]|\\.)*+"|'(?:[^'\\]|\\.)*+'""")
+_TOKEN = re.compile(  # a text, the types of a generic, whose commas separate nothing, or one mark
+    rf"""{_TEXT.pattern}|`(?:[^`\\]|\\.)*+`|(?<=\w)<[\w\s,.?<>]{{0,200}}>|[()\[\]{{}},:;"'`]"""
+)
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 _DECIMAL = r"(-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)"
 _NUMBERS: dict[str, dict[str, tuple[str, Callable[[str], Any]]]] = {
@@ -55,45 +50,45 @@ _MAX_DEPTH = 4
 """Lists and objects inside of each other; deeper ones stay texts."""
 
 
-def typed_calls(text: str, language: Language) -> list[ToolCall]:
+def typed_calls(text: str) -> list[ToolCall]:
     """Read the calls of an answer, in brackets or not; [] for any other text. Only named arguments are read.
 
-    >>> typed_calls('[a.f(x=5L, y=new Map<K, V>(), z="a, b")]', "java")
+    >>> typed_calls('[a.f(x=5L, y=new Map<K, V>(), z="a, b")]')
     [ToolCall(name='a.f', arguments={'x': '5L', 'y': 'new Map<K, V>()', 'z': 'a, b'})]
-    >>> typed_calls("f(x=(a, b) => a, y='it', z={k: [1]});", "javascript")
+    >>> typed_calls("f(x=(a, b) => a, y='it', z={k: [1]});")
     [ToolCall(name='f', arguments={'x': '(a, b) => a', 'y': 'it', 'z': '{k: [1]}'})]
-    >>> typed_calls("I cannot call f(x=1).", "java")
+    >>> typed_calls("I cannot call f(x=1).")
     []
     """
     text = re.sub(r"^```\w*|```$", "", text.strip()).strip().removeprefix("[").removesuffix("]")
     if len(text) > MAX_CALLS_CHARS:
         return []
     try:
-        calls = _split(text.rstrip("; \n"), language, ",")
-        return [_call(each, language) for each in calls if each]
+        calls = _split(text.rstrip("; \n"), ",")
+        return [_call(each) for each in calls if each]
     except ValueError:
         return []
 
 
-def _call(text: str, language: Language) -> ToolCall:
+def _call(text: str) -> ToolCall:
     if not (found := re.fullmatch(r"(?s)([\w$.]+)\s*\((.*)\)", text)):
         raise ValueError("not a call")
     arguments: dict[str, Any] = {}
-    for each in _split(found[2], language, ","):
+    for each in _split(found[2], ","):
         named = re.fullmatch(r"(?s)([\w$]+)\s*=(?![=>])\s*(.+)", each)
         if named is None and not each.isidentifier():
             continue
         name, value = named.groups() if named else ("", each)  # a name alone is no argument
         if name in arguments:
             raise ValueError(f"{name!r} is given twice")
-        arguments[name] = _unquoted(value, language)
+        arguments[name] = _unquoted(value)
     return ToolCall(name=found[1], arguments=arguments)
 
 
-def _split(text: str, language: Language, at: str) -> list[str]:
+def _split(text: str, at: str) -> list[str]:
     """Split a text at the separators outside of quotes and brackets; ValueError if one of these is not closed."""
     parts, start, closing = [], 0, list[str]()
-    for token in _TOKEN[language].finditer(text):
+    for token in _TOKEN.finditer(text):
         mark = token[0]
         if mark in ('"', "'", "`"):
             raise ValueError("a quote is not closed")
@@ -111,8 +106,8 @@ def _split(text: str, language: Language, at: str) -> list[str]:
     return [*parts, last] if last else parts
 
 
-def _unquoted(text: str, language: Language) -> str:
-    return text[1:-1] if re.fullmatch(f"(?s){_TEXT[language]}", text) else text
+def _unquoted(text: str) -> str:
+    return text[1:-1] if _TEXT.fullmatch(text) else text
 
 
 def converted(call: ToolCall, function: Mapping[str, Any], language: Language) -> ToolCall:
@@ -141,7 +136,7 @@ def _value(text: Any, language: Language, schema: Mapping[str, Any]) -> Any:
     if kind in ("boolean", "Boolean"):
         return _BOOLEANS.get(text, text)
     if kind == "String" and language == "javascript":
-        return _unquoted(text, language)
+        return _unquoted(text)
     if kind in _NUMBERS[language]:
         return _number(text, *_NUMBERS[language][kind])
     try:
@@ -163,14 +158,14 @@ def _element(text: str, language: Language, schema: Mapping[str, Any]) -> Any:
     kind = schema.get("type", "any")
     if kind in ("any", "dict", "array") or text.startswith("["):
         return _untyped(text, language, 1)
-    return _value(_unquoted(text, language), language, schema)
+    return _value(_unquoted(text), language, schema)
 
 
 def _untyped(text: str, language: Language, depth: int) -> Any:
     """Return the value of a text by its own form."""
     if text in _BOOLEANS:
         return _BOOLEANS[text]
-    if (plain := _unquoted(text, language)) != text:
+    if (plain := _unquoted(text)) != text:
         return plain
     if language == "javascript" and depth < _MAX_DEPTH:
         if (items := _list(text, language, "array")) is not None:
@@ -185,7 +180,7 @@ def _untyped(text: str, language: Language, depth: int) -> Any:
 def _list(text: str, language: Language, kind: Any) -> list[str] | None:
     """Return the texts of the elements of a list of a type, or None for other texts and types."""
     if found := re.fullmatch(_LISTS.get(kind, r"(?!)"), text, re.DOTALL):
-        return _split(next((each for each in found.groups() if each), ""), language, ",")
+        return _split(next((each for each in found.groups() if each), ""), ",")
     if kind == "ArrayList" and (found := re.fullmatch(_ADDED.format("ArrayList"), text, re.DOTALL)):
         return [each for [each] in _statements(found[1] or "", "add")]
     return None
@@ -200,18 +195,16 @@ def _pairs(text: str, language: Language) -> dict[str, str] | None:
     else:
         if not (found := re.fullmatch(r"\{(.*)\}", text, re.DOTALL)):
             return None
-        pairs = [_split(each, language, ":") for each in _split(found[1], language, ",")]
-    return {_unquoted(name, language): value for name, value in pairs}
+        pairs = [_split(each, ":") for each in _split(found[1], ",")]
+    return {_unquoted(name): value for name, value in pairs}
 
 
 def _statements(text: str, name: str) -> list[list[str]]:
     """Return the arguments of the Java statements `name(...);`; ValueError for other statements."""
-    calls = [
-        re.fullmatch(rf"{name}\((.*)\)", each, re.DOTALL) for each in _split(text, "java", ";")
-    ]
+    calls = [re.fullmatch(rf"{name}\((.*)\)", each, re.DOTALL) for each in _split(text, ";")]
     if None in calls:
         raise ValueError("another statement")
-    return [_split(call[1], "java", ",") for call in calls if call]
+    return [_split(call[1], ",") for call in calls if call]
 
 
 def described(function: Mapping[str, Any], language: Language) -> dict[str, Any]:

@@ -179,8 +179,8 @@ class BfclEnv(BenchmarkEnv):
     def calls_in(self, row: Row, text: str) -> list[ToolCall]:
         """Return the calls of an answer."""
         if self.config.call_form == "python":
-            language = LANGUAGES.get(row["groups"]["category"])
-            return typed_calls(text, language) if language else python_calls(text)
+            is_python = row["groups"]["category"] not in LANGUAGES
+            return python_calls(text) if is_python else typed_calls(text)
         parts = style_named(self.config.call_style).split(text, self.offered_tools(row))
         calls = [part for part in parts if isinstance(part, Call)]
         return [ToolCall(name=each.name, arguments=json.loads(each.arguments)) for each in calls]

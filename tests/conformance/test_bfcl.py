@@ -25,8 +25,8 @@ DIFFERENCES = {
     "content of a map": "bfcl-eval's parser drops the body of `new HashMap<>() {{ put(...); }}`; here it counts. Ours",
     "elements of a collection": "bfcl-eval keeps the quotes of elements of a `String` array and takes those of an"
     " `ArrayList` of any type for texts, so that no quoted one is right; here they are values. Ours",
-    "text around a collection": "bfcl-eval searches a native argument for a collection, as in `[1]x`; here it is all of the"
-    " text. Ours",
+    "text around a collection": "bfcl-eval finds a collection inside a native argument, as in `[1]x`; here it is all of"
+    " the argument. Ours",
 }
 """What differs, with the reason; ours judges a right answer as right, where bfcl-eval's figures are lower."""
 AROUND = re.compile(r"[\]})][Lfnx.0]+$|^[\"(]new [AHO]")
@@ -110,7 +110,8 @@ def theirs(asked: list[dict[str, Any]]) -> list[bool]:
 
 def named(asked: dict[str, Any]) -> str:
     """Return the name of the difference that an answer may meet, or ""."""
-    if any(AROUND.search(value) for call in asked["calls"] or () for each in call.values() for value in each.values()):  # fmt: skip
+    calls = [arguments for call in asked["calls"] or () for arguments in call.values()]
+    if any(AROUND.search(text) for arguments in calls for text in arguments.values()):
         return "text around a collection"
     types = asked["row"]["function"][0]["parameters"]["properties"].values()
     kinds = {(each["type"], each.get("items", {}).get("type")) for each in types}

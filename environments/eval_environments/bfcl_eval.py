@@ -75,7 +75,8 @@ class BfclRows(HubRows):
         if Path(self.path).is_dir():
             return f"{self.path}/{folder}BFCL_v4_{self.category}.json"
         hub = require("huggingface_hub", extra="datasets")
-        name = f"{folder}BFCL_v3_{self.category.removesuffix('_python')}.json"
+        category = self.category.removesuffix("_python")  # as version 3 names it
+        name = f"{folder}BFCL_v3_{category.removeprefix('simple_')}.json"
         try:
             return str(hub.hf_hub_download(self.path, name, repo_type="dataset"))
         except Exception as error:
@@ -200,9 +201,11 @@ class BfclEnv(BenchmarkEnv):
         return float(calls_are_possible(calls, json.loads(row["answer"]), functions))
 
     def rates_of_parts(self, rows: Sequence[Row], samples: Sequence[Sample]) -> dict[str, float]:
-        """Add the mean over the categories."""
+        """Add the mean over the categories, and that of the three languages, which BFCL publishes as simple."""
         rates = super().rates_of_parts(rows, samples)
-        return {**rates, "eval/macro_accuracy": fmean(rates.values())} if rates else rates
+        simple = [rate for part, rate in rates.items() if "/category_simple_" in part]
+        means = {"eval/macro_accuracy": [*rates.values()], "eval/simple_accuracy": simple}
+        return rates | {name: fmean(each) for name, each in means.items() if each}
 
 
 def openapi(value: Any) -> Any:

@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import pytest
 
 from atroposlib.envs.possible_calls import calls_are_possible, python_calls
@@ -231,3 +232,31 @@ def test_a_folder_of_the_package_is_read(tmp_path: Path) -> None:
         (tmp_path / f"{name}BFCL_v4_multiple.json").write_text(json.dumps(row) + "\n")
     rows = module.BfclRows(path=str(tmp_path), category="multiple").load()
     assert rows == [question | {"ground_truth": ROW["ground_truth"]}]
+
+
+@pytest.mark.parametrize(
+    ("category", "name"),
+    [("simple_python", "simple"), ("simple_java", "java"), ("live_simple", "live_simple")],
+)
+def test_the_hub_has_the_names_of_version_3(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, category: str, name: str
+) -> None:
+    asked: list[str] = []
+
+    def download(_: str, file: str, repo_type: str) -> Path:
+        asked.append(f"{repo_type} {file}")
+        (empty := tmp_path / "rows.json").write_text("")
+        return empty
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    module.BfclRows(path="org/data", category=category)._file("possible_answer/")
+    assert asked == [f"dataset possible_answer/BFCL_v3_{name}.json"]
+
+
+def test_simple_is_the_mean_of_three_languages(made: Any) -> None:
+    categories = ["simple_python", "simple_java", "simple_java", "simple_javascript", "live_simple"]
+    rows = [{"groups": {"category": category}} for category in categories]
+    samples = [{"item_index": i, "correct": c} for i, c in enumerate([1, 0, 0, 1, 0])]
+    rates = made(module.BfclEnv).rates_of_parts(rows, samples)
+    assert rates["eval/simple_accuracy"] == pytest.approx(2 / 3)
+    assert rates["eval/macro_accuracy"] == pytest.approx(0.5)

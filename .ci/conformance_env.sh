@@ -32,7 +32,8 @@ rm -rf "$venv"
 "${VENV:-.venv}/bin/python" -m venv "$venv" || fail "cannot make a virtual environment"
 bash .ci/install.sh "$venv" "${packages[@]}" || fail "could not install them"
 bash .ci/install.sh "$venv" --no-deps "${alone[@]}" || fail "could not install ${alone[*]}"
-"$venv/bin/python" -c "import lm_eval.api.task, math_verify, punkt, bfcl_eval, tree_sitter_java, tree_sitter_javascript" >"$venv/import.log" 2>&1 \
+modules="lm_eval.api.task, math_verify, punkt, bfcl_eval, tree_sitter_java, tree_sitter_javascript"
+"$venv/bin/python" -c "import $modules" >"$venv/import.log" 2>&1 \
     || { tail -n 20 "$venv/import.log" >&2; fail "they do not import"; }
 printf '%s' "${packages[*]} ${alone[*]}" >"$stamp"
 say "$venv is ready, $(du -sh "$venv" | cut -f1)"

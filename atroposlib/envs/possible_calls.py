@@ -25,6 +25,9 @@ Described: TypeAlias = Mapping[str, Any]
 _TYPES: dict[str, type] = {
     **{"string": str, "integer": int, "float": float, "boolean": bool, "array": list},
     **{"tuple": list, "dict": dict, "any": str},
+    **dict.fromkeys(("byte", "short", "long", "Bigint"), int),  # of Java and JavaScript
+    **{"double": float, "Boolean": bool, "String": str, "char": str},
+    **{"Array": list, "ArrayList": list, "HashMap": dict},
 }
 _IGNORED = str.maketrans({**dict.fromkeys(" ,./-_*^"), "'": '"'})
 MAX_CALLS_CHARS = 20_000

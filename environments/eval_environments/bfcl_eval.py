@@ -1,10 +1,11 @@
 """BFCL: call the right functions, in one answer; accuracy of every category and their mean.
 
-Categories: one call of one function (simple), of several (multiple), several calls (parallel, parallel_multiple), and
-questions that no function fits (irrelevance) or some function does (relevance), also those of users (live_*). The score
-is 1 if the calls are possible by the rules of BFCL's AST checker (`atroposlib/envs/possible_calls.py`), else 0; no call
-is run. `--env.call_form python` asks for `[f(x=1), g(y="a")]`, as BFCL does of models without a format of their own;
-`native` gives the functions to the chat template and reads the calls in `--env.call_style`.
+Categories: one call of one function (simple, also in Java and JavaScript), of several (multiple), several calls
+(parallel, parallel_multiple), and questions that no function fits (irrelevance) or some function does (relevance), also
+those of users (live_*). The score is 1 if the calls are possible by the rules of BFCL's AST checker
+(`atroposlib/envs/possible_calls.py`; `typed_calls.py` reads the other languages), else 0; no call is run.
+`--env.call_form python` asks for `[f(x=1), g(y="a")]`, as BFCL does of models without a format of their own; `native`
+gives the functions to the chat template and reads the calls in `--env.call_style`.
 
 Data: gorilla-llm/Berkeley-Function-Calling-Leaderboard, or `--env.dataset_name` with the folder `bfcl_eval/data` of the
 package bfcl-eval, or JSONL rows with `question`, `function`, `ground_truth` and `category`.
@@ -30,11 +31,20 @@ from atroposlib.envs.eval_run import Sample
 from atroposlib.envs.possible_calls import calls_are_possible, python_calls
 from atroposlib.envs.rows import HubRows, read_jsonl
 from atroposlib.envs.tool_env import ToolCall
+from atroposlib.envs.typed_calls import Language, converted, described, in_language, typed_calls
 from atroposlib.errors import ConfigError, require
 from atroposlib.inference.tools.parsers import Call, style_named
 from atroposlib.inference.tools.parsers.style import call_from
 
-OF_FUNCTIONS = ["simple_python", "multiple", "parallel", "parallel_multiple", "irrelevance"]
+LANGUAGES: dict[str, Language] = {"simple_java": "java", "simple_javascript": "javascript"}
+OF_FUNCTIONS = [
+    "simple_python",
+    *LANGUAGES,
+    "multiple",
+    "parallel",
+    "parallel_multiple",
+    "irrelevance",
+]
 OF_USERS = ["simple", "multiple", "parallel", "parallel_multiple", "irrelevance", "relevance"]
 CATEGORIES = [*OF_FUNCTIONS, *(f"live_{name}" for name in OF_USERS)]
 OPENAPI_TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": "string"}
@@ -65,7 +75,8 @@ class BfclRows(HubRows):
         if Path(self.path).is_dir():
             return f"{self.path}/{folder}BFCL_v4_{self.category}.json"
         hub = require("huggingface_hub", extra="datasets")
-        name = f"{folder}BFCL_v3_{self.category.removesuffix('_python')}.json"
+        category = self.category.removesuffix("_python")  # as version 3 names it
+        name = f"{folder}BFCL_v3_{category.removeprefix('simple_')}.json"
         try:
             return str(hub.hf_hub_download(self.path, name, repo_type="dataset"))
         except Exception as error:
@@ -123,7 +134,7 @@ class BfclEnv(BenchmarkEnv):
         """Return the messages; in the form of Python after a description of the functions."""
         if self.config.call_form == "native":
             return list(row["messages"])
-        system = f"{PROMPT}{row['functions']}"
+        system = PROMPT + json.dumps(self.functions_of(row), indent=1)
         messages = list(row["messages"])
         if messages[0]["role"] == "system":
             system += f"\n\n{messages.pop(0)['content']}"
@@ -133,9 +144,13 @@ class BfclEnv(BenchmarkEnv):
         """Return the functions for the chat template, in OpenAI's format."""
         if self.config.call_form == "python":
             return []
-        return [
-            {"type": "function", "function": openapi(each)} for each in json.loads(row["functions"])
-        ]
+        return [{"type": "function", "function": openapi(each)} for each in self.functions_of(row)]
+
+    def functions_of(self, row: Row) -> list[dict[str, Any]]:
+        """Return the functions as the model sees them."""
+        functions: list[dict[str, Any]] = json.loads(row["functions"])
+        language = LANGUAGES.get(row["groups"]["category"])
+        return [described(each, language) for each in functions] if language else functions
 
     def text_of(self, message: Any) -> str:
         """Return the text with the calls, which an API without token ids has beside it."""
@@ -151,19 +166,22 @@ class BfclEnv(BenchmarkEnv):
             return "None of the functions fits."
         if category.endswith("relevance"):
             calls = [ToolCall(name=json.loads(row["functions"])[0]["name"], arguments={})]
-        if self.config.call_form == "native":
-            written = [Call(call.name, json.dumps(call.arguments)) for call in calls]
-            return style_named(self.config.call_style).render(written)
-        texts = [
-            f"{call.name}({', '.join(f'{name}={value!r}' for name, value in call.arguments.items())})"
-            for call in calls
-        ]
-        return f"[{', '.join(texts)}]"
+        native, language = self.config.call_form == "native", LANGUAGES.get(category)
+        if language:
+            [function] = json.loads(row["functions"])
+            calls = [in_language(call, function, language, quoted=not native) for call in calls]
+        if native:
+            texts = [Call(call.name, json.dumps(call.arguments)) for call in calls]
+            return style_named(self.config.call_style).render(texts)
+        form = "{}={}" if language else "{}={!r}"
+        arguments = [", ".join(form.format(*each) for each in c.arguments.items()) for c in calls]
+        return f"[{', '.join(f'{c.name}({a})' for c, a in zip(calls, arguments, strict=True))}]"
 
     def calls_in(self, row: Row, text: str) -> list[ToolCall]:
         """Return the calls of an answer."""
         if self.config.call_form == "python":
-            return python_calls(text)
+            is_python = row["groups"]["category"] not in LANGUAGES
+            return python_calls(text) if is_python else typed_calls(text)
         parts = style_named(self.config.call_style).split(text, self.offered_tools(row))
         calls = [part for part in parts if isinstance(part, Call)]
         return [ToolCall(name=each.name, arguments=json.loads(each.arguments)) for each in calls]
@@ -175,16 +193,19 @@ class BfclEnv(BenchmarkEnv):
     def grade(self, row: Row, answer: str) -> float:
         """Return 1 if the calls are possible; for irrelevance if there are none, for relevance if there are some."""
         calls, category = self.calls_in(row, answer), row["groups"]["category"]
+        functions = json.loads(row["functions"])
         if category.endswith("relevance"):
             return float(bool(calls) != category.endswith("irrelevance"))
-        return float(
-            calls_are_possible(calls, json.loads(row["answer"]), json.loads(row["functions"]))
-        )
+        if language := LANGUAGES.get(category):
+            calls = [converted(call, functions[0], language) for call in calls]
+        return float(calls_are_possible(calls, json.loads(row["answer"]), functions))
 
     def rates_of_parts(self, rows: Sequence[Row], samples: Sequence[Sample]) -> dict[str, float]:
-        """Add the mean over the categories."""
+        """Add the mean over the categories, and that of the three languages, which BFCL publishes as simple."""
         rates = super().rates_of_parts(rows, samples)
-        return {**rates, "eval/macro_accuracy": fmean(rates.values())} if rates else rates
+        simple = [rate for part, rate in rates.items() if "/category_simple_" in part]
+        means = {"eval/macro_accuracy": [*rates.values()], "eval/simple_accuracy": simple}
+        return rates | {name: fmean(each) for name, each in means.items() if each}
 
 
 def openapi(value: Any) -> Any:

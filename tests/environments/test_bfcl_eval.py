@@ -5,10 +5,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import pytest
 
 from atroposlib.envs.possible_calls import calls_are_possible, python_calls
 from atroposlib.envs.tool_env import ToolCall
+from atroposlib.envs.typed_calls import Language, converted, typed_calls
 from tests.environments.helpers_environments import load
 
 module = load("eval_environments.bfcl_eval")
@@ -87,12 +89,92 @@ HOSTILE = (
     "[1]",
     "x=",
     "f" * 30_000,
+    "f(x=" + "[" * 9000 + "]" * 9000 + ")",
+    "f(x=" + '{"a":' * 3000 + "1" + "}" * 3000 + ")",
+    "f(x=" + "9" * 10_000 + ")",
+    'f(x="' + "\\" * 9000,
+    "f(x='a)",
+    "f(x=" + "a<" * 9000 + ")",
+    "f(x=new HashMap<>() {{ put(" + "(" * 5000 + "}})",
+    "f(x=new HashMap<>() {{ x(); }})",
+    "f(x={a: 1: 2, [}])",
+    "f(x={a})",
+    "f(x=1, x=2)",
 )
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=lambda text: text[:12])
 def test_no_text_of_calls_raises_or_runs(text: str) -> None:
-    assert all(isinstance(value, str) for call in python_calls(text) for value in call.arguments.values())  # fmt: skip
+    values = [value for call in python_calls(text) for value in call.arguments.values()]
+    assert all(isinstance(value, str | list | int) for value in values)
+    calls = typed_calls(text)
+    for kind in ("integer", "Array", "ArrayList", "HashMap", "array", "dict"):
+        function = {"parameters": {"properties": {"x": {"type": kind}}}}
+        language: Language = "javascript" if kind in ("array", "dict") else "java"
+        for call in calls:
+            for value in converted(call, function, language).arguments.values():
+                assert isinstance(value, str | list | dict)
+
+
+@pytest.mark.parametrize(
+    ("language", "kind", "items", "text", "value"),
+    [
+        ("java", "integer", None, "-5", -5),
+        ("java", "integer", None, "5L", "5L"),
+        ("java", "long", None, "5", "5"),
+        ("java", "float", None, "1.5e3f", 1500.0),
+        ("java", "float", None, "1.5", "1.5"),
+        ("java", "double", None, "2", 2.0),
+        ("java", "boolean", None, "true", True),
+        ("java", "boolean", None, "True", "True"),
+        ("java", "any", None, "5", "5"),
+        ("java", "Array", "String", 'new String[]{"a, b", "c"}', ["a, b", "c"]),
+        ("java", "Array", "integer", "new int[] {}", []),
+        ("java", "ArrayList", "integer", "new int[]{1}", "new int[]{1}"),
+        ("java", "ArrayList", "any", 'new ArrayList<>() {{ add("a"); add(2.5f); }}', ["a", 2.5]),
+        ("java", "ArrayList", "long", "new ArrayList<Long>()", []),
+        ("java", "HashMap", None, 'new HashMap<K, V>() {{ put("a", "b, c"); put("d", 1L); }}', {"a": "b, c", "d": 1}),
+        ("java", "HashMap", None, "new HashMap<>()", {}),
+        ("java", "HashMap", None, "settings", "settings"),
+        ("javascript", "String", None, "'a'", "a"),
+        ("javascript", "Bigint", None, "5n", 5),
+        ("javascript", "float", None, "1e3", "1e3"),
+        ("javascript", "array", "float", "[[1, 2.5], [3]]", [[1, 2.5], [3]]),
+        ("javascript", "array", "String", "new Array('a', \"1\")", ["a", "1"]),
+        ("javascript", "dict", None, "{a: [1, 'b'], 'c': {d: true}}", {"a": [1, "b"], "c": {"d": True}}),
+        ("javascript", "integer", None, 5, None),
+    ],
+)  # fmt: skip
+def test_a_text_becomes_a_value_of_its_type(
+    language: Language, kind: str, items: str | None, text: Any, value: Any
+) -> None:
+    schema = {"type": kind, **({"items": {"type": items}} if items else {})}
+    call = ToolCall(name="f", arguments={"x": text})
+    read = converted(call, {"parameters": {"properties": {"x": schema}}}, language).arguments["x"]
+    assert (read, type(read)) == (value, type(value))
+
+
+SAMPLES = [
+    row
+    for row in map(json.loads, Path("environments/samples/bfcl_eval.jsonl").read_text().splitlines())
+    if row["category"].startswith("simple_java")
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("call_form", ["python", "native"])
+async def test_java_and_javascript_are_offered_as_texts_and_judged_as_values(
+    made: Any, call_form: str
+) -> None:
+    env = made(module.BfclEnv, call_form=call_form)
+    assert len(SAMPLES) == 10
+    for sample in SAMPLES:
+        row = env.parse_row(sample)
+        gold = env.gold_answer(row)
+        assert await env.score(row, gold) == 1.0
+        assert await env.score(row, gold.replace("a", "x")) == 0.0
+        for function in env.functions_of(row):
+            kinds = {each["type"] for each in function["parameters"]["properties"].values()}
+            assert kinds == {"string"}
 
 
 def test_an_unknown_escape_gives_no_warning() -> None:
@@ -150,3 +232,31 @@ def test_a_folder_of_the_package_is_read(tmp_path: Path) -> None:
         (tmp_path / f"{name}BFCL_v4_multiple.json").write_text(json.dumps(row) + "\n")
     rows = module.BfclRows(path=str(tmp_path), category="multiple").load()
     assert rows == [question | {"ground_truth": ROW["ground_truth"]}]
+
+
+@pytest.mark.parametrize(
+    ("category", "name"),
+    [("simple_python", "simple"), ("simple_java", "java"), ("live_simple", "live_simple")],
+)
+def test_the_hub_has_the_names_of_version_3(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, category: str, name: str
+) -> None:
+    asked: list[str] = []
+
+    def download(_: str, file: str, repo_type: str) -> Path:
+        asked.append(f"{repo_type} {file}")
+        (empty := tmp_path / "rows.json").write_text("")
+        return empty
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    module.BfclRows(path="org/data", category=category)._file("possible_answer/")
+    assert asked == [f"dataset possible_answer/BFCL_v3_{name}.json"]
+
+
+def test_simple_is_the_mean_of_three_languages(made: Any) -> None:
+    categories = ["simple_python", "simple_java", "simple_java", "simple_javascript", "live_simple"]
+    rows = [{"groups": {"category": category}} for category in categories]
+    samples = [{"item_index": i, "correct": c} for i, c in enumerate([1, 0, 0, 1, 0])]
+    rates = made(module.BfclEnv).rates_of_parts(rows, samples)
+    assert rates["eval/simple_accuracy"] == pytest.approx(2 / 3)
+    assert rates["eval/macro_accuracy"] == pytest.approx(0.5)

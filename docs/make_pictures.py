@@ -215,7 +215,7 @@ def take(browser: webdriver.Chrome, target: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=Path("docs/pictures"))
-    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--steps", type=int, default=84)
     parser.add_argument("--demo", type=Path)
     parser.add_argument("--ask", type=Path, nargs="+")
     args = parser.parse_args()

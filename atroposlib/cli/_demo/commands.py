@@ -23,8 +23,8 @@ TRAINER_RECIPE = {
     "batch_size": SEQUENCES_PER_STEP,
     "gradient_accumulation_steps": 1,
     "seq_len": 32,
-    "lr": 3e-4,
-    "warmup_steps": 5,
+    "lr": 2.5e-4,
+    "warmup_steps": 10,
     "adam_beta1": 0.9,
     "adam_beta2": 0.99,
     "weight_decay": 0.0,
@@ -44,7 +44,7 @@ class DemoConfig(BaseModel):
 
     seed: int = 0
     """Seed of the weights, the rows and the sampling."""
-    steps: int = Field(default=72, ge=1)
+    steps: int = Field(default=84, ge=1)
     """Optimizer steps of reinforcement learning."""
     out: Path = Path("runs/demo")
     """Directory of the results; an earlier run there is renamed."""

@@ -72,7 +72,7 @@ class LogprobGap:
         """Add the logprobs that a training forward computed with the weights of `version`."""
         positions = micro_batch.positions
         difference_N = logprobs_N.detach().double() - positions.sampled_logprobs_N
-        is_sampled_N = _of_one_version(micro_batch) & ~positions.is_supervised_N
+        is_sampled_N = _as_begun(micro_batch) & ~positions.is_supervised_N
         for i, compared in enumerate((version, UNKNOWN_VERSION)):
             is_compared_N = (micro_batch.version_N == compared) & is_sampled_N
             d_N = difference_N * is_compared_N
@@ -116,14 +116,10 @@ class LogprobGap:
             )
 
 
-def _of_one_version(micro_batch: MicroBatch) -> Tensor:
-    """Return [N] bool: one version sampled all trained tokens that stand beside this one without a gap."""
-    place_N, sequence_N = micro_batch.trained_N, micro_batch.positions.sequence_N
-    begins_N = torch.ones_like(place_N)
-    begins_N[1:] = (place_N.diff() != 1) | (sequence_N.diff() != 0)
-    run_N, version_N = begins_N.cumsum(0) - 1, micro_batch.version_N
-    oldest_N, newest_N = (
-        torch.zeros_like(version_N).scatter_reduce(0, run_N, version_N, which, include_self=False)
-        for which in ("amin", "amax")
-    )
-    return (oldest_N == newest_N)[run_N]
+def _as_begun(micro_batch: MicroBatch) -> Tensor:
+    """Return [N] bool: the version that sampled this token sampled the first of its run of trained tokens, too."""
+    place_N, version_N = micro_batch.trained_N, micro_batch.version_N
+    is_next_N = (place_N.diff() == 1) & (micro_batch.positions.sequence_N.diff() == 0)
+    at_N = torch.arange(len(place_N), device=place_N.device)
+    first_N = torch.cat([at_N[:1], at_N[1:] * ~is_next_N]).cummax(0).values
+    return version_N == version_N[first_N]

@@ -728,7 +728,7 @@ class DatasetEnv(BaseEnv):
     async def row_fault(self, row: Row) -> str | None:
         """Return why a row's gold answer does not pass, for `check`; "" if it does, None if the row has none.
 
-        Raises what the hooks that read the row raise.
+        Raises what the hooks that read the row raise, EnvError for `gold_answer`.
         """
         if type(self).prompt is not DatasetEnv.prompt:  # agents begin in another way
             self.conversation(row)

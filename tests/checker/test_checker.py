@@ -471,7 +471,7 @@ def test_all_rows_are_walked_without_sampling(capsys: pytest.CaptureFixture[str]
     env_cls = broken("OneRowWithoutAnswer")
     assert run_environment(env_cls, ["check", "--items", "all", "--fast"]) == 1
     out, err = capsys.readouterr()
-    assert "row 100 ({'question': '?'}): KeyError: 'answer'" in out
+    assert "row 100 ({'question': '?'}): EnvError: gold_answer raised KeyError: 'answer'" in out
     assert "201 of 201 rows, 200 gold answers scored" in out
     assert "-    reward_varies           not checked: no item was sampled, as asked for" in out
     assert "check: rows walked (" in err

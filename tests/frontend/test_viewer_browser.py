@@ -992,6 +992,12 @@ def test_the_overview_has_charts_and_leads_to_filters(viewer: Viewer, page: Path
     viewer.wait_for_rows("What is 3 + 1?")
 
 
+def test_a_single_value_is_drawn_as_a_dot(viewer: Viewer, tmp_path: Path) -> None:
+    viewer.open(written(tmp_path, group(1, step=1), charts=[curves("gap", [2e-6])]))
+    [*_, dot] = viewer.until(lambda: viewer.all(".charts path.alone"))
+    assert viewer.run("return arguments[0].getTotalLength() === 0", dot)
+
+
 def test_charts_share_a_cursor_and_a_zoom_and_open_the_groups_of_a_step(
     viewer: Viewer, tmp_path: Path
 ) -> None:

@@ -113,7 +113,10 @@ function chart({ title, is_log: isLog, curves, isTime = false }, [first, last]) 
     yMarks: marks.filter(Number.isFinite).map((mark) => [mark, markText(isLog ? 10 ** mark : mark)]),
   });
   const stepAt = (event) => first + ((placeOf(event)[0] - left) / (width - left - right)) * (last - first);
-  const line = (points, css) => svg("path", { class: css, d: points.map(([step, value], i) => `${i ? "L" : "M"}${xOf(step).toFixed(1)} ${yOf(value).toFixed(1)}`).join("") });
+  const line = (points, css) => { // a single point is a dot
+    const d = points.map(([step, value], i) => `${i ? "L" : "M"}${xOf(step).toFixed(1)} ${yOf(value).toFixed(1)}`).join("");
+    return svg("path", points.length === 1 ? { class: `${css} alone`, d: `${d}Z` } : { class: css, d });
+  };
   const cursor = svg("line", { class: "cursor", y1: top, y2: height - bottom });
   const zoomed = svg("rect", { class: "zoomed", y: top, height: height - top - bottom, width: 0 });
   drawing.prepend(zoomed);

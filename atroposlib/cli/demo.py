@@ -1,4 +1,4 @@
-"""`atropos-demo`: the complete training loop on one machine in a few minutes, without downloads.
+"""`atropos-demo`: the complete training loop on one machine in about a minute, without downloads.
 
 Builds a tiny model, warms it up with supervised steps, then runs hub, inference engine, environment and trainer as
 separate processes over HTTP, shows the progress, and writes a directory with the learning curve, rollouts, logs and
@@ -13,6 +13,7 @@ import itertools
 import json
 import resource
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -207,6 +208,8 @@ async def _warm_up_and_train(config: DemoConfig, files: DemoFiles, display: Disp
 
 def _early(part: Program, files: DemoFiles) -> Program:
     """Return the part with a command that imports its modules first and then waits for what it needs."""
+    if part.argv[0] != sys.executable:  # vLLM has an interpreter of its own
+        return replace(part, needs=["warm up"])
     after, imports = files.model, ["transformers.models.qwen2.modeling_qwen2"]
     if part.name == "environment":
         after, imports = files.measured, ["transformers.models.auto.tokenization_auto"]

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from atroposlib.cli._demo import report
 from atroposlib.cli._demo.evaluation import Accuracy, measure
 from atroposlib.cli._demo.progress import Display
 from atroposlib.cli.launch.step_metrics import sparkline
+from atroposlib.cli.launch.supervisor import Program
 from atroposlib.errors import ConfigError, EngineRejected, MissingDependency
 from tests.api.helpers_api import serving
 from tests.frontend.helpers_pages import read_page
@@ -99,6 +101,15 @@ def test_the_results_are_a_summary_a_learning_curve_and_the_viewers_page(tmp_pat
     assert summary == json.loads(files.summary.read_text())
     assert (summary["groups"], summary["max_logprob_gap"]) == (320, 1.5e-5)
     assert summary["cpu_seconds"] == 90.0
+
+
+def test_parts_are_started_early_but_not_a_vllm_of_another_interpreter(tmp_path: Path) -> None:
+    files = demo.DemoFiles(tmp_path)
+    vllm = Program(name="engine", argv=["/venv/bin/python", "-m", "vllm"])
+    assert demo._early(vllm, files) == replace(vllm, needs=["warm up"])
+    own = Program(name="engine", argv=[sys.executable, "-m", "atroposlib.engine", "--port=1"])
+    *_, after, _, module, flag = demo._early(own, files).argv
+    assert (after, module, flag) == (str(files.model), "atroposlib.engine", "--port=1")
 
 
 def claim(out: Path) -> None:

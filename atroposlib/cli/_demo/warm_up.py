@@ -2,7 +2,7 @@
 
 Trains on the train split until the model's expected accuracy at temperature 1 is 25 % on the validation prompts; then
 reinforcement learning has rewards to start from and most of the task left to learn. The number of steps varies: the
-accuracy rises from 0.03 to 0.56 between steps 60 and 110. Writes a checkpoint for engines and trainers, and one JSON
+accuracy rises from 0.03 to 0.28 between steps 70 and 120. Writes a checkpoint for engines and trainers, and one JSON
 line per check to `--progress`.
 """
 

@@ -177,17 +177,6 @@ def create_app(
     return app
 
 
-class _WholeRequest(Request):
-    """A request whose body has been received. Starlette's own class would copy it."""
-
-    def __init__(self, scope: Scope, receive: Receive, send: Send, *, body: bytes) -> None:
-        super().__init__(scope, receive, send)
-        self._whole = body
-
-    async def body(self) -> bytes:
-        return self._whole
-
-
 class HubApp(FastAPI):
     """FastAPI behind the hub's middlewares; it only documents the routes that are served directly (`Route.direct`).
 
@@ -209,9 +198,9 @@ class HubApp(FastAPI):
         if route is None or route.direct is None:
             await super().__call__(scope, receive, send)
             return
-        # `RequestBodies` passes the body in one message; the next message is the disconnect.
-        message = await receive()
-        request = _WholeRequest(scope, receive, send, body=message["body"])
+        # `RequestBodies` passes the body in one message, and Starlette would copy it; the next is the disconnect.
+        scope["body"] = (await receive())["body"]
+        request = Request(scope, receive, send)
         try:
             response = await route.direct(request)
         except Exception as e:

@@ -126,7 +126,7 @@ async def _take_in(run: Coordinator, request: Request, *, many: bool) -> list[Re
     """Decode, check and store groups; if there is no room, hold an original client, which would drop the groups."""
     began_at = time.time()
     services = _services(request)
-    body = await request.body()
+    body = request.scope["body"]
     content_type = request.headers.get("content-type", "")
     try:
         groups = await services.codec.decode(body, content_type=content_type, many=many)
@@ -229,7 +229,7 @@ async def _read_status_query(request: Request) -> schemas.StatusQuery:
     value = dict[str, Any](request.query_params)
     if "env_id" in value:
         return _checked(schemas.StatusQuery, value, "query")
-    body = await request.body()
+    body = request.scope["body"]
     decoded = _decoded(body) if body else {}
     return _checked(
         schemas.StatusQuery, value | decoded if isinstance(decoded, dict) else decoded, "body"
@@ -529,7 +529,7 @@ def _direct(
             path: str = request.scope["path"]
             where = _checked(_BatchPath, {"batch_id": path.split("/")[-2]}, "path")
             addressed.append(where.batch_id)
-        text = await request.body()
+        text = request.scope["body"]
         if not text:
             fault = {"type": "missing", "loc": ("body",), "msg": "Field required", "input": None}
             raise RequestValidationError([fault])

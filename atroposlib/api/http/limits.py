@@ -1,7 +1,7 @@
 """Limits of one request: body size, inflation, transfer time, memory in flight, and waiting for room.
 
 Two pure-ASGI middlewares. `Ladder` refuses requests, or holds them unread, while a run is full. `RequestBodies` reads
-and inflates every body within the limits, so that a handler gets it with one `await request.body()`. Nothing here
+and inflates every body within the limits, so that one message of `receive` has all of it. Nothing here
 parses a body: payloads.py checks groups. README.md lists the responses.
 """
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import zstandard
 from isal import isal_zlib
 from isal.igzip_lib import IsalError
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import MutableHeaders
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -100,9 +100,10 @@ def refusal(status: int, kind: str, text: str, *, is_temporary: bool = True) -> 
     return JSONResponse({"detail": {"type": kind, "msg": text}}, status, headers)
 
 
-def content_encoding(headers: Headers) -> str | None:
+def content_encoding(scope: Scope) -> str | None:
     """Return "gzip", "zstd", or None for an uncompressed body. Raises `BodyRefused` 415 for anything else."""
-    value = ",".join(headers.getlist("content-encoding")).lower()
+    values = [value for name, value in scope["headers"] if name == b"content-encoding"]
+    value = b",".join(values).decode("latin-1").lower()
     names = [name.strip().replace("x-gzip", "gzip") for name in value.split(",")]
     names = [name for name in names if name not in ("", "identity")]
     if names not in ([], ["gzip"], ["zstd"]):
@@ -258,7 +259,8 @@ class HeldBytes:
             budget.holders[self] = None
         else:
             budget.holders.pop(self, None)
-        budget.serve()
+        if budget.waiting:
+            budget.serve()
 
 
 async def return_memory(*budgets: ByteBudget) -> None:
@@ -287,52 +289,51 @@ class RequestBodies:
             return
         with HeldBytes(self.received) as received, HeldBytes(self.inflated) as inflated:
             try:
-                body = await self._read(scope, receive, received, inflated)
+                encoding = content_encoding(scope)
+                body = await self._receive(scope, receive, received)
+                if body and encoding is not None:
+                    is_large = _has_groups(scope)
+                    body = await self._inflate(body, inflated, encoding=encoding, is_large=is_large)
+                    received.hold(0)
             except BodyRefused as e:
                 answer = PlainTextResponse(str(e), e.status, e.headers)
                 await answer(scope, receive, send)
                 return
-            if body is not None:
-                await self._app(scope, replay(body, receive), send)
+            if body is None:
+                return
+            if encoding is not None:
+                scope["headers"] = list(scope["headers"])
+                changed = MutableHeaders(scope=scope)
+                del changed["content-encoding"]
+                changed["content-length"] = str(len(body))
+            bodies = [
+                body
+            ]  # emptied on delivery, so that the handler alone decides how long it lives
+            del body
 
-    async def _read(
-        self, scope: Scope, receive: Receive, received: HeldBytes, inflated: HeldBytes
-    ) -> bytes | None:
-        """Return the body, inflated; None if the client disconnected."""
-        limits = self._limits
-        headers = dict[bytes, bytes](scope["headers"])
-        encoding = None
-        if b"content-encoding" in headers:
-            encoding = content_encoding(Headers(scope=scope))
-        is_large = _has_groups(scope)
-        limit = limits.max_body_bytes if is_large else limits.max_control_body_bytes
-        announced = _announced_bytes(scope, headers)
-        if announced is not None and announced > limit:
-            raise _too_large(limit)
-        body = await self._receive(receive, received, announced=announced, limit=limit)
-        if body is None:
-            return None
-        received.hold(max(0, len(body) - _UNCOUNTED_BYTES))
-        if encoding is not None:
-            if body:
-                limit = limits.max_inflated_bytes if is_large else limit
-                body = await self._inflate(body, inflated, encoding=encoding, limit=limit)
-                received.hold(0)
-            scope["headers"] = list(scope["headers"])
-            changed = MutableHeaders(scope=scope)
-            del changed["content-encoding"]
-            changed["content-length"] = str(len(body))
-        return body
+            async def receive_body() -> Message:
+                if not bodies:
+                    return await receive()
+                return {"type": "http.request", "body": bodies.pop(), "more_body": False}
 
-    async def _receive(
-        self, receive: Receive, held: HeldBytes, *, announced: int | None, limit: int
-    ) -> bytes | None:
+            await self._app(scope, receive_body, send)
+
+    async def _receive(self, scope: Scope, receive: Receive, held: HeldBytes) -> bytes | None:
         """Return the body as sent; None if the client disconnected.
 
         The budget is charged for the bytes received, not for the announced size, which may be false. While this waits
         for the budget, it reads nothing, and the client's deadline is extended by the wait.
         """
         limits = self._limits
+        limit = limits.max_body_bytes if _has_groups(scope) else limits.max_control_body_bytes
+        headers = dict[bytes, bytes](scope["headers"])
+        length = headers.get(b"content-length", b"")
+        # In HTTP/1 no length and no transfer coding is no body (RFC 9112, 6.3).
+        is_http1 = scope.get("http_version", "1.1").startswith("1")
+        has_none = is_http1 and b"transfer-encoding" not in headers
+        announced = int(length) if length.isdigit() else 0 if has_none else None
+        if announced is not None and announced > limit:
+            raise _too_large(limit)
         in_time = limits.receive_timeout_s - limits.receive_grace_s
         num_expected = limit if announced is None else announced
         rate = max(limits.min_receive_bytes_per_s, num_expected / in_time if in_time > 0 else 0)
@@ -374,12 +375,18 @@ class RequestBodies:
                         f"Only {size} bytes of the request body arrived in {allowed_s:.1f} s",
                         headers={"Connection": "close"},
                     ) from None
+        if held.num_bytes:
+            held.hold(max(0, size - _UNCOUNTED_BYTES))
         if len(pieces) == 1 or size <= _INLINE_JOIN_BYTES:
             return b"".join(pieces)  # of a single piece no copy
         return await asyncio.to_thread(b"".join, pieces)  # releases the GIL while it copies
 
-    async def _inflate(self, body: bytes, held: HeldBytes, *, encoding: str, limit: int) -> bytes:
-        ratio = self._limits.max_inflate_ratio
+    async def _inflate(
+        self, body: bytes, held: HeldBytes, *, encoding: str, is_large: bool
+    ) -> bytes:
+        limits = self._limits
+        limit = limits.max_inflated_bytes if is_large else limits.max_control_body_bytes
+        ratio = limits.max_inflate_ratio
         # Reserved for the worst case, corrected below. No request waits for the other budget while it holds this one.
         await held.grow(min(limit, max(_MIB, ratio * len(body))))
         work = functools.partial(inflate, body, encoding=encoding, max_bytes=limit, max_ratio=ratio)
@@ -392,28 +399,6 @@ class RequestBodies:
 def _has_groups(scope: Scope) -> bool:
     route: Route | None = scope.get("hub_route")
     return route is not None and route.has_groups
-
-
-def _announced_bytes(scope: Scope, headers: Mapping[bytes, bytes]) -> int | None:
-    """Return the announced size of the body; None if there is none."""
-    length = headers.get(b"content-length", b"")
-    if length.isdigit():
-        return int(length)
-    # In HTTP/1 no length and no transfer coding is no body (RFC 9112, 6.3).
-    is_http1 = scope.get("http_version", "1.1").startswith("1")
-    return 0 if is_http1 and b"transfer-encoding" not in headers else None
-
-
-def replay(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that yields the body in one message, then the messages of `receive`."""
-    bodies = [body]  # emptied on delivery, so that the handler alone decides how long it lives
-
-    async def receive_body() -> Message:
-        if not bodies:
-            return await receive()
-        return {"type": "http.request", "body": bodies.pop(), "more_body": False}
-
-    return receive_body
 
 
 class Ladder:
@@ -446,21 +431,17 @@ class Ladder:
         metrics.held.set_function(lambda: self._num_held)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refused = await self._refusal(scope) if _has_groups(scope) else None
-        await (refused or self._app)(scope, receive, send)
-
-    async def _refusal(self, scope: Scope) -> JSONResponse | None:
-        """Return None if the request is admitted, else the response that refuses it."""
+        answer: ASGIApp = self._app
         name = scope.get("run", DEFAULT_RUN)
-        run = self._runs.get(name)
+        run = self._runs.get(name) if _has_groups(scope) else None
         reason = None if run is None else run.overload()
-        if reason is None:
-            return None
-        outcome = "refused" if is_native(scope) else await self._hold(name, scope)
-        self._count.labels(name, outcome).inc()
-        if outcome == "held":
-            return None
-        return refusal(429 if outcome == "refused" else 503, "overloaded", reason)
+        if reason is not None:
+            outcome = "refused" if is_native(scope) else await self._hold(name, scope)
+            self._count.labels(name, outcome).inc()
+            if outcome != "held":
+                status = 429 if outcome == "refused" else 503
+                answer = refusal(status, "overloaded", reason)
+        await answer(scope, receive, send)
 
     async def _hold(self, name: str, scope: Scope) -> str:
         if self._num_held >= self._limits.max_held:

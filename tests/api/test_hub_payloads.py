@@ -260,10 +260,6 @@ def no_process(*_: Any, **__: Any) -> None:
     raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
 
-def no_thread(*_: Any, **__: Any) -> None:
-    raise RuntimeError("can't start new thread")
-
-
 async def test_without_a_decoder_process_the_answer_is_later_and_not_that_the_body_is_wrong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -273,7 +269,6 @@ async def test_without_a_decoder_process_the_answer_is_later_and_not_that_the_bo
         await hub.start()
         for owner, name, value in (
             (subprocess, "Popen", no_process),
-            (payloads.ThreadPoolExecutor, "submit", no_thread),
             (payloads, "_DECODER_COMMAND", exits),
         ):
             for headers in ({}, {"Atropos-Client": "test"}):

@@ -547,7 +547,8 @@ class _BatchPath(BaseModel):
 def _lookup(request: Request, texts: Iterable[bytes]) -> Response:
     """Return a response that may be long, sent in pieces."""
     services = _services(request)
-    return JsonPieces(texts, services.lookups, timeout_s=services.limits.receive_timeout_s)
+    held = HeldBytes(services.lookups)
+    return JsonPieces(texts, held, timeout_s=services.limits.receive_timeout_s)
 
 
 def _json_response(value: Any) -> Response:

@@ -14,11 +14,12 @@ from collections.abc import Iterable, Iterator
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from atroposlib.api.http.limits import ABORT_EXTENSION, RECEIPT_EXTENSION, ByteBudget, HeldBytes
+from atroposlib.api.http.limits import ABORT_EXTENSION, RECEIPT_EXTENSION, HeldBytes
 from atroposlib.api.http.payloads import EncodedBody, even_pieces
 from atroposlib.api.run.coordinator import Coordinator
 from atroposlib.api.stores.base import StoredBatch
 from atroposlib.errors import AtroposError
+from atroposlib.http_bodies import disconnected
 from atroposlib.wire import CONTENT_TYPE_JSON
 
 logger = logging.getLogger(__name__)
@@ -33,16 +34,27 @@ PIECE_BYTES = 256 * 2**10
 """Piece of a response that is encoded while it is sent. Compressing one takes 4 ms on the event loop."""
 
 
-class _PiecewiseResponse(StreamingResponse):
-    """A response in several pieces; `timeout_s` limits the whole."""
+class PiecewiseResponse(StreamingResponse):
+    """A response in several pieces. It holds `held` until its end; `timeout_s` limits the whole."""
 
-    def __init__(self, *, media_type: str, headers: dict[str, str], timeout_s: float) -> None:
+    def __init__(
+        self,
+        pieces: Iterable[bytes],
+        held: HeldBytes,
+        *,
+        media_type: str = CONTENT_TYPE_JSON,
+        headers: dict[str, str] | None = None,
+        timeout_s: float,
+    ) -> None:
         super().__init__((), media_type=media_type, headers=headers)
+        self._pieces = pieces
+        self._held = held
         self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await self._send_all(scope, receive, send)
+            with self._held:
+                await self._send_all(scope, receive, send)
         except (TimeoutError, OSError, AtroposError) as e:
             # Close the connection at once: what is written to it but not read would stay in memory.
             logger.warning("%s %s: cut off: %r", scope["method"], scope["path"], e)
@@ -52,7 +64,8 @@ class _PiecewiseResponse(StreamingResponse):
 
     async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the whole response. Raises TimeoutError."""
-        raise NotImplementedError
+        await self._send_pieces(self._pieces, send)
+        await send({"type": "http.response.body", "body": b""})
 
     async def _send_pieces(self, pieces: Iterable[bytes], send: Send) -> None:
         """Send the head and the pieces, but not the end. Raises TimeoutError."""
@@ -69,49 +82,32 @@ class _PiecewiseResponse(StreamingResponse):
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
 
 
-class JsonPieces(_PiecewiseResponse):
-    """A long JSON text, encoded while it is sent; each of `texts` must take only a few milliseconds."""
-
-    def __init__(self, texts: Iterable[bytes], budget: ByteBudget, *, timeout_s: float) -> None:
-        super().__init__(media_type=CONTENT_TYPE_JSON, headers={}, timeout_s=timeout_s)
-        self._texts = texts
-        self._budget = budget
+class JsonPieces(PiecewiseResponse):
+    """A long JSON text, encoded while it is sent; each of its texts must take only a few milliseconds."""
 
     async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_and_yield(message: Message) -> None:
             await send(message)
             await asyncio.sleep(0)  # other tasks run between two pieces
 
-        with HeldBytes(self._budget) as held:
-            # One piece is encoded while the previous one waits for the client.
-            await held.grow(2 * PIECE_BYTES)
-            await self._send_pieces(even_pieces(self._texts, PIECE_BYTES), send_and_yield)
-            await send({"type": "http.response.body", "body": b""})
+        # One piece is encoded while the previous one waits for the client.
+        await self._held.grow(2 * PIECE_BYTES)
+        pieces = even_pieces(self._pieces, PIECE_BYTES)
+        await self._send_pieces(pieces, send_and_yield)
+        await send({"type": "http.response.body", "body": b""})
 
 
-class BatchResponse(_PiecewiseResponse):
-    """A leased batch. It holds `held`, which shrinks as pieces are sent."""
+class BatchResponse(PiecewiseResponse):
+    """A leased batch, which releases each piece once it is sent."""
 
     def __init__(self, body: EncodedBody, held: HeldBytes, *, timeout_s: float) -> None:
         headers = {"Vary": "Accept, Accept-Encoding", "Content-Length": str(body.num_bytes)}
         if body.encoding is not None:
             headers["Content-Encoding"] = body.encoding
-        super().__init__(media_type=body.media_type, headers=headers, timeout_s=timeout_s)
-        self._pieces = body.pieces
-        self._held = held
-
-    async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._held:
-            await self._send_pieces(self._drain(), send)
-            await send({"type": "http.response.body", "body": b""})
-
-    def _drain(self) -> Iterator[bytes]:
-        """Yield the pieces, releasing each once it is sent."""
-        self._pieces.reverse()
-        while self._pieces:
-            piece = self._pieces.pop()
-            yield piece
-            self._held.hold(self._held.num_bytes - len(piece))
+        pieces = _drain(body.pieces, held)
+        super().__init__(
+            pieces, held, media_type=body.media_type, headers=headers, timeout_s=timeout_s
+        )
 
 
 class PlainBatchResponse(BatchResponse):
@@ -126,42 +122,44 @@ class PlainBatchResponse(BatchResponse):
         self, body: EncodedBody, held: HeldBytes, run: Coordinator, row: StoredBatch
     ) -> None:
         super().__init__(body, held, timeout_s=row.ttl_s)
+        self._last = body.pieces[-1][-1:]
+        body.pieces[-1] = body.pieces[-1][:-1]
         self._run = run
         self._row = row
 
     async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
         # A server without the extension: at once.
         when_received = scope.get("extensions", {}).get(RECEIPT_EXTENSION, lambda note: note())
-        watcher = asyncio.create_task(_disconnect(receive))
-        last = self._pieces[-1][-1:]
-        self._pieces[-1] = self._pieces[-1][:-1]
+        watcher = asyncio.create_task(disconnected(receive))
         is_delivered = False
         try:
-            with self._held:
-                await self._send_pieces(self._drain_while(watcher), send)
-                for _ in range(_TURNS_TO_NOTICE):
-                    await asyncio.sleep(0)
-                if not watcher.done():
-                    is_delivered = await self._run.end_plain(self._row)
-                if is_delivered:
-                    when_received(functools.partial(self._run.note_receipt, self._row))
-                    await send({"type": "http.response.body", "body": last})
+            await self._send_pieces(self._while_connected(watcher), send)
+            for _ in range(_TURNS_TO_NOTICE):
+                await asyncio.sleep(0)
+            if not watcher.done():
+                is_delivered = await self._run.end_plain(self._row)
+            if is_delivered:
+                when_received(functools.partial(self._run.note_receipt, self._row))
+                await send({"type": "http.response.body", "body": self._last})
         finally:
             watcher.cancel()
             await asyncio.gather(watcher, return_exceptions=True)
             if not is_delivered:
                 await self._run.give_back(self._row)
 
-    def _drain_while(self, watcher: asyncio.Task[None]) -> Iterator[bytes]:
+    def _while_connected(self, watcher: asyncio.Task[None]) -> Iterator[bytes]:
         """Yield pieces while the client is connected, then an empty one: sending it waits for the earlier writes."""
-        for piece in self._drain():
+        for piece in self._pieces:
             yield piece
             if watcher.done():
                 return
         yield b""
 
 
-async def _disconnect(receive: Receive) -> None:
-    """Return when the client has disconnected."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
+def _drain(pieces: list[bytes], held: HeldBytes) -> Iterator[bytes]:
+    """Yield the pieces, releasing each once it is sent."""
+    pieces.reverse()
+    while pieces:
+        piece = pieces.pop()
+        yield piece
+        held.hold(held.num_bytes - len(piece))

@@ -42,7 +42,7 @@ async def read_all(scope: Scope, receive: Receive, send: Send) -> None:
 
 @asynccontextmanager
 async def serving(
-    app: ASGIApp, *, max_connections: int = 4096, keep_alive_s: int = 5
+    app: ASGIApp, *, max_connections: int = 4096, keep_alive_s: float = 5
 ) -> AsyncIterator[Server]:
     listener = listening("127.0.0.1", 0)
     server = uvicorn.Server(
@@ -55,7 +55,7 @@ async def serving(
             lifespan="off",
             log_config=None,
             log_level="error",
-            timeout_keep_alive=keep_alive_s,
+            timeout_keep_alive=keep_alive_s,  # type: ignore[arg-type]
         )
     )
     task = asyncio.create_task(server.serve(sockets=[listener]))
@@ -336,7 +336,7 @@ async def test_nothing_is_asked_of_a_connection_that_broke_before_its_timer(
         await hello(scope, receive, send)
         scope["extensions"][RECEIPT_EXTENSION](lambda: None)
 
-    async with serving(answer, keep_alive_s=1) as server:
+    async with serving(answer, keep_alive_s=0.2) as server:
         client = await server.connect()
         client.writer.write(GET)
         assert await client.answer() == b"HTTP/1.1 200 OK"
@@ -345,7 +345,7 @@ async def test_nothing_is_asked_of_a_connection_that_broke_before_its_timer(
             socket.SOL_SOCKET, socket.SO_LINGER, reset
         )
         client.writer.transport.abort()
-        await asyncio.sleep(1.2)
+        await asyncio.sleep(0.3)
     assert caplog.text == ""
 
 
@@ -366,7 +366,7 @@ async def test_an_answer_was_received_only_if_the_client_has_all_of_it_when_the_
         await asyncio.sleep(0.05)
         is_closed.set()
 
-    keep_alive_s = 1 if closed_by == "keep_alive" else 30
+    keep_alive_s = 0.3 if closed_by == "keep_alive" else 30
     async with serving(answer, max_connections=1, keep_alive_s=keep_alive_s) as server:
         client = await server.connect(buffer_bytes=None if has_room else 2048)
         client.writer.write(GET)

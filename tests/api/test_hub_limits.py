@@ -149,9 +149,8 @@ def test_a_body_of_countless_empty_members_is_refused() -> None:
 
 
 BOMBS = r"""
-import asyncio, json, struct, sys, zlib
-import zstandard
-from atroposlib.api.http.handlers import ROUTES
+import asyncio, json, struct, zlib
+from types import SimpleNamespace
 from atroposlib.api.http.limits import HubLimits, RequestBodies
 
 def gzip_bomb():
@@ -186,7 +185,7 @@ async def post(body, encoding):
         status.append(message.get("status"))
     scope = {"type": "http", "http_version": "1.1", "method": "POST", "path": "/scored_data"}
     scope["headers"] = [(b"content-encoding", encoding), (b"content-length", b"%d" % len(body))]
-    scope["hub_route"] = ROUTES.find("POST", "/scored_data")
+    scope["hub_route"] = SimpleNamespace(has_groups=True)
     async def app(*_):
         raise AssertionError("a bomb got through")
     await RequestBodies(app, HubLimits())(scope, receive, send)

@@ -1,8 +1,9 @@
 """Decode groups from JSON with two parsers: simdjson for groups of the usual form, msgspec for all others.
 
-simdjson writes the numbers of a group straight into arrays. Without it, JSON in and out of the hub costs 1.3 to 2.1 times
-as much (0.43-0.64 CPU seconds per million tokens for 0.29-0.33, alternating; groups of 8 x 2048 with logprobs). It does not locate faults, and flattens lists within rows; a group with anything unusual is therefore decoded
-again, into typed lists. msgspec and `check_group` then report what is wrong and where:
+simdjson writes the numbers of a group straight into arrays. Without it, JSON in and out of the hub costs 1.3 to 2.1
+times as much (0.43-0.64 CPU seconds per million tokens for 0.29-0.33, alternating; groups of 8 x 2048 with logprobs).
+It does not locate faults, and flattens lists within rows; a group with anything unusual is therefore decoded again,
+into typed lists. msgspec and `check_group` then report what is wrong and where:
 `[1].sequences[2].tokens[7]: expected int, got str`. Every fault of a body is a `GroupError`.
 """
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, NamedTuple
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.middleware.gzip import GZipMiddleware
@@ -90,6 +90,15 @@ _REFUSALS: dict[type, _Refusal] = {
 }
 
 
+_router = APIRouter()
+"""Its routes are made once, since that takes 25 ms."""
+for _route in ROUTES:
+    if _route.handler is not None:
+        _router.add_api_route(
+            _route.template, _route.handler, methods=[_route.method], **_route.api
+        )
+
+
 def create_app(
     hub: Hub | None = None,
     *,
@@ -156,9 +165,7 @@ def create_app(
         lookups=ByteBudget(limits.max_lookup_bytes),
         replica=replica,
     )
-    for route in ROUTES:
-        if route.handler is not None:
-            app.add_api_route(route.template, route.handler, methods=[route.method], **route.api)
+    app.router.routes += _router.routes
     _handle_errors(app)
     app.add_middleware(GZipMiddleware, minimum_size=1000, compresslevel=1)
     # From the inside out: access rights, room and body are checked before a handler is called.

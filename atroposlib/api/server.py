@@ -168,7 +168,7 @@ def create_app(
     app.router.routes += _router.routes
     _handle_errors(app)
     app.add_middleware(GZipMiddleware, minimum_size=1000, compresslevel=1)
-    # From the inside out: access rights, room and body are checked before a handler is called.
+    # What a request passes, from its handler outwards: body, room in its run, its owner, access rights, the log.
     bodies = RequestBodies(app.serve, limits)
     front: ASGIApp = Ladder(bodies, limits=limits, runs=hub.runs, metrics=metrics)
     sender = None
@@ -178,8 +178,7 @@ def create_app(
 
         metrics.watch_replica(replica)
         front = sender = Sender(front, replica, metrics, tls=replica_tls)
-    front = Access(front, ROUTES, tokens)
-    front = Observe(front, metrics)
+    front = Observe(Access(front, ROUTES, tokens), metrics)
     app.front = front if replica is None else Receiver(front, replica)
     return app
 

@@ -34,6 +34,7 @@ from atroposlib.api.run.hub import DEFAULT_RUN
 from atroposlib.api.run.replica import Replica
 from atroposlib.api.run.types import NoOwner
 from atroposlib.api.schemas import REPLICA_HEADER
+from atroposlib.http_bodies import disconnected
 
 if TYPE_CHECKING:  # asyncpg is an extra
     from atroposlib.api.stores.postgres.owners import Member
@@ -314,8 +315,7 @@ class _ForwardedBody:
     async def watch(self, patience: asyncio.Timeout) -> None:
         """End the waiting for the owner when the client disconnects."""
         await self._is_whole.wait()
-        while (await self.receive())["type"] != "http.disconnect":
-            pass
+        await disconnected(self.receive)
         self.is_gone = True
         _end(patience)
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from atroposlib.api.stores.base import Appended, Change, End, Fate, Move, NewGroup, Place, StoreFull
+from atroposlib.api.stores.base import Appended, Change, Fate, Move, NewGroup, Place, StoreFull
 from atroposlib.api.stores.disk import DiskStore
 from atroposlib.api.stores.space import DiskSpace
 from atroposlib.client import HubClient, TrainerClient
@@ -104,11 +104,9 @@ async def append_when_there_is_room(store: DiskStore, group: NewGroup) -> None:
 async def end_one_by_one(store: DiskStore, numbers: range) -> None:
     for number in numbers:
         await store.commit(
-            Change(
-                moves=[Move(number=number, place=Place.LEASED, batch=number)], document=bytes(2000)
-            )
+            Change(moves={number: Move(place=Place.LEASED, batch=number)}, document=bytes(2000))
         )
-        await store.commit(Change(ends=[End(number=number, fate=Fate.TRAINED)]))
+        await store.commit(Change(ends={number: Fate.TRAINED}))
 
 
 def fill_up(disk: Path) -> Path:
@@ -153,8 +151,8 @@ async def test_runs_that_share_a_ballast_go_on_when_another_program_takes_the_la
 
     async def move_all(store: DiskStore) -> None:
         for number in range(20):
-            move = Move(number=number, place=Place.LEASED, batch=1)
-            await store.commit(Change(moves=[move], document=bytes([number]) * 50_000))
+            move = Move(place=Place.LEASED, batch=1)
+            await store.commit(Change(moves={number: move}, document=bytes([number]) * 50_000))
 
     # More than the WAL has room for without the ballast; nothing ends, so nothing else makes room.
     await asyncio.gather(*(move_all(store) for store in stores))
@@ -208,7 +206,7 @@ async def test_a_process_without_a_file_to_spare_stores_and_reads(opened: Open) 
     with no_file_to_spare():
         assert await store.append(groups[2:]) == [Appended.STORED] * 4
         assert await store.read([0, 5]) == [groups[0].payload, groups[5].payload]
-        await store.commit(Change(ends=[End(number=0, fate=Fate.TRAINED)]))
+        await store.commit(Change(ends={0: Fate.TRAINED}))
     await store.close()
     _, saved = await opened()
     assert [group.header.number for group in saved.groups] == [1, 2, 3, 4, 5]
@@ -239,7 +237,7 @@ async def test_a_restart_just_above_the_watermark_goes_on_taking_groups(
 ) -> None:
     store, _ = await opened(small_disk / "run", **ON_DISK)
     refused = await fill(store)
-    await store.commit(Change(ends=[End(number=0, fate=Fate.TRAINED)]))
+    await store.commit(Change(ends={0: Fate.TRAINED}))
     await store.close()
     again, _ = await opened(small_disk / "run", **ON_DISK)
     assert await again.append([new_group(refused, random.Random(1))]) == [Appended.STORED]

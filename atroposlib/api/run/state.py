@@ -29,7 +29,6 @@ from atroposlib.api.schemas import Registration
 from atroposlib.api.stores.base import (
     Appended,
     Change,
-    End,
     Fate,
     Move,
     NewGroup,
@@ -102,7 +101,8 @@ class RunState:
         self._plan: Plan | NoBatch | None = None
         self._planned_for: tuple[int, ...] = ()
         self._is_stuck = False
-        self._note_nothing()
+        self.pending = Change()
+        """For the store."""
 
     @property
     def batch_size(self) -> int:
@@ -156,43 +156,29 @@ class RunState:
 
     # Pending changes for the store
 
-    def _note_nothing(self) -> None:
-        self.moves: list[Move] = []
-        self._ends: list[End] = []
-        self._batches: list[HeldBatch] = []
-        self._closed_batches: list[int] = []
-        self._facts: dict[str, bytes] = {}
-
     def note_trainer(self) -> None:
         assert self.trainer is not None
-        self._facts[TRAINER_FACT] = msgspec.json.encode(self.trainer.model_dump())
+        self.pending.facts[TRAINER_FACT] = msgspec.json.encode(self.trainer.model_dump())
 
     def note_environment(self, environment: Environment) -> None:
         # Zero-padded: facts are loaded in the order of their names, so environments by id.
         name = f"{ENVIRONMENT_FACT}{environment.env_id:08}"
-        self._facts[name] = msgspec.json.encode(environment.saved())
+        self.pending.facts[name] = msgspec.json.encode(environment.saved())
 
     def note_batch(self, batch: HeldBatch, place: Place) -> None:
         """Record that the groups of a batch moved to `place`."""
         self._move(batch.headers, place, batch=batch.row.number)
-        self._batches.append(batch)
+        self.pending.batches[batch.row.number] = batch.row
 
     def note_end(self, batch: HeldBatch, *, is_trained: bool = False) -> None:
-        self._closed_batches.append(batch.row.number)
+        self.pending.batches[batch.row.number] = None
         if not is_trained:
             self.shares.forget(batch.row.number)
 
     def take_change(self, *, is_durable: bool) -> Change:
-        change = Change(
-            moves=self.moves,
-            ends=self._ends,
-            batches=[batch.row for batch in self._batches],
-            closed_batches=self._closed_batches,
-            document=self.document(),
-            facts=self._facts,
-            is_durable=is_durable,
-        )
-        self._note_nothing()
+        change, self.pending = self.pending, Change()
+        change.document = self.document()
+        change.is_durable = is_durable
         return change
 
     def document(self) -> bytes:
@@ -219,16 +205,11 @@ class RunState:
         batch: int | None = None,
         reason: str | None = None,
     ) -> None:
-        self.moves += [
-            Move(
-                number=header.number,
-                place=place,
-                batch=batch,
-                deliveries=self.deliveries.get(header.number, 0),
-                reason=reason,
+        for header in headers:
+            deliveries = self.deliveries.get(header.number, 0)
+            self.pending.moves[header.number] = Move(
+                place=place, batch=batch, deliveries=deliveries, reason=reason
             )
-            for header in headers
-        ]
 
     def fits(self, num_sequences: int) -> bool:
         """Whether a group of `num_sequences` can be part of a batch; before a trainer registers, any can."""
@@ -259,7 +240,7 @@ class RunState:
         for header in headers:
             self.deliveries.pop(header.number, None)
             self.ended[fate] += 1
-            self._ends.append(End(number=header.number, fate=fate))
+            self.pending.ends[header.number] = fate
 
     # Batches
 

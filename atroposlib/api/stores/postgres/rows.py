@@ -10,7 +10,6 @@ import asyncio
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import asyncpg
@@ -20,9 +19,7 @@ from isal.isal_zlib import crc32
 from atroposlib.api.stores.base import (
     Appended,
     Change,
-    End,
     Fate,
-    Move,
     NewGroup,
     SavedRun,
     StoredBatch,
@@ -74,29 +71,14 @@ on conflict (run_id, name) do update set value = excluded.value
 """
 
 
-@dataclass(slots=True)
-class Merged:
-    """Changes that follow one another, as one."""
-
-    moves: dict[int, Move] = field(default_factory=dict)
-    ends: list[End] = field(default_factory=list)
-    batches: dict[int, StoredBatch] = field(default_factory=dict)
-    closed_batches: list[int] = field(default_factory=list)
-    facts: dict[str, bytes] = field(default_factory=dict)
-    document: bytes | None = None
-
-    def add(self, change: Change) -> None:
-        self.moves |= {move.number: move for move in change.moves}
-        for end in change.ends:
-            self.moves.pop(end.number, None)
-            self.ends.append(end)
-        self.batches |= {batch.number: batch for batch in change.batches}
-        for number in change.closed_batches:
-            self.batches.pop(number, None)
-            self.closed_batches.append(number)
-        self.facts |= change.facts
-        if change.document is not None:
-            self.document = change.document
+def merge(earlier: Change, later: Change) -> None:
+    """Make `earlier` both changes as one."""
+    earlier.moves |= later.moves
+    earlier.ends |= later.ends
+    earlier.batches |= later.batches
+    earlier.facts |= later.facts
+    if later.document is not None:
+        earlier.document = later.document
 
 
 def key_of(group_id: str) -> bytes:
@@ -194,36 +176,29 @@ def _repeated(group: NewGroup, digest: bytes) -> Appended:
     return Appended.DUPLICATE if group.header.digest == digest else Appended.CONFLICT
 
 
-async def apply(connection: Any, run_id: int, changes: Merged) -> None:
-    """Apply changes whose groups and batches are known to exist."""
-    if changes.moves:
-        moves = changes.moves.values()
+async def apply(connection: Any, run_id: int, change: Change) -> None:
+    """Apply a change whose groups and batches are known to exist; but not its document."""
+    if change.moves:
+        moves = change.moves.values()
         status = await connection.execute(
             _MOVE_GROUPS,
             run_id,
-            list(changes.moves),
+            list(change.moves),
             [move.place for move in moves],
             [move.batch for move in moves],
             [move.deliveries for move in moves],
             [None if move.reason is None else _bytes(move.reason) for move in moves],
         )
         assert status == f"UPDATE {len(moves)}", f"{status} of {len(moves)} groups"
-    if changes.ends:
-        fates = Counter(end.fate for end in changes.ends)
-        numbers = [end.number for end in changes.ends]
+    if change.ends:
+        fates = Counter(change.ends.values())
+        numbers = list(change.ends)
         await connection.execute(_END_GROUPS, run_id, numbers, list(fates), list(fates.values()))
-    if changes.closed_batches:
-        await connection.execute(
-            "delete from batches where run_id = $1 and number = any($2::bigint[])",
-            run_id,
-            changes.closed_batches,
-        )
-    if changes.batches:
-        batches = changes.batches.values()
+    if batches := [batch for batch in change.batches.values() if batch is not None]:
         await connection.execute(
             _PUT_BATCHES,
             run_id,
-            list(changes.batches),
+            [batch.number for batch in batches],
             [batch.state for batch in batches],
             [batch.step for batch in batches],
             [batch.epoch for batch in batches],
@@ -232,9 +207,13 @@ async def apply(connection: Any, run_id: int, changes: Merged) -> None:
             [None if batch.request_id is None else _bytes(batch.request_id) for batch in batches],
             [batch.is_plain for batch in batches],
         )
-    if changes.facts:
-        names = [_bytes(name) for name in changes.facts]
-        await connection.execute(_PUT_FACTS, run_id, names, list(changes.facts.values()))
+    if closed := [number for number, batch in change.batches.items() if batch is None]:
+        await connection.execute(
+            "delete from batches where run_id = $1 and number = any($2::bigint[])", run_id, closed
+        )
+    if change.facts:
+        names = [_bytes(name) for name in change.facts]
+        await connection.execute(_PUT_FACTS, run_id, names, list(change.facts.values()))
 
 
 class LoadedRun(NamedTuple):

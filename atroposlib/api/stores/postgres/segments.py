@@ -52,7 +52,7 @@ class Effects:
     def end(self, change: Change) -> None:
         """Note what `change` ends. Raises KeyError, with nothing noted, if it names unknown groups."""
         change.check(self)
-        self.ended |= {end.number for end in change.ends}
+        self.ended |= change.ends.keys()
 
 
 class Segments:

@@ -20,6 +20,7 @@ from isal.isal_zlib import crc32
 
 from atroposlib.api.stores.base import (
     Appended,
+    Change,
     CorruptGroups,
     Durability,
     SavedRun,
@@ -30,7 +31,6 @@ from atroposlib.api.stores.base import (
 )
 from atroposlib.api.stores.postgres import rows
 from atroposlib.api.stores.postgres.owners import Owners, Term
-from atroposlib.api.stores.postgres.rows import Merged
 from atroposlib.api.stores.postgres.segments import Effects, Location, Segments
 from atroposlib.api.stores.postgres.sessions import on_connection
 from atroposlib.api.stores.postgres.space import DatabaseSpace
@@ -196,7 +196,7 @@ class PostgresStore(JobStore):
                     connection, self._term.run_id, groups, segment=segment
                 )
                 effects.located |= added
-            merged = Merged()
+            merged = Change()
             for job in batch:
                 if job.change is not None:
                     try:
@@ -205,7 +205,7 @@ class PostgresStore(JobStore):
                     except KeyError as e:
                         job.answer = e
                     else:
-                        merged.add(job.change)
+                        rows.merge(merged, job.change)
                 else:
                     job.answer = outcomes[: len(job.groups)]
                     del outcomes[: len(job.groups)]

@@ -14,9 +14,10 @@ import httpx
 import pytest
 
 from atroposlib.api.run.coordinator import Coordinator
-from atroposlib.api.run.experiments import Entry, choose
+from atroposlib.api.run.experiments import TRAINER_TIMEOUT_S, Entry, entry_to
 from atroposlib.api.run.hub import AwakeClock, TooManyRuns
 from atroposlib.api.run.hub import Hub as Runs
+from atroposlib.api.run.state import RunState
 from atroposlib.api.run.types import Quota, RunPolicy
 from atroposlib.api.schemas import RegisterTrainer
 from atroposlib.api.stores import runs as stored_runs
@@ -93,8 +94,11 @@ async def places(hub: Hub, run: str = "default") -> dict[str, int]:
 def test_what_a_registration_means(
     asked: dict[str, Any], current: str | None, is_alive: bool, entry: Entry
 ) -> None:
+    run = RunState("run", RunPolicy())
+    run.experiment = current
+    run.trainer_seen = 0.5 if is_alive else 0.0
     registered = RegisterTrainer(**registration(**asked))
-    assert choose(registered, current=current, is_trainer_alive=is_alive) is entry
+    assert entry_to(run, registered, now=TRAINER_TIMEOUT_S) is entry
 
 
 async def test_a_second_experiment_starts_empty_and_the_first_is_kept(hub: Hub) -> None:

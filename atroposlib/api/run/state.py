@@ -111,7 +111,7 @@ class RunState:
 
     @property
     def current_step(self) -> int:
-        return self.leases.steps.current
+        return self.leases.current_step
 
     @property
     def current_version(self) -> int:
@@ -416,7 +416,8 @@ class RunState:
 
     def expire(self, *, now: float) -> bool:
         """Expire overdue leases, environments and groups; return whether there were any."""
-        lost = self.leases.expired(now=now)
+        leased = self.leases.leased.values()
+        lost = [each for each in leased if not each.row.is_plain and now >= each.expires_at]
         for batch in lost:
             self.log.warning(
                 "the lease of batch %d (step %d) expired after %.0f s; its %d groups go back",

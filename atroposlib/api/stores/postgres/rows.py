@@ -17,7 +17,6 @@ import msgspec
 from isal.isal_zlib import crc32
 
 from atroposlib.api.stores.base import (
-    Appended,
     Change,
     Fate,
     NewGroup,
@@ -31,16 +30,14 @@ _IS_HEX: Final = re.compile("[0-9a-f]{32}").fullmatch
 
 _INSERT_GROUPS: Final = """
 with new as (
-    insert into ids select $1, key, digest from unnest($2::bytea[], $3::bytea[]) as t (key, digest)
-    on conflict do nothing returning key
+    insert into ids select $1, t.* from unnest($2::bytea[], $3::bytea[]) as t
 )
 insert into groups
     (run_id, key, number, env_id, num_sequences, num_tokens, policy_version, arrival_step, place, segment,
     num_bytes, crc)
 select $1, t.*
-from new join unnest($2::bytea[], $4::bigint[], $5::bigint[], $6::int[], $7::bigint[], $8::bigint[], $9::bigint[],
-    $10::smallint[], $11::int[], $12::int[], $13::bigint[]) as t (key, number) using (key)
-returning number
+from unnest($2::bytea[], $4::bigint[], $5::bigint[], $6::int[], $7::bigint[], $8::bigint[], $9::bigint[],
+    $10::smallint[], $11::int[], $12::int[], $13::bigint[]) as t
 """
 _MOVE_GROUPS: Final = """
 update groups set place = t.place, batch = t.batch, deliveries = t.deliveries, reason = t.reason
@@ -105,20 +102,28 @@ def table_of(run_id: int, segment: int) -> str:
     return f"payloads_{run_id}_{segment}"
 
 
+async def known_digests(
+    connection: Any, run_id: int, groups: Sequence[NewGroup]
+) -> dict[str, bytes]:
+    """Return the digests stored for those ids of `groups` that are known."""
+    ids = {key_of(group.header.group_id): group.header.group_id for group in groups}
+    query = "select key, digest from ids where run_id = $1 and key = any($2::bytea[])"
+    return {ids[key]: digest for key, digest in await connection.fetch(query, run_id, list(ids))}
+
+
 async def insert_groups(
     connection: Any, run_id: int, groups: Sequence[NewGroup], *, segment: int
-) -> tuple[list[Appended], dict[int, Location]]:
-    """Insert the groups with unknown ids, and their payloads; return the outcomes and the locations of the new ones."""
-    first: dict[bytes, NewGroup] = {}
-    keys = [key_of(group.header.group_id) for group in groups]
-    for key, group in zip(keys, groups, strict=True):
-        first.setdefault(key, group)
-    crcs = [crc32(group.payload) for group in first.values()]
-    headers = [group.header for group in first.values()]
-    rows = await connection.fetch(
+) -> dict[int, Location]:
+    """Insert groups with unknown ids, and their payloads; return where they are."""
+    headers = [group.header for group in groups]
+    located = {
+        group.header.number: Location(segment, len(group.payload), crc32(group.payload))
+        for group in groups
+    }
+    await connection.execute(
         _INSERT_GROUPS,
         run_id,
-        list(first),
+        [key_of(header.group_id) for header in headers],
         [header.digest for header in headers],
         [header.number for header in headers],
         [header.env_id for header in headers],
@@ -126,54 +131,16 @@ async def insert_groups(
         [header.num_tokens for header in headers],
         [header.policy_version for header in headers],
         [header.arrival_step for header in headers],
-        [group.place for group in first.values()],
-        [segment] * len(first),
-        [len(group.payload) for group in first.values()],
-        crcs,
+        [group.place for group in groups],
+        [segment] * len(groups),
+        [location.length for location in located.values()],
+        [location.crc for location in located.values()],
     )
-    stored = {row[0] for row in rows}
-    digests = {key: group.header.digest for key, group in first.items()}
-    if len(stored) < len(first):
-        digests |= await known_digests(connection, run_id, list(first))
-    outcomes = [
-        Appended.STORED
-        if first[key] is group and group.header.number in stored
-        else _repeated(group, digests[key])
-        for key, group in zip(keys, groups, strict=True)
-    ]
-    new = [group for group in first.values() if group.header.number in stored]
-    if new:
-        await connection.executemany(
-            f"insert into {table_of(run_id, segment)} values ($1, $2)",
-            [(group.header.number, group.payload) for group in new],
-        )
-    locations = {
-        group.header.number: Location(segment, len(group.payload), crc)
-        for group, crc in zip(first.values(), crcs, strict=True)
-        if group.header.number in stored
-    }
-    return outcomes, locations
-
-
-async def known_digests(connection: Any, run_id: int, keys: Sequence[bytes]) -> dict[bytes, bytes]:
-    """Return the digests stored for those keys that are known."""
-    query = "select key, digest from ids where run_id = $1 and key = any($2::bytea[])"
-    return dict(await connection.fetch(query, run_id, keys))
-
-
-async def find_groups(
-    connection: Any, run_id: int, groups: Sequence[NewGroup]
-) -> list[Appended] | None:
-    """Return the outcomes of groups that are all known; None if one is not."""
-    keys = [key_of(group.header.group_id) for group in groups]
-    known = await known_digests(connection, run_id, keys)
-    if not known.keys() >= set(keys):
-        return None
-    return [_repeated(group, known[key]) for key, group in zip(keys, groups, strict=True)]
-
-
-def _repeated(group: NewGroup, digest: bytes) -> Appended:
-    return Appended.DUPLICATE if group.header.digest == digest else Appended.CONFLICT
+    await connection.executemany(
+        f"insert into {table_of(run_id, segment)} values ($1, $2)",
+        [(group.header.number, group.payload) for group in groups],
+    )
+    return located
 
 
 async def apply(connection: Any, run_id: int, change: Change) -> None:

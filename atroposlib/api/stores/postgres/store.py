@@ -8,6 +8,7 @@ again, here or by another replica.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -19,15 +20,16 @@ import asyncpg
 from isal.isal_zlib import crc32
 
 from atroposlib.api.stores.base import (
-    Appended,
     Change,
     CorruptGroups,
     Durability,
+    NewGroup,
     SavedRun,
     StoreBroken,
     StoreFull,
     StoreUsage,
     TermLost,
+    known_and_new,
 )
 from atroposlib.api.stores.postgres import rows
 from atroposlib.api.stores.postgres.owners import Owners, Term
@@ -179,23 +181,27 @@ class PostgresStore(JobStore):
                     job.answer = StoreFull(f"the database cannot store groups now: {e}")
         for job in jobs:
             if isinstance(job.answer, StoreFull):
-                find = partial(rows.find_groups, run_id=self._term.run_id, groups=job.groups)
-                job.answer = await self._on_connection(find) or job.answer
+                known = await self._on_connection(partial(self._known, groups=job.groups))
+                with contextlib.suppress(StoreFull):
+                    job.answer, _ = known_and_new(job.groups, known.get, refusal=job.answer)
+
+    async def _known(self, connection: Any, groups: Sequence[NewGroup]) -> dict[str, bytes]:
+        return await rows.known_digests(connection, self._term.run_id, groups)
 
     async def _apply(self, connection: Any, jobs: Sequence[Job]) -> Effects:
         effects = Effects(self._segments)
         segment = self._open_segment
         for batch in _batched(jobs):
             groups = [group for job in batch if job.change is None for group in job.groups]
-            outcomes: list[Appended] = []
-            if groups:
+            known = await self._known(connection, groups) if groups else {}
+            outcomes, new = known_and_new(groups, known.get, refusal=None)
+            if new:
                 if segment is None:
                     segment = effects.segment = self._last_segment + 1
                     await rows.create_segment(connection, self._term.run_id, segment)
-                outcomes, added = await rows.insert_groups(
-                    connection, self._term.run_id, groups, segment=segment
+                effects.located |= await rows.insert_groups(
+                    connection, self._term.run_id, new, segment=segment
                 )
-                effects.located |= added
             merged = Change()
             for job in batch:
                 if job.change is not None:

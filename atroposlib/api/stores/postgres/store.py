@@ -72,9 +72,7 @@ class PostgresStore(JobStore):
         segment_bytes: int = 64 << 20,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._sizes: dict[int, int] = {}
-        """Bytes of each segment."""
-        self._segments = Segments(self._sizes)
+        self._segments = Segments(max_bytes=segment_bytes)
         super().__init__(
             f"run {name}", max_commit_bytes=_MAX_COMMIT_BYTES, on_failure=on_failure, clock=clock
         )
@@ -82,11 +80,8 @@ class PostgresStore(JobStore):
         self._pool = pool
         self._owners = owners
         self._space = space or DatabaseSpace()
-        self._segment_bytes = segment_bytes
         self._serial = 0
         """Of the last transaction."""
-        self._open_segment: int | None = None
-        self._last_segment = -1
 
     async def _load(self) -> SavedRun:
         """Also raises `OwnedElsewhere`."""
@@ -99,10 +94,7 @@ class PostgresStore(JobStore):
         except (asyncpg.PostgresError, asyncpg.InterfaceError, OSError) as e:
             raise StoreBroken(f"{self._name} cannot be opened: {e}") from e
         self._serial = loaded.serial
-        self._sizes |= loaded.segments
-        self._last_segment = max(loaded.segments, default=-1)
-        for number, location in loaded.locations.items():
-            self._segments.note(number, location)
+        self._segments.load(loaded.segments, loaded.locations)
         if self._serial == 0:
             return loaded.saved
         found = (
@@ -127,7 +119,7 @@ class PostgresStore(JobStore):
     def usage(self) -> StoreUsage:
         return StoreUsage(
             payload_bytes=self._segments.payload_bytes(),
-            stored_bytes=sum(self._sizes.values()),
+            stored_bytes=sum(self._segments.sizes.values()),
             free_bytes=self._space.room_bytes,
             refusal=self._space.refusal(),
         )
@@ -190,15 +182,12 @@ class PostgresStore(JobStore):
 
     async def _apply(self, connection: Any, jobs: Sequence[Job]) -> Effects:
         effects = Effects(self._segments)
-        segment = self._open_segment
         for batch in _batched(jobs):
             groups = [group for job in batch if job.change is None for group in job.groups]
             known = await self._known(connection, groups) if groups else {}
             outcomes, new = known_and_new(groups, known.get, refusal=None)
             if new:
-                if segment is None:
-                    segment = effects.segment = self._last_segment + 1
-                    await rows.create_segment(connection, self._term.run_id, segment)
+                segment = await self._current_segment(connection, effects)
                 effects.located |= await rows.insert_groups(
                     connection, self._term.run_id, new, segment=segment
                 )
@@ -219,6 +208,15 @@ class PostgresStore(JobStore):
             if merged.document is not None:
                 effects.document = merged.document
         return effects
+
+    async def _current_segment(self, connection: Any, effects: Effects) -> int:
+        """Return the segment that payloads go to; create one if there is none."""
+        if self._segments.current is not None:
+            return self._segments.current
+        if effects.segment is None:
+            effects.segment = self._segments.last + 1
+            await rows.create_segment(connection, self._term.run_id, effects.segment)
+        return effects.segment
 
     # Transactions.
 
@@ -252,7 +250,7 @@ class PostgresStore(JobStore):
 
         effects = await self._on_connection(attempt)
         self._serial += 1
-        self._take_over(effects)
+        self._segments.take_over(effects)
 
     @property
     def _fence(self) -> str:
@@ -278,29 +276,18 @@ class PostgresStore(JobStore):
         """Call `work` with a connection; see `sessions.on_connection`."""
         return await on_connection(self._pool, work, who=self._name)
 
-    def _take_over(self, effects: Effects) -> None:
-        if effects.segment is not None:
-            self._open_segment = self._last_segment = effects.segment
-            self._sizes[effects.segment] = 0
-        for location in effects.located.values():
-            self._sizes[location.segment] += location.length
-        self._segments.take_over(effects)
-        current = self._open_segment
-        if current is not None and self._sizes[current] >= self._segment_bytes:
-            self._open_segment = None
-
     # Segments.
 
     async def _look_after(self, now_s: float) -> None:
         """Move the last groups of segments that nearly all have left, and drop those without held groups."""
-        if self._space.refusal() and self._open_segment in self._segments.empty(current=None):
-            self._open_segment = None  # it takes room that groups wait for
-        for number in self._segments.sparse(now_s, current=self._open_segment):
+        if self._space.refusal():
+            self._segments.close_empty()  # it takes room that groups wait for
+        for number in self._segments.sparse(now_s):
             await self._move_last_groups(number)
         await self._drop_empty_segments()
 
     async def _drop_empty_segments(self) -> None:
-        empty = self._segments.empty(current=self._open_segment)[:MAX_DROPS]
+        empty = self._segments.empty()[:MAX_DROPS]
 
         async def drop(connection: Any) -> Effects:
             await rows.drop_segments(connection, self._term.run_id, empty)
@@ -314,17 +301,14 @@ class PostgresStore(JobStore):
                 self._next_look_s += _LOCKED_S
                 return
             for number in empty:
-                del self._sizes[number]
+                del self._segments.sizes[number]
 
     async def _move_last_groups(self, source: int) -> None:
         places = {n: each for n, each in self._segments.places.items() if each.segment == source}
 
         async def move(connection: Any) -> Effects:
             effects = Effects(self._segments)
-            target = self._open_segment
-            if target is None:
-                target = effects.segment = self._last_segment + 1
-                await rows.create_segment(connection, self._term.run_id, target)
+            target = await self._current_segment(connection, effects)
             await rows.move_payloads(
                 connection, self._term.run_id, list(places), source=source, target=target
             )
@@ -346,7 +330,7 @@ class PostgresStore(JobStore):
             return effects
 
         await self._transact(erase)
-        self._open_segment = None
+        self._segments.close_empty()
         await self._drop_empty_segments()
 
 

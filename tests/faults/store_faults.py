@@ -126,17 +126,6 @@ class Judge:
         sent = {n: Sent(s.group, s.is_acknowledged, s.is_refused) for n, s in self.sent.items()}
         return Judge(sent, list(self.changes), self.num_durable)
 
-    def held(self) -> dict[int, Move | None]:
-        """Groups that are certainly stored if all changes are applied, with their last move."""
-        held: dict[int, Move | None] = {
-            number: None for number, sent in self.sent.items() if sent.is_acknowledged
-        }
-        for change in self.changes:
-            held |= change.moves
-            for number in change.ends:
-                del held[number]
-        return held
-
     async def check(self, store: DiskStore, saved: SavedRun) -> None:
         """Fail unless `saved`, opened by `store` after a crash, agrees with what was answered."""
         num_applied = 0 if saved.document is None else int(saved.document) + 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 import sqlite3
 import tarfile
@@ -288,16 +289,8 @@ async def test_a_run_that_cannot_be_read_is_left_alone_and_the_others_are_served
         assert (answer.status_code, answer.json()["detail"]["type"]) == (503, "run_unreadable")
     await hub.close()
     assert rows(tmp_path / "other" / "run.db") == before
-
-
-@pytest.mark.parametrize(
-    ("how", "words"), [("newer format", "has format 99"), ("no key", "KeyError\\('epoch'\\)")]
-)
-async def test_a_default_run_that_cannot_be_read_is_a_clear_error(
-    tmp_path: Path, how: str, words: str
-) -> None:
-    runs = await two_runs(tmp_path)
+    # No hub without the default run.
     spoil(tmp_path / "default", how)
     for _ in range(2):  # the first attempt let go of the directory
-        with pytest.raises(UnreadableRun, match=words):
+        with pytest.raises(UnreadableRun, match=re.escape(words)):
             await Hub(runs).open()

@@ -52,7 +52,7 @@ def new_group(
 
 
 def stored(group: NewGroup) -> StoredGroup:
-    return StoredGroup(header=group.header, place=group.place)
+    return StoredGroup(header=group.header, move=Move(place=group.place))
 
 
 def new_batch(number: int, state: BatchState = BatchState.LEASED) -> StoredBatch:
@@ -191,12 +191,11 @@ async def test_everything_comes_back_after_a_restart(store: GroupStore, reopen: 
     groups = [new_group(n, bytes([n]) * 3000) for n in range(8)]
     await store.append(groups)
     batch = new_batch(5)
+    leased = Move(place=Place.LEASED, batch=5, deliveries=2)
+    dead = Move(place=Place.DEAD, reason="too often")
     await store.commit(
         Change(
-            moves={
-                1: Move(place=Place.LEASED, batch=5, deliveries=2),
-                2: Move(place=Place.DEAD, reason="too often"),
-            },
+            moves={1: leased, 2: dead},
             ends={0: Fate.EXPIRED, 3: Fate.TRAINED},
             batches={5: batch, 4: new_batch(4), 6: new_batch(6)},
             document=b"first",
@@ -217,9 +216,10 @@ async def test_everything_comes_back_after_a_restart(store: GroupStore, reopen: 
     assert saved.batches == [batch, new_batch(6, BatchState.TRAINED)]
     assert saved.ended == {Fate.EXPIRED: 1, Fate.TRAINED: 1}
     assert saved.next_number == 8
-    leased = StoredGroup(header=groups[1].header, place=Place.LEASED, batch=5, deliveries=2)
-    dead = StoredGroup(header=groups[2].header, place=Place.DEAD, reason="too often")
-    assert saved.groups == [leased, dead, *(stored(group) for group in groups[4:])]
+    moved = [
+        StoredGroup(header=groups[n].header, move=move) for n, move in ((1, leased), (2, dead))
+    ]
+    assert saved.groups == [*moved, *(stored(group) for group in groups[4:])]
     assert await again.read([2, 7]) == [groups[2].payload, groups[7].payload]
 
 
@@ -282,5 +282,5 @@ async def test_a_change_that_names_an_absent_group_raises_key_error_and_changes_
     assert [type(outcome) for outcome in outcomes] == [type(None), KeyError, type(None)]
     again, saved = await reopen(store)
     assert (saved.document, saved.ended) == (b"kept", {})
-    assert [(group.place, group.reason) for group in saved.groups] == [(Place.DEAD, "kept")] * 2
+    assert [group.move for group in saved.groups] == [kept] * 2
     assert await again.read([0, 1]) == [b"payload"] * 2

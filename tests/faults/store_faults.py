@@ -152,10 +152,8 @@ class Judge:
         for number, group in found.items():
             sent = self.sent[number]
             self.num_redelivered += not sent.is_acknowledged
-            move = moves.get(number) or Move(place=sent.group.place)
             assert group.header == sent.group.header
-            assert (group.place, group.batch) == (move.place, move.batch)
-            assert (group.deliveries, group.reason) == (move.deliveries, move.reason)
+            assert group.move == moves.get(number, Move(place=sent.group.place))
         await self.check_payloads(store, saved)
         assert saved.next_number > max([-1, *found, *ended])
         known = set(found) | {number for number in ended if self.sent[number].group.header.digest}

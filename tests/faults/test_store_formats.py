@@ -26,6 +26,7 @@ from atroposlib.api.stores.base import (
     BatchState,
     CorruptGroups,
     Fate,
+    Move,
     NewGroup,
     Place,
     SavedRun,
@@ -75,8 +76,8 @@ HELD = (1, 2, 3, 5, 7, 8, 10, 11, 12, 13, 14)
 
 
 def expected() -> SavedRun:
-    moves = {n: {"place": Place.LEASED, "batch": 3, "deliveries": 1} for n in (1, 5)}
-    moves[2] = {"place": Place.DEAD, "reason": "odd"}
+    moves = dict.fromkeys((1, 5), Move(place=Place.LEASED, batch=3, deliveries=1))
+    moves[2] = Move(place=Place.DEAD, reason="odd")
     batch = StoredBatch(
         number=3,
         state=BatchState.LEASED,
@@ -88,10 +89,7 @@ def expected() -> SavedRun:
         is_plain=True,
     )
     groups = [
-        StoredGroup(
-            header=group(n).header,
-            **({"place": group(n).place} | moves.get(n, {})),  # type: ignore[arg-type]
-        )
+        StoredGroup(header=group(n).header, move=moves.get(n, Move(place=group(n).place)))
         for n in HELD
     ]
     return SavedRun(

@@ -7,7 +7,7 @@ import random
 import shutil
 import tempfile
 from collections import Counter
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -106,7 +106,7 @@ class StoreMachine(RuleBasedStateMachine):
                 number = group.header.number
                 self.known[group.header.group_id] = group.header
                 self.payloads[number] = group.payload
-                self.groups[number] = StoredGroup(header=group.header, place=group.place)
+                self.groups[number] = StoredGroup(header=group.header, move=Move(place=group.place))
                 self.next_number = number + 1
                 expected.append(Appended.STORED)
             groups.append(group)
@@ -145,7 +145,7 @@ class StoreMachine(RuleBasedStateMachine):
         batches_after = self.batches | batches
         self.batches = {n: batch for n, batch in batches_after.items() if batch is not None}
         for number, move in moves.items():
-            self.groups[number] = replace(self.groups[number], **asdict(move))
+            self.groups[number] = replace(self.groups[number], move=move)
         for number, fate in ends.items():
             group_id = self.groups.pop(number).header.group_id
             if not self.known[group_id].digest:

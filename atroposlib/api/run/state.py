@@ -503,18 +503,18 @@ def _restore_groups(run: RunState, saved: SavedRun, *, now: float) -> None:
     members: dict[int, list[GroupHeader]] = {row.number: [] for row in saved.batches}
     buffered: list[GroupHeader] = []
     for group in saved.groups:
-        number = group.header.number
-        if group.deliveries:
-            run.deliveries[number] = group.deliveries
-        if group.batch is not None:
-            members[group.batch].append(group.header)
-        elif group.place is Place.DEAD:
-            run.dead.add(group.header, group.reason or "")
-        elif group.place is Place.BUFFERED:
-            buffered.append(group.header)
+        header, move = group.header, group.move
+        if move.deliveries:
+            run.deliveries[header.number] = move.deliveries
+        if move.batch is not None:
+            members[move.batch].append(header)
+        elif move.place is Place.DEAD:
+            run.dead.add(header, move.reason or "")
+        elif move.place is Place.BUFFERED:
+            buffered.append(header)
         else:
-            run.queue.add(group.header)
-            run.latest = number
+            run.queue.add(header)
+            run.latest = header.number
     batches = [HeldBatch(row=row, headers=members[row.number]) for row in saved.batches]
     run.leases.restore_batches(batches, now=now)
     for batch in list(run.leases.leased.values()):

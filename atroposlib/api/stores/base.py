@@ -134,10 +134,9 @@ def known_and_new(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoredGroup:
-    """A group as `open` finds it."""
+class Move:
+    """Where a held group is, from this move on."""
 
-    header: GroupHeader
     place: Place
     batch: int | None = None
     """Number of the batch it is in; None outside LEASED, TRAINED, REPLAY."""
@@ -145,6 +144,15 @@ class StoredGroup:
     """Times it was leased without an acknowledgement."""
     reason: str | None = None
     """Why it is DEAD."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredGroup:
+    """A group as `open` finds it."""
+
+    header: GroupHeader
+    move: Move
+    """The last one."""
 
 
 class BatchState(enum.IntEnum):
@@ -173,16 +181,6 @@ class StoredBatch:
     """Chosen by the trainer; a repeated request with it gets this batch."""
     is_plain: bool = False
     """Whether it is delivered to a client without leases."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Move:
-    """The place of a held group from now on."""
-
-    place: Place
-    batch: int | None = None
-    deliveries: int = 0
-    reason: str | None = None
 
 
 @dataclass(slots=True, kw_only=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
 
 from atroposlib.api.stores.base import (
     Appended,
@@ -54,7 +53,7 @@ class MemoryStore:
             document=self._document,
             facts={name: self._facts[name] for name in sorted(self._facts)},
             groups=[
-                StoredGroup(header=header, **asdict(self._moves[number]))
+                StoredGroup(header=header, move=self._moves[number])
                 for number, header in sorted(self._headers.items())
             ],
             batches=[self._batches[number] for number in sorted(self._batches)],

@@ -157,7 +157,8 @@ class RunFile:
         with _said_of(self.path):
             groups = [
                 msgspec.convert(
-                    row | {"header": row | {"group_id": _group_id(row["group_id"])}}, StoredGroup
+                    {"header": row | {"group_id": _group_id(row["group_id"])}, "move": row},
+                    StoredGroup,
                 )
                 for row in map(dict, self._db.execute("select * from groups order by number"))
             ]

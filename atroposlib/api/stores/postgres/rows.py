@@ -209,7 +209,10 @@ async def load(connection: Any, run_id: int) -> LoadedRun:
         if index % 1000 == 0:
             await asyncio.sleep(0)  # other runs are served meanwhile
         reason = None if row["reason"] is None else _str(row["reason"])
-        fields = row | {"header": row | {"group_id": _id_of(row["key"])}, "reason": reason}
+        fields = {
+            "header": row | {"group_id": _id_of(row["key"])},
+            "move": row | {"reason": reason},
+        }
         groups.append(msgspec.convert(fields, StoredGroup))
         locations[row["number"]] = Location(row["segment"], row["num_bytes"], row["crc"])
     batches = []

@@ -66,7 +66,7 @@ ExperimentId = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[\x2
 
 
 class RegisterTrainer(Registration):
-    """A registration on the wire. An original client sends none of these fields; see `experiments.choose`."""
+    """A registration on the wire. An original client sends none of these fields; see `experiments.entry_to`."""
 
     experiment: ExperimentId | None = None
     """The training that this trainer begins or, with `resume_step`, resumes."""

@@ -113,24 +113,8 @@ def test_scaled_floors_never_exceed_the_batch_and_keep_everyone() -> None:
     assert sequence_floors(100, {0: 0.29, 1: 0.0}) == {0: 29}
 
 
-sizes_st = st.lists(st.integers(0, 7), max_size=9)
-envs_st = st.lists(st.sampled_from([None, 0, 1, 2]), min_size=9, max_size=9)
-floors_st = st.dictionaries(st.sampled_from([0, 1]), st.integers(1, 4), max_size=2)
-
-
 @settings(deadline=None, max_examples=200)
-@given(sizes_st, envs_st, st.integers(1, 14), floors_st, st.integers(1, 7))
-def test_adding_a_group_never_takes_a_batch_away(
-    sizes: list[int], env_ids: list[int | None], batch_size: int, floors: dict[int, int], added: int
-) -> None:
-    queue = queue_of(sizes, env_ids[: len(sizes)])
-    if isinstance(plan_batch(queue, batch_size=batch_size, floors=floors), Plan):
-        more = [*queue, GroupHeader(number=len(queue), env_id=0, num_sequences=added)]
-        assert isinstance(plan_batch(more, batch_size=batch_size, floors=floors), Plan)
-
-
-@settings(deadline=None, max_examples=200)
-@given(sizes_st, st.integers(0, 20))
+@given(st.lists(st.integers(0, 7), max_size=9), st.integers(0, 20))
 def test_oldest_subset_is_the_first_in_lexicographic_order(sizes: list[int], target: int) -> None:
     indices = [index for index, size in enumerate(sizes) if size > 0]
     possible = [
@@ -331,7 +315,7 @@ def test_an_overdue_group_is_part_of_the_batch_if_any_batch_contains_it(seed: in
     assert num_forced >= 5
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 def test_a_group_waits_only_for_batches_from_before_its_own_companions(seed: int) -> None:
     """A group whose size divides the batch is due once it and later ones of its kind make up a batch.
 
@@ -365,26 +349,3 @@ def test_a_group_waits_only_for_batches_from_before_its_own_companions(seed: int
                 assert not any(group.number in due_by for group in queue)
     assert all(due_by.get(group.number, num_cut + 1) > num_cut for group in queue)
     assert num_served > 100
-
-
-@pytest.mark.parametrize("sizes", [[3, 4, 5, 8], [1, 7, 8], [2, 5, 6, 7]])
-def test_no_size_starves_while_groups_of_all_sizes_keep_coming(sizes: list[int]) -> None:
-    rng = random.Random(0)
-    batch_size = 32
-    queue: list[GroupHeader] = []
-    queued_at: dict[int, int] = {}
-    num_cut = 0
-    longest_wait = 0
-    for number in range(3000):
-        header = GroupHeader(number=number, env_id=0, num_sequences=rng.choice(sizes))
-        queue.append(header)
-        queued_at[number] = num_cut
-        plan = plan_batch(queue, batch_size=batch_size)
-        if isinstance(plan, Plan):
-            num_cut += 1
-            taken = {group.number for group in plan.groups}
-            queue = [group for group in queue if group.number not in taken]
-            longest_wait = max(longest_wait, *(num_cut - queued_at[number] for number in taken))
-    longest_wait = max(longest_wait, *(num_cut - queued_at[group.number] for group in queue), 0)
-    assert num_cut > 400
-    assert longest_wait <= 32

@@ -14,9 +14,10 @@ import httpx
 import pytest
 
 from atroposlib.api.run.coordinator import Coordinator
-from atroposlib.api.run.experiments import Entry, choose
+from atroposlib.api.run.experiments import TRAINER_TIMEOUT_S, Entry, entry_to
 from atroposlib.api.run.hub import AwakeClock, TooManyRuns
 from atroposlib.api.run.hub import Hub as Runs
+from atroposlib.api.run.state import RunState
 from atroposlib.api.run.types import Quota, RunPolicy
 from atroposlib.api.schemas import RegisterTrainer
 from atroposlib.api.stores import runs as stored_runs
@@ -38,12 +39,17 @@ def clock() -> Clock:
     return Clock(1000.0)
 
 
-@pytest.fixture(params=["memory", "disk", "postgres"])
+ON_EVERY_STORE = pytest.mark.parametrize("hub", ["memory", "disk", "postgres"], indirect=True)
+
+
+@pytest.fixture
 async def hub(request: Any, tmp_path: Path, clock: Clock) -> AsyncIterator[Hub]:
+    """A hub that keeps its runs in memory, or in the store of `ON_EVERY_STORE`."""
     stores: RunStores = MemoryRuns()
-    if request.param == "disk":
+    kind = getattr(request, "param", "memory")
+    if kind == "disk":
         stores = DirectoryRuns(tmp_path / "data", lambda path: DiskStore(path, min_free_bytes=0))
-    elif request.param == "postgres":
+    elif kind == "postgres":
         url = request.getfixturevalue("postgres_url")
         from atroposlib.api.stores.postgres.runs import PostgresRuns
 
@@ -93,10 +99,14 @@ async def places(hub: Hub, run: str = "default") -> dict[str, int]:
 def test_what_a_registration_means(
     asked: dict[str, Any], current: str | None, is_alive: bool, entry: Entry
 ) -> None:
+    run = RunState("run", RunPolicy())
+    run.experiment = current
+    run.trainer_seen = 0.5 if is_alive else 0.0
     registered = RegisterTrainer(**registration(**asked))
-    assert choose(registered, current=current, is_trainer_alive=is_alive) is entry
+    assert entry_to(run, registered, now=TRAINER_TIMEOUT_S) is entry
 
 
+@ON_EVERY_STORE
 async def test_a_second_experiment_starts_empty_and_the_first_is_kept(hub: Hub) -> None:
     await begin(hub, "first")
     for token in range(4):
@@ -122,6 +132,7 @@ async def test_registering_again_after_a_lost_answer_changes_nothing(hub: Hub) -
     assert (again["epoch"], await places(hub)) == (first["epoch"], {"queued": 1})
 
 
+@ON_EVERY_STORE
 async def test_resuming_brings_the_experiment_back_and_sets_the_other_aside(hub: Hub) -> None:
     await begin(hub, "first")
     for token in range(4):
@@ -149,6 +160,7 @@ async def test_resuming_an_experiment_that_is_not_kept_takes_nothing_of_another(
     assert (await hub.get("/status"))["current_step"] == 3
 
 
+@ON_EVERY_STORE
 @pytest.mark.parametrize("fields", [{}, {"experiment": "third"}, {"experiment": "first"}])
 async def test_no_trainer_begins_in_a_kept_experiment(hub: Hub, fields: dict[str, Any]) -> None:
     for experiment in ("first", "second"):
@@ -181,6 +193,7 @@ async def test_environments_outlive_the_trainer_and_their_old_groups_are_refused
     assert (ledger["queued"], ledger["rejected"]) == (1, {"another_run": 1})
 
 
+@ON_EVERY_STORE
 async def test_environments_outlive_a_change_of_experiments_that_fails(
     hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -362,6 +375,7 @@ async def kept_by(runs: Runs) -> list[str]:
     return sorted(each.name for each in await runs._stores.kept())
 
 
+@ON_EVERY_STORE
 async def test_nothing_set_aside_is_deleted_unless_asked_and_then_the_oldest(
     hub: Hub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -397,6 +411,7 @@ async def test_nothing_set_aside_is_deleted_unless_asked_and_then_the_oldest(
     assert hub.runs == ["default", "math"]
 
 
+@ON_EVERY_STORE
 async def test_idle_runs_are_closed_and_the_next_request_opens_them(hub: Hub, clock: Clock) -> None:
     runs: Runs = hub.app.state.hub
     for name in ("idle", "leased", "asked"):
@@ -551,6 +566,7 @@ async def test_a_store_that_breaks_at_the_stop_does_not_keep_others_from_closing
     assert Stores.closed == ["math", "all"]
 
 
+@ON_EVERY_STORE
 @pytest.mark.parametrize("how", ["reset", "delete"])
 async def test_trainer_of_an_erased_run_is_not_served(hub: Hub, how: str) -> None:
     first = await begin(hub, "first")

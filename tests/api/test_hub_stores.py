@@ -14,7 +14,6 @@ from atroposlib.api.stores.base import (
     BatchState,
     Change,
     Durability,
-    End,
     Fate,
     GroupStore,
     Move,
@@ -53,7 +52,7 @@ def new_group(
 
 
 def stored(group: NewGroup) -> StoredGroup:
-    return StoredGroup(header=group.header, place=group.place)
+    return StoredGroup(header=group.header, move=Move(place=group.place))
 
 
 def new_batch(number: int, state: BatchState = BatchState.LEASED) -> StoredBatch:
@@ -140,7 +139,7 @@ async def test_id_and_number_of_an_ended_group_stay_known(
     store: GroupStore, reopen: Reopen
 ) -> None:
     await store.append([new_group(0, group_id="x")])
-    await store.commit(Change(ends=[End(number=0, fate=Fate.TRAINED)]))
+    await store.commit(Change(ends={0: Fate.TRAINED}))
     assert await store.append([new_group(1, group_id="x")]) == [Appended.DUPLICATE]
     again, saved = await reopen(store)
     assert (saved.groups, saved.next_number) == ([], 1)
@@ -155,7 +154,7 @@ async def test_nothing_is_kept_of_an_ended_group_whose_id_the_hub_made(
 ) -> None:
     await store.append([new_group(0, group_id="x", digest=b"")])
     assert await store.append([new_group(1, group_id="x", digest=b"")]) == [Appended.DUPLICATE]
-    await store.commit(Change(ends=[End(number=0, fate=Fate.TRAINED)]))
+    await store.commit(Change(ends={0: Fate.TRAINED}))
     again, saved = await reopen(store)
     assert saved.ended == {Fate.TRAINED: 1}
     assert await again.append([new_group(2, group_id="x")]) == [Appended.STORED]
@@ -171,9 +170,7 @@ async def test_an_ended_group_leaves_at_most_60_bytes_in_the_state(tmp_path: Pat
             await store.append(
                 [new_group(n, b"", group_id=uuid.uuid4().hex) for n in range(start, start + 200)]
             )
-            await store.commit(
-                Change(ends=[End(number=n, fate=Fate.TRAINED) for n in range(start, start + 200)])
-            )
+            await store.commit(Change(ends=dict.fromkeys(range(start, start + 200), Fate.TRAINED)))
         await store.close()
         sizes.append((tmp_path / "run" / "run.db").stat().st_size)
         store = disk_store(tmp_path, "disk-process")
@@ -194,22 +191,20 @@ async def test_everything_comes_back_after_a_restart(store: GroupStore, reopen: 
     groups = [new_group(n, bytes([n]) * 3000) for n in range(8)]
     await store.append(groups)
     batch = new_batch(5)
+    leased = Move(place=Place.LEASED, batch=5, deliveries=2)
+    dead = Move(place=Place.DEAD, reason="too often")
     await store.commit(
         Change(
-            moves=[
-                Move(number=1, place=Place.LEASED, batch=5, deliveries=2),
-                Move(number=2, place=Place.DEAD, reason="too often"),
-            ],
-            ends=[End(number=0, fate=Fate.EXPIRED), End(number=3, fate=Fate.TRAINED)],
-            batches=[batch, new_batch(4), new_batch(6)],
+            moves={1: leased, 2: dead},
+            ends={0: Fate.EXPIRED, 3: Fate.TRAINED},
+            batches={5: batch, 4: new_batch(4), 6: new_batch(6)},
             document=b"first",
             facts={"b": b"kept", "a": b"replaced"},
         )
     )
     await store.commit(
         Change(
-            batches=[new_batch(6, BatchState.TRAINED)],
-            closed_batches=[4],
+            batches={6: new_batch(6, BatchState.TRAINED), 4: None},
             document=b"second",
             facts={"a": b"newer"},
             is_durable=False,
@@ -221,9 +216,10 @@ async def test_everything_comes_back_after_a_restart(store: GroupStore, reopen: 
     assert saved.batches == [batch, new_batch(6, BatchState.TRAINED)]
     assert saved.ended == {Fate.EXPIRED: 1, Fate.TRAINED: 1}
     assert saved.next_number == 8
-    leased = StoredGroup(header=groups[1].header, place=Place.LEASED, batch=5, deliveries=2)
-    dead = StoredGroup(header=groups[2].header, place=Place.DEAD, reason="too often")
-    assert saved.groups == [leased, dead, *(stored(group) for group in groups[4:])]
+    moved = [
+        StoredGroup(header=groups[n].header, move=move) for n, move in ((1, leased), (2, dead))
+    ]
+    assert saved.groups == [*moved, *(stored(group) for group in groups[4:])]
     assert await again.read([2, 7]) == [groups[2].payload, groups[7].payload]
 
 
@@ -238,7 +234,7 @@ async def test_runs_in_memory_share_a_bound_and_give_back_what_they_took() -> No
     assert await second.append([new_group(0, bytes(200))]) == [Appended.STORED]
     assert [store.usage().free_bytes for store in (first, second)] == [0, 0]
     assert first.usage().refusal is not None
-    await first.commit(Change(ends=[End(number=0, fate=Fate.TRAINED)]))
+    await first.commit(Change(ends={0: Fate.TRAINED}))
     assert second.usage().free_bytes == 400
     await runs.forget("first")
     assert (second.usage().free_bytes, second.usage().refusal) == (800, None)
@@ -248,8 +244,8 @@ async def test_clear_forgets_everything_ids_included(store: GroupStore, reopen: 
     await store.append([new_group(n, bytes(3000)) for n in range(4)])
     await store.commit(
         Change(
-            ends=[End(number=0, fate=Fate.TRAINED)],
-            batches=[new_batch(1)],
+            ends={0: Fate.TRAINED},
+            batches={1: new_batch(1)},
             document=b"d",
             facts={"name": b"f"},
         )
@@ -270,21 +266,21 @@ async def test_a_change_that_names_an_absent_group_raises_key_error_and_changes_
 ) -> None:
     """Nor does it undo the changes that were made at the same time."""
     await store.append([new_group(0), new_group(1)])
-    kept = [Move(number=n, place=Place.DEAD, reason="kept") for n in (0, 1)]
+    kept = Move(place=Place.DEAD, reason="kept")
     outcomes = await asyncio.gather(
-        store.commit(Change(moves=kept[:1], document=b"kept")),
+        store.commit(Change(moves={0: kept}, document=b"kept")),
         store.commit(
             Change(
-                moves=[Move(number=0, place=Place.QUEUED)],
-                ends=[End(number=1, fate=Fate.TRAINED), End(number=9, fate=Fate.TRAINED)],
+                moves={0: Move(place=Place.QUEUED)},
+                ends={1: Fate.TRAINED, 9: Fate.TRAINED},
                 document=b"lost",
             )
         ),
-        store.commit(Change(moves=kept[1:])),
+        store.commit(Change(moves={1: kept})),
         return_exceptions=True,
     )
     assert [type(outcome) for outcome in outcomes] == [type(None), KeyError, type(None)]
     again, saved = await reopen(store)
     assert (saved.document, saved.ended) == (b"kept", {})
-    assert [(group.place, group.reason) for group in saved.groups] == [(Place.DEAD, "kept")] * 2
+    assert [group.move for group in saved.groups] == [kept] * 2
     assert await again.read([0, 1]) == [b"payload"] * 2

@@ -15,7 +15,6 @@ from atroposlib.api.stores.base import (  # noqa: E402
     Appended,
     Change,
     CorruptGroups,
-    End,
     Fate,
     GroupStore,
     OwnedElsewhere,
@@ -78,7 +77,7 @@ async def payload_tables(runs: PostgresRuns) -> list[str]:
 
 
 def ends(*numbers: int) -> Change:
-    return Change(ends=[End(number=number, fate=Fate.TRAINED) for number in numbers])
+    return Change(ends=dict.fromkeys(numbers, Fate.TRAINED))
 
 
 async def test_an_owner_whose_term_ended_writes_nothing(postgres_url: str) -> None:

@@ -24,6 +24,10 @@ def note(folder: str, pid: int) -> None:
     (Path(folder) / f"{pid}.pid").touch()
 
 
+def behave(folder: str) -> float:
+    return SCORE
+
+
 def loop_for_ever(folder: str) -> None:
     while True:
         pass
@@ -175,22 +179,3 @@ KINDS: dict[Callable[[str], Any], str | None] = {
     read_standard_input: None,
     close_every_file: "crash",
 }
-BY_NAME = {each.__name__: each for each in KINDS}
-
-
-def score(kind: str, choice: int, folder: str) -> Any:
-    """Misbehave for the first choice, judge the others."""
-    if choice == 0 and kind in BY_NAME:
-        return BY_NAME[kind](folder)
-    return float(choice)
-
-
-def score_on_second_try(kind: str, choice: int, folder: str) -> Any:
-    """Misbehave only where a file does not yet say that it has happened."""
-    if choice == 0 and kind in BY_NAME:
-        try:
-            (Path(folder) / f"{kind}.tried").touch(exist_ok=False)
-        except FileExistsError:
-            return SCORE
-        return BY_NAME[kind](folder)
-    return float(choice)

@@ -26,7 +26,6 @@ import numpy as np
 import pytest
 
 from atroposlib.client import (
-    AnotherExperiment,
     HubClient,
     LeasedBatch,
     LeaseExpired,
@@ -45,8 +44,6 @@ BATCH_SIZE = 16
 SIZES = (2, 4, 8)
 """Sequences of groups in turn; any multiple of BATCH_SIZE sequences of them can be cut into exact batches."""
 LOAD_TOKENS = 512
-MAX_AHEAD = 100
-"""Groups that producers of `traffic` may be ahead of their trainer."""
 
 
 class GroupKey(NamedTuple):
@@ -268,17 +265,15 @@ class Producer:
     url: str
     timeout_s: float = 5.0
     pause_s: float = 0.005
+    num_tokens: int = LOAD_TOKENS
+    """Of each sequence."""
     may_send: Callable[[], bool] = lambda: True
     """Asked before each new group: keeps the queue short."""
-    experiment: str | None = None
-    """What its groups are for; while the hub holds another one, each is tried again."""
-    acknowledged: dict[GroupKey, float] = field(default_factory=dict)
-    """When (monotonic) the hub said that it has the group."""
+    acknowledged: set[GroupKey] = field(default_factory=set)
+    """The hub said that it has them."""
     num_attempts: int = 0
     num_duplicates: int = 0
     """Attempts that the hub answered with "I have it"."""
-    num_for_another: int = 0
-    """Attempts that were refused because the hub held another experiment."""
     num_sequences: int = 0
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -295,19 +290,18 @@ class Producer:
         index = len(self.acknowledged)
         key = GroupKey(self.number, index)
         size = num_sequences or size_of(index)
-        group = make_group(key, num_sequences=size)
+        group = make_group(key, num_sequences=size, num_tokens=self.num_tokens)
         while True:
             self.num_attempts += 1
             try:
-                receipt = await hub.send([group], experiment=self.experiment)
-            except (HubUnavailable, UnknownEnvironment, AnotherExperiment) as e:
-                self.num_for_another += isinstance(e, AnotherExperiment)
+                receipt = await hub.send([group])
+            except (HubUnavailable, UnknownEnvironment):
                 await asyncio.sleep(0.02 + 0.1 * rng.random())
             else:
                 break
         self.num_duplicates += receipt.status == "duplicate"
         self.num_sequences += size
-        self.acknowledged[key] = time.monotonic()
+        self.acknowledged.add(key)
 
 
 # Trainers
@@ -331,13 +325,14 @@ class _Stopped(Exception):
 class LeaseTrainer:
     """Leases, acknowledges, writes checkpoints, and forgets all since the last one when it "crashes".
 
-    `run` is synchronous and belongs in a thread; the fields may be read from others. Run again, it resumes.
+    `run` is synchronous and belongs in a thread; the fields may be read from others.
     """
 
     url: str
-    experiment: str | None = None
     crash_chance: float = 0.0
     checkpoint_every: int = 4
+    pause_s: float = 0.0
+    """After each batch."""
     timeout_s: float = 5.0
     seed: int = 0
     must_drain: threading.Event = field(default_factory=threading.Event)
@@ -349,12 +344,12 @@ class LeaseTrainer:
     """Trained since the last checkpoint."""
     step: int = 0
     """Of the last checkpoint."""
-    is_registered: bool = False
-    last_ack: float = 0.0
     num_batches: int = 0
     num_crashes: int = 0
     num_fenced: int = 0
     """Acknowledgements that were refused because the lease was gone."""
+    num_failed: int = 0
+    """Calls that found the hub unavailable."""
     replayed: int = 0
     requests_s: list[float] = field(default_factory=list)
     """How long each `GET /batch` took, which the hub may hold for 0.2 s."""
@@ -365,18 +360,11 @@ class LeaseTrainer:
 
     def run(self) -> None:
         rng = random.Random(self.seed)
-        resume_step = self.step if self.is_registered else None
-        self.pending = []
+        resume_step = None
         while not self.must_stop.is_set():
             try:
                 with TrainerClient(self.url, timeout_s=self.timeout_s, retry_for_s=0) as hub:
-                    reply = self._retry(
-                        hub.register,
-                        registration(),
-                        experiment=self.experiment,
-                        resume_step=resume_step,
-                    )
-                    self.is_registered = True
+                    reply = self._retry(hub.register, registration(), resume_step=resume_step)
                     self.replayed += reply.replayed or 0
                     self._train(hub, rng)
             except _Stopped:
@@ -403,9 +391,9 @@ class LeaseTrainer:
                 except LeaseExpired:
                     self.num_fenced += 1
                     raise Crash from None
-                self.last_ack = time.monotonic()
                 self.pending += keys
                 self.num_batches += 1
+                time.sleep(self.pause_s)
                 step, num_unsaved = batch.step, num_unsaved + 1
                 _crash_if(crash_at == "acknowledged")
             is_idle = batch is None and self.must_drain.is_set()
@@ -430,6 +418,7 @@ class LeaseTrainer:
             try:
                 return call(*args, **options)
             except HubUnavailable:
+                self.num_failed += 1
                 time.sleep(0.03)
         raise _Stopped
 
@@ -452,10 +441,6 @@ class Traffic:
     @property
     def num_acknowledged(self) -> int:
         return sum(len(each.acknowledged) for each in self.producers)
-
-    @property
-    def last_acknowledged(self) -> float:
-        return max((max(p.acknowledged.values(), default=0.0) for p in self.producers), default=0.0)
 
     def check(self) -> None:
         """Raise what a producer or the trainer raised."""
@@ -512,16 +497,25 @@ class Traffic:
 
 @asynccontextmanager
 async def traffic(
-    url: str, *, trainer: LeaseTrainer, num_producers: int = 4
+    url: str,
+    *,
+    trainer: LeaseTrainer,
+    num_producers: int = 4,
+    num_tokens: int = LOAD_TOKENS,
+    max_ahead: int = 100,
 ) -> AsyncIterator[Traffic]:
-    """Producers and a trainer at work for the length of the block; call `finish` for the verdict."""
+    """Producers and a trainer at work for the length of the block; call `finish` for the verdict.
+
+    The producers are at most `max_ahead` groups ahead of the trainer.
+    """
     running = Traffic([], trainer)
 
     def may_send() -> bool:
-        return running.num_acknowledged - trainer.num_seen < MAX_AHEAD
+        return running.num_acknowledged - trainer.num_seen < max_ahead
 
     for number in range(num_producers):
         producer = Producer(number, url, timeout_s=trainer.timeout_s, may_send=may_send)
+        producer.num_tokens = num_tokens
         running.producers.append(producer)
         running.producing.append(asyncio.create_task(producer.run(running.stop_producing)))
     running.training = asyncio.create_task(asyncio.to_thread(trainer.run))

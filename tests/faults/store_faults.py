@@ -28,7 +28,6 @@ from atroposlib.api.stores.base import (
     BatchState,
     Change,
     Durability,
-    End,
     Fate,
     Move,
     NewGroup,
@@ -127,36 +126,22 @@ class Judge:
         sent = {n: Sent(s.group, s.is_acknowledged, s.is_refused) for n, s in self.sent.items()}
         return Judge(sent, list(self.changes), self.num_durable)
 
-    def held(self) -> dict[int, Move | None]:
-        """Groups that are certainly stored if all changes are applied, with their last move."""
-        held: dict[int, Move | None] = {
-            number: None for number, sent in self.sent.items() if sent.is_acknowledged
-        }
-        for change in self.changes:
-            for move in change.moves:
-                held[move.number] = move
-            for end in change.ends:
-                del held[end.number]
-        return held
-
     async def check(self, store: DiskStore, saved: SavedRun) -> None:
         """Fail unless `saved`, opened by `store` after a crash, agrees with what was answered."""
         num_applied = 0 if saved.document is None else int(saved.document) + 1
         assert self.num_durable <= num_applied <= len(self.changes), "a durable change is lost"
         moves: dict[int, Move] = {}
         ended: dict[int, Fate] = {}
-        batches: dict[int, StoredBatch] = {}
+        batches: dict[int, StoredBatch | None] = {}
         facts: dict[str, bytes] = {}
         for change in self.changes[:num_applied]:
-            moves |= {move.number: move for move in change.moves}
-            ended |= {end.number: end.fate for end in change.ends}
-            batches |= {batch.number: batch for batch in change.batches}
+            moves |= change.moves
+            ended |= change.ends
+            batches |= change.batches
             facts |= change.facts
-            for number in change.closed_batches:
-                del batches[number]
         assert saved.ended == Counter(ended.values())
         assert saved.facts == facts
-        assert list(saved.batches) == [batches[number] for number in sorted(batches)]
+        assert list(saved.batches) == [b for _, b in sorted(batches.items()) if b is not None]
         found = {group.header.number: group for group in saved.groups}
         assert list(found) == sorted(found)
         for number, sent in self.sent.items():
@@ -167,10 +152,8 @@ class Judge:
         for number, group in found.items():
             sent = self.sent[number]
             self.num_redelivered += not sent.is_acknowledged
-            move = moves.get(number) or Move(number=number, place=sent.group.place)
             assert group.header == sent.group.header
-            assert (group.place, group.batch) == (move.place, move.batch)
-            assert (group.deliveries, group.reason) == (move.deliveries, move.reason)
+            assert group.move == moves.get(number, Move(place=sent.group.place))
         await self.check_payloads(store, saved)
         assert saved.next_number > max([-1, *found, *ended])
         known = set(found) | {number for number in ended if self.sent[number].group.header.digest}
@@ -227,9 +210,7 @@ class Workload:
         elif queued:
             number = self._rng.choice(queued)
             del self._held[number]
-            await self._commit(
-                Change(ends=[End(number=number, fate=Fate.EXPIRED)], is_durable=False)
-            )
+            await self._commit(Change(ends={number: Fate.EXPIRED}, is_durable=False))
 
     async def _append(self, num_groups: int) -> None:
         groups = []
@@ -257,11 +238,9 @@ class Workload:
         self._batches[batch] = numbers
         await self._commit(
             Change(
-                moves=[
-                    Move(number=n, place=Place.LEASED, batch=batch, deliveries=1) for n in numbers
-                ],
-                batches=[
-                    StoredBatch(
+                moves={n: Move(place=Place.LEASED, batch=batch, deliveries=1) for n in numbers},
+                batches={
+                    batch: StoredBatch(
                         number=batch,
                         state=BatchState.LEASED,
                         step=batch,
@@ -269,7 +248,7 @@ class Workload:
                         lease_id=str(batch),
                         ttl_s=900.0,
                     )
-                ],
+                },
             )
         )
 
@@ -282,9 +261,9 @@ class Workload:
             self._held[set_aside[0]] = Place.DEAD
         await self._commit(
             Change(
-                moves=[Move(number=n, place=Place.DEAD, reason="poison") for n in set_aside],
-                ends=[End(number=n, fate=Fate.TRAINED) for n in numbers if n not in set_aside],
-                closed_batches=[batch],
+                moves={n: Move(place=Place.DEAD, reason="poison") for n in set_aside},
+                ends={n: Fate.TRAINED for n in numbers if n not in set_aside},
+                batches={batch: None},
                 is_durable=self._rng.random() < 0.8,
             )
         )

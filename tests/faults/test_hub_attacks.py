@@ -15,14 +15,14 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import pytest
 
 from atroposlib.api.http.handlers import ROUTES
 from atroposlib.client import TrainerClient
-from tests.faults.asking import asking, assert_prompt
 from tests.faults.drivers import (
     HubProcess,
     assert_balanced,
@@ -36,6 +36,8 @@ from tests.faults.drivers import (
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
 MIB = 2**20
+MEDIAN_S, P95_S = 0.25, 1.0
+"""What answers to `/status` may take: the machine may be busy with other work."""
 GOOD = json.dumps({"tokens": [[1]] * 4, "masks": [[1]] * 4, "scores": [0] * 4}).encode()
 
 
@@ -49,13 +51,33 @@ def unmoved(
     """Ask for `/status` every 5 ms; fail unless the answers are prompt and the hub spends no more in the block."""
     forget_peak(hub.pid)
     bytes_before, cpu_before = memory(hub), cpu_s(hub.pid)
-    with asking(hub, "/status") as waits_s:
-        yield
-        time.sleep(0.1)  # a quiet moment at the end belongs to every attack
+    waits_s: list[float] = []
+    is_over = threading.Event()
+
+    def ask() -> None:
+        with closing(http.client.HTTPConnection("127.0.0.1", hub.port, timeout=30)) as connection:
+            while not is_over.wait(0.005):
+                began = time.perf_counter()
+                connection.request("GET", "/status")
+                response = connection.getresponse()
+                response.read()
+                waits_s.append(time.perf_counter() - began)
+                assert response.status == 200
+
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask)
+        try:
+            yield
+            time.sleep(0.1)  # a quiet moment at the end belongs to every attack
+        finally:
+            is_over.set()
+        asked.result()
     assert memory(hub) - bytes_before <= max_grown_bytes
     asking_s = 0.002 * len(waits_s)  # what the questions themselves may cost
     assert cpu_s(hub.pid) - cpu_before <= max_cpu_s + asking_s
-    assert_prompt(waits_s)
+    waits_s.sort()
+    assert waits_s[len(waits_s) // 2] <= MEDIAN_S, waits_s[-20:]
+    assert waits_s[19 * len(waits_s) // 20] <= P95_S, waits_s[-20:]
 
 
 def memory(hub: HubProcess) -> int:

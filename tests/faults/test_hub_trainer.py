@@ -77,29 +77,6 @@ async def test_plain_batch_cut_on_its_way_comes_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(120)
-async def test_plain_client_that_closes_with_the_last_byte_has_its_batch(tmp_path: Path) -> None:
-    """As `requests.get` does: leaving with the whole answer is not leaving on the way."""
-    num_batches = 100
-    with hub_process(tmp_path) as hub:
-        hub.register()
-        keys = await post_groups(hub.url, num_batches, size=BATCH_SIZE, num_tokens=8)
-        received = []
-        for _ in range(num_batches):
-            with socket.create_connection(("127.0.0.1", hub.port)) as connection:
-                connection.sendall(b"GET /batch HTTP/1.1\r\nHost: localhost\r\n\r\n")
-                answer = connection.recv(65536)
-                while b"\r\n\r\n" not in answer:
-                    answer += connection.recv(65536)
-                head, _, body = answer.partition(b"\r\n\r\n")
-                length = int(head.lower().split(b"content-length:")[1].split(b"\r\n")[0])
-                while len(body) < length:
-                    body += connection.recv(65536)
-            received += keys_of(json.loads(body)["batch"])
-        await all_trained(hub, num_batches)
-    assert received == keys
-
-
-@pytest.mark.timeout(120)
 async def test_plain_batches_that_were_lost_do_not_count_as_trained(tmp_path: Path) -> None:
     """These fit into the buffers of the kernels, so the hub has sent all of each when its connection breaks."""
     num_batches, num_received = 24, 0

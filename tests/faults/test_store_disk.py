@@ -23,7 +23,6 @@ from atroposlib.api.stores.base import (
     Change,
     CorruptGroups,
     Durability,
-    End,
     Fate,
     Move,
     NewGroup,
@@ -46,9 +45,7 @@ def make_groups(count: int, *, num_bytes: int = 4000, first: int = 0) -> list[Ne
 
 
 def end(*numbers: int, is_durable: bool = True) -> Change:
-    return Change(
-        ends=[End(number=number, fate=Fate.TRAINED) for number in numbers], is_durable=is_durable
-    )
+    return Change(ends=dict.fromkeys(numbers, Fate.TRAINED), is_durable=is_durable)
 
 
 async def fill(store: DiskStore, count: int) -> list[NewGroup]:
@@ -247,7 +244,7 @@ async def test_the_view_for_people_names_ids_and_places(tmp_path: Path, opened: 
             for group, group_id in ((first, "ab" * 16), (second, "x"))
         ]
     )
-    await store.commit(Change(moves=[Move(number=1, place=Place.DEAD, reason="odd")]))
+    await store.commit(Change(moves={1: Move(place=Place.DEAD, reason="odd")}))
     with contextlib.closing(sqlite3.connect(tmp_path / "run" / "run.db")) as reader:
         rows = reader.execute("select number, id, place, reason from held").fetchall()
     assert rows[1] == (1, "x", "dead", "odd")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 import sqlite3
 import tarfile
@@ -25,6 +26,7 @@ from atroposlib.api.stores.base import (
     BatchState,
     CorruptGroups,
     Fate,
+    Move,
     NewGroup,
     Place,
     SavedRun,
@@ -74,8 +76,8 @@ HELD = (1, 2, 3, 5, 7, 8, 10, 11, 12, 13, 14)
 
 
 def expected() -> SavedRun:
-    moves = {n: {"place": Place.LEASED, "batch": 3, "deliveries": 1} for n in (1, 5)}
-    moves[2] = {"place": Place.DEAD, "reason": "odd"}
+    moves = dict.fromkeys((1, 5), Move(place=Place.LEASED, batch=3, deliveries=1))
+    moves[2] = Move(place=Place.DEAD, reason="odd")
     batch = StoredBatch(
         number=3,
         state=BatchState.LEASED,
@@ -87,10 +89,7 @@ def expected() -> SavedRun:
         is_plain=True,
     )
     groups = [
-        StoredGroup(
-            header=group(n).header,
-            **({"place": group(n).place} | moves.get(n, {})),  # type: ignore[arg-type]
-        )
+        StoredGroup(header=group(n).header, move=moves.get(n, Move(place=group(n).place)))
         for n in HELD
     ]
     return SavedRun(
@@ -288,16 +287,8 @@ async def test_a_run_that_cannot_be_read_is_left_alone_and_the_others_are_served
         assert (answer.status_code, answer.json()["detail"]["type"]) == (503, "run_unreadable")
     await hub.close()
     assert rows(tmp_path / "other" / "run.db") == before
-
-
-@pytest.mark.parametrize(
-    ("how", "words"), [("newer format", "has format 99"), ("no key", "KeyError\\('epoch'\\)")]
-)
-async def test_a_default_run_that_cannot_be_read_is_a_clear_error(
-    tmp_path: Path, how: str, words: str
-) -> None:
-    runs = await two_runs(tmp_path)
+    # No hub without the default run.
     spoil(tmp_path / "default", how)
     for _ in range(2):  # the first attempt let go of the directory
-        with pytest.raises(UnreadableRun, match=words):
+        with pytest.raises(UnreadableRun, match=re.escape(words)):
             await Hub(runs).open()

@@ -3,38 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import random
 import resource
 import subprocess
 import tempfile
-import threading
-import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from atroposlib.api.stores.base import Appended, Change, End, Fate, Move, NewGroup, Place, StoreFull
+from atroposlib.api.stores.base import Appended, Change, Fate, Move, NewGroup, Place, StoreFull
 from atroposlib.api.stores.disk import DiskStore
 from atroposlib.api.stores.space import DiskSpace
-from atroposlib.client import HubClient, TrainerClient
-from atroposlib.errors import HubUnavailable
-from atroposlib.scored_data import Strictness, check_group
 from tests.conftest import require_postgres
 from tests.faults.conftest import Open
-from tests.faults.drivers import (
-    BATCH_SIZE,
-    HubProcess,
-    eventually,
-    hub_process,
-    registration,
-)
+from tests.faults.drivers import HubProcess, LeaseTrainer, eventually, hub_process, traffic
 from tests.faults.store_faults import copy_run, new_group
 from tests.postgres import running_cluster
 
@@ -104,11 +89,9 @@ async def append_when_there_is_room(store: DiskStore, group: NewGroup) -> None:
 async def end_one_by_one(store: DiskStore, numbers: range) -> None:
     for number in numbers:
         await store.commit(
-            Change(
-                moves=[Move(number=number, place=Place.LEASED, batch=number)], document=bytes(2000)
-            )
+            Change(moves={number: Move(place=Place.LEASED, batch=number)}, document=bytes(2000))
         )
-        await store.commit(Change(ends=[End(number=number, fate=Fate.TRAINED)]))
+        await store.commit(Change(ends={number: Fate.TRAINED}))
 
 
 def fill_up(disk: Path) -> Path:
@@ -153,8 +136,8 @@ async def test_runs_that_share_a_ballast_go_on_when_another_program_takes_the_la
 
     async def move_all(store: DiskStore) -> None:
         for number in range(20):
-            move = Move(number=number, place=Place.LEASED, batch=1)
-            await store.commit(Change(moves=[move], document=bytes([number]) * 50_000))
+            move = Move(place=Place.LEASED, batch=1)
+            await store.commit(Change(moves={number: move}, document=bytes([number]) * 50_000))
 
     # More than the WAL has room for without the ballast; nothing ends, so nothing else makes room.
     await asyncio.gather(*(move_all(store) for store in stores))
@@ -208,7 +191,7 @@ async def test_a_process_without_a_file_to_spare_stores_and_reads(opened: Open) 
     with no_file_to_spare():
         assert await store.append(groups[2:]) == [Appended.STORED] * 4
         assert await store.read([0, 5]) == [groups[0].payload, groups[5].payload]
-        await store.commit(Change(ends=[End(number=0, fate=Fate.TRAINED)]))
+        await store.commit(Change(ends={0: Fate.TRAINED}))
     await store.close()
     _, saved = await opened()
     assert [group.header.number for group in saved.groups] == [1, 2, 3, 4, 5]
@@ -239,7 +222,7 @@ async def test_a_restart_just_above_the_watermark_goes_on_taking_groups(
 ) -> None:
     store, _ = await opened(small_disk / "run", **ON_DISK)
     refused = await fill(store)
-    await store.commit(Change(ends=[End(number=0, fate=Fate.TRAINED)]))
+    await store.commit(Change(ends={0: Fate.TRAINED}))
     await store.close()
     again, _ = await opened(small_disk / "run", **ON_DISK)
     assert await again.append([new_group(refused, random.Random(1))]) == [Appended.STORED]
@@ -248,82 +231,22 @@ async def test_a_restart_just_above_the_watermark_goes_on_taking_groups(
 # A hub whose disk, or whose database with its log, is full while a trainer drains the queue.
 
 
-@dataclass(slots=True)
-class Drain:
-    """A trainer that no answer of the hub may stop: its calls are tried once."""
-
-    url: str
-    pause_s: float
-    must_end: threading.Event = field(default_factory=threading.Event)
-    """From now on it ends when there is no batch."""
-    trained: Counter[int] = field(default_factory=Counter)
-
-    def run(self) -> None:
-        with TrainerClient(self.url, timeout_s=10, retry_for_s=0) as hub:
-            hub.register(registration())
-            while True:
-                batch = hub.lease_batch(0.2)
-                if batch is None and self.must_end.is_set():
-                    return
-                if batch is not None:
-                    self.trained.update(int(group.tokens[0]) for group in batch.groups)
-                    hub.ack(batch)
-                    assert batch.step is not None
-                    hub.checkpoint(batch.step)
-                time.sleep(self.pause_s)
-
-
-async def produce(url: str, numbers: Iterator[int], stop: asyncio.Event) -> list[int]:
-    """Send groups until they are stored, a batch of them at a time; return their numbers, which are their tokens."""
-    sent: list[int] = []
-    async with HubClient(url, timeout_s=10) as hub:
-        while not stop.is_set():
-            batch = list(itertools.islice(numbers, BATCH_SIZE // 2))
-            groups = []
-            for number in batch:
-                tokens = np.full((2, 16_000), number)
-                group = {
-                    "tokens": tokens,
-                    "masks": tokens,
-                    "scores": [0, 1],
-                    "group_id": f"{number}",
-                }
-                groups.append(check_group(group, strictness=Strictness.MEANING))
-            while True:
-                try:
-                    await hub.send(groups)
-                    break
-                except HubUnavailable:
-                    await asyncio.sleep(0.05)
-            sent += batch
-    return sent
-
-
 async def drain_a_full_hub(hub: HubProcess, *, flag: str) -> None:
     """Fill the hub, whose trainer is slow, then fast: groups are accepted again, and each is trained once."""
-    trainer = Drain(hub.url, pause_s=0.3)
-    training = asyncio.create_task(asyncio.to_thread(trainer.run))
-    await eventually(lambda: hub.get("/explain")["batch_size"], timeout_s=10, what="a trainer")
-    stop, numbers = asyncio.Event(), itertools.count()
-    producing = [asyncio.create_task(produce(hub.url, numbers, stop)) for _ in range(3)]
-
-    def produced() -> int:
-        assert not training.done(), training.result()
-        return int(hub.get("/ledger")["produced"])
+    trainer = LeaseTrainer(hub.url, checkpoint_every=1, pause_s=0.3)
 
     def is_full() -> bool:
         refusal = hub.get("/explain")["refusal"] or ""
         return f"change {flag}" in refusal and hub.get("/readyz")["status"] == "degraded"
 
-    await eventually(is_full, timeout_s=20, what="a full store", interval_s=0.1)
-    enough = produced() + 200
-    trainer.pause_s = 0.0
-    await eventually(lambda: produced() > enough, timeout_s=20, what="room", interval_s=0.1)
-    stop.set()
-    sent = itertools.chain(*await asyncio.gather(*producing))
-    trainer.must_end.set()
-    await training
-    assert trainer.trained == Counter(sent)
+    async with traffic(
+        hub.url, trainer=trainer, num_producers=3, num_tokens=16_000, max_ahead=10_000
+    ) as load:
+        await eventually(is_full, timeout_s=20, what="a full store", interval_s=0.1)
+        trainer.pause_s = 0.0
+        await load.progress(load.num_acknowledged + 100)
+        await load.finish()
+    assert trainer.num_failed == 0, "the full hub refused a call of its trainer"
 
 
 async def test_a_trainer_drains_a_hub_whose_disk_is_full(tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ from atroposlib.api.stores.base import (
     BatchState,
     Change,
     Durability,
-    End,
     Fate,
     GroupStore,
     Move,
@@ -107,7 +106,7 @@ class StoreMachine(RuleBasedStateMachine):
                 number = group.header.number
                 self.known[group.header.group_id] = group.header
                 self.payloads[number] = group.payload
-                self.groups[number] = StoredGroup(header=group.header, place=group.place)
+                self.groups[number] = StoredGroup(header=group.header, move=Move(place=group.place))
                 self.next_number = number + 1
                 expected.append(Appended.STORED)
             groups.append(group)
@@ -117,22 +116,18 @@ class StoreMachine(RuleBasedStateMachine):
         """Draw a change and make it in the dicts."""
         picked = self.pick(data)
         num_moved = data.draw(st.integers(0, len(picked)))
-        moves = [
-            Move(
-                number=number,
+        moves = {
+            number: Move(
                 place=data.draw(st.sampled_from(Place)),
                 batch=data.draw(st.none() | st.integers(0, 5)),
                 deliveries=data.draw(st.integers(0, 9)),
                 reason=data.draw(st.none() | st.just("why")),
             )
             for number in picked[:num_moved]
-        ]
-        ends = [
-            End(number=number, fate=data.draw(st.sampled_from(Fate)))
-            for number in picked[num_moved:]
-        ]
-        batches = [
-            StoredBatch(
+        }
+        ends = {number: data.draw(st.sampled_from(Fate)) for number in picked[num_moved:]}
+        batches: dict[int, StoredBatch | None] = {
+            number: StoredBatch(
                 number=number,
                 state=data.draw(st.sampled_from(BatchState)),
                 step=data.draw(st.integers(0, 99)),
@@ -143,29 +138,20 @@ class StoreMachine(RuleBasedStateMachine):
                 is_plain=data.draw(st.booleans()),
             )
             for number in data.draw(st.lists(st.integers(0, 5), unique=True, max_size=2))
-        ]
-        self.batches |= {batch.number: batch for batch in batches}
-        closed = data.draw(
-            st.lists(st.sampled_from(list(self.batches)), unique=True, max_size=1)
-            if self.batches
-            else st.just([])
-        )
-        for number in closed:
-            del self.batches[number]
-        for move in moves:
-            self.groups[move.number] = replace(
-                self.groups[move.number],
-                place=move.place,
-                batch=move.batch,
-                deliveries=move.deliveries,
-                reason=move.reason,
-            )
-        for end in ends:
-            group_id = self.groups.pop(end.number).header.group_id
+        }
+        closed = self.batches.keys() | batches.keys()
+        if closed and data.draw(st.booleans()):
+            batches[data.draw(st.sampled_from(sorted(closed)))] = None
+        batches_after = self.batches | batches
+        self.batches = {n: batch for n, batch in batches_after.items() if batch is not None}
+        for number, move in moves.items():
+            self.groups[number] = replace(self.groups[number], move=move)
+        for number, fate in ends.items():
+            group_id = self.groups.pop(number).header.group_id
             if not self.known[group_id].digest:
                 del self.known[group_id]
-            del self.payloads[end.number]
-            self.ended[end.fate] += 1
+            del self.payloads[number]
+            self.ended[fate] += 1
         document = data.draw(st.none() | st.binary(max_size=50))
         self.document = self.document if document is None else document
         facts = data.draw(
@@ -176,7 +162,6 @@ class StoreMachine(RuleBasedStateMachine):
             moves=moves,
             ends=ends,
             batches=batches,
-            closed_batches=closed,
             document=document,
             facts=facts,
             is_durable=data.draw(st.booleans()),
@@ -220,7 +205,7 @@ class StoreMachine(RuleBasedStateMachine):
         absent = 10**6
         answers = self.wait(
             self.store.read([*self.groups, absent]),
-            self.store.commit(Change(moves=[Move(number=absent, place=Place.QUEUED)])),
+            self.store.commit(Change(moves={absent: Move(place=Place.QUEUED)})),
         )
         assert [type(answer) for answer in answers] == [KeyError, KeyError]
 

@@ -560,7 +560,7 @@ class Coordinator(Accounts):
             receipts.append(run.take_in(group, outcome, now=now))
             if outcome is Appended.STORED:
                 self.tokens_in += group.header.num_tokens
-        if run.moves:
+        if run.pending.moves:
             await self._save(is_durable=False)
         self.arrivals.notify()
         if Appended.CONFLICT in outcomes:

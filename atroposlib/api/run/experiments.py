@@ -12,7 +12,6 @@ import math
 import secrets
 import uuid
 
-from atroposlib.api.run.leases import Steps
 from atroposlib.api.run.state import RunState
 from atroposlib.api.run.types import RunFinished
 from atroposlib.api.schemas import RegisterTrainer, Registration, RegistrationReply, Resume
@@ -31,8 +30,8 @@ class Entry(enum.Enum):
     """The experiment it names, else the current one, from a checkpoint."""
 
 
-def choose(asked: RegisterTrainer, *, current: str | None, is_trainer_alive: bool) -> Entry:
-    """Decide how a trainer enters a run whose experiment is `current`; None: no trainer has registered yet.
+def entry_to(run: RunState, asked: RegisterTrainer, *, now: float) -> Entry:
+    """Decide how a trainer enters a run.
 
     Native trainers say what they want. An original one joins if another trainer is alive; otherwise `starting_step` 0
     begins and a higher one resumes.
@@ -41,18 +40,12 @@ def choose(asked: RegisterTrainer, *, current: str | None, is_trainer_alive: boo
         return Entry.RESUME
     if asked.experiment is not None:
         # Its own experiment: the answer to the first registration was lost.
-        return Entry.JOIN if asked.experiment == current else Entry.BEGIN
-    if current is None:
+        return Entry.JOIN if asked.experiment == run.experiment else Entry.BEGIN
+    if run.experiment is None:  # no trainer has registered yet
         return Entry.BEGIN
-    if is_trainer_alive:
+    if run.trainer_seen is not None and now - run.trainer_seen < TRAINER_TIMEOUT_S:
         return Entry.JOIN
     return Entry.RESUME if asked.starting_step > 0 else Entry.BEGIN
-
-
-def entry_to(run: RunState, asked: RegisterTrainer, *, now: float) -> Entry:
-    seen = run.trainer_seen
-    is_alive = seen is not None and now - seen < TRAINER_TIMEOUT_S
-    return choose(asked, current=run.experiment, is_trainer_alive=is_alive)
 
 
 def register(run: RunState, asked: RegisterTrainer, *, now: float) -> RegistrationReply:
@@ -68,7 +61,7 @@ def register(run: RunState, asked: RegisterTrainer, *, now: float) -> Registrati
     else:
         mode = asked.resume
         if run.trainer is None:
-            run.leases.steps = Steps(asked.starting_step)
+            run.leases.last_step = asked.starting_step
         elif mode is Resume.REPLAY and asked.batch_size != run.batch_size:
             mode = Resume.REQUEUE
         if entry is Entry.RESUME:

@@ -68,45 +68,15 @@ class HeldBatch:
     """Both are meaningless unless leased."""
     is_delivered: bool = False
     """Whether a delivery of it was counted; a repeated request does not count it again."""
+    num_bytes: int = field(init=False)
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(header.num_bytes for header in self.headers)
+    def __post_init__(self) -> None:
+        self.num_bytes = sum(header.num_bytes for header in self.headers)
 
 
 class _Closed(NamedTuple):
     lease_id: str
     step: int
-
-
-@dataclass(slots=True)
-class Steps:
-    """Steps assigned to batches; a returned step is assigned again first.
-
-    >>> steps = Steps()
-    >>> steps.take(), steps.take()
-    (1, 2)
-    >>> steps.give_back(1)
-    >>> steps.current, steps.take(), steps.take()
-    (1, 1, 3)
-    """
-
-    last: int = 0
-    returned: list[int] = field(default_factory=list)
-
-    @property
-    def current(self) -> int:
-        """Batches delivered and not given back, counted from the run's starting step."""
-        return self.last - len(self.returned)
-
-    def take(self) -> int:
-        if self.returned:
-            return heappop(self.returned)
-        self.last += 1
-        return self.last
-
-    def give_back(self, step: int) -> None:
-        heappush(self.returned, step)
 
 
 class Leases:
@@ -118,21 +88,24 @@ class Leases:
         """In the order of their acknowledgement."""
         self.to_replay: deque[HeldBatch] = deque()
         """Batches to be delivered again, in this order."""
-        self.steps = Steps()
+        self.last_step = 0
+        """The highest that was assigned to a batch."""
+        self._returned_steps: list[int] = []
+        """A heap: those of batches that were given back are assigned again first."""
         self.epoch = epoch
         """Counts the trainer's incarnations, also across experiments and resets: an earlier one is never served."""
         self.next_number = first_number
         self.freed_step = 0
         """The highest step whose batch was freed."""
         self._first_number = first_number
-        self._trained_bytes = 0
         self._closed: dict[int, _Closed] = {}
         self._newest: dict[str, int] = {}
         """Number of the latest request, by recent request id."""
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Restore what `saved` returned; raises KeyError if it is incomplete."""
-        self.steps = Steps(saved["last_step"], list(saved["returned_steps"]))
+        self.last_step = saved["last_step"]
+        self._returned_steps = list(saved["returned_steps"])
         self.epoch = saved["epoch"]
         self.next_number = saved["next_batch"]
         self.freed_step = saved["freed_step"]
@@ -144,7 +117,7 @@ class Leases:
             if batch.row.state is BatchState.REPLAY:
                 self.to_replay.append(batch)
             elif batch.row.state is BatchState.TRAINED:
-                self._keep(batch)
+                self.trained[batch.row.number] = batch
             else:
                 batch.leased_at = now
                 batch.expires_at = now + batch.row.ttl_s
@@ -154,13 +127,18 @@ class Leases:
         """What a restart needs besides the batches."""
         newest = itertools.islice(reversed(self._closed.items()), MAX_SAVED_LEASES)
         return {
-            "last_step": self.steps.last,
-            "returned_steps": sorted(self.steps.returned),
+            "last_step": self.last_step,
+            "returned_steps": sorted(self._returned_steps),
             "epoch": self.epoch,
             "next_batch": self.next_number,
             "freed_step": self.freed_step,
             "freed_leases": [(number, *closed) for number, closed in newest][::-1],
         }
+
+    @property
+    def current_step(self) -> int:
+        """Batches delivered and not given back, counted from the run's starting step."""
+        return self.last_step - len(self._returned_steps)
 
     # Leases
 
@@ -181,10 +159,12 @@ class Leases:
             self.next_number += 1
         asked = request or LeaseRequest()
         ttl_s = default_ttl_s if asked.ttl_s is None else asked.ttl_s
+        step = heappop(self._returned_steps) if self._returned_steps else self.last_step + 1
+        self.last_step = max(self.last_step, step)
         row = StoredBatch(
             number=number,
             state=BatchState.LEASED,
-            step=self.steps.take(),
+            step=step,
             epoch=self.epoch,
             lease_id=secrets.token_hex(16),
             ttl_s=ttl_s,
@@ -244,14 +224,10 @@ class Leases:
         """Leased batches; plain deliveries do not count."""
         return sum(not batch.row.is_plain for batch in self.leased.values())
 
-    def expired(self, *, now: float) -> list[HeldBatch]:
-        leased = self.leased.values()
-        return [each for each in leased if not each.row.is_plain and now >= each.expires_at]
-
     def take_back(self, batch: HeldBatch) -> None:
         """End a lease without an acknowledgement; the batch is dissolved."""
         del self.leased[batch.row.number]
-        self.steps.give_back(batch.row.step)
+        heappush(self._returned_steps, batch.row.step)
 
     # Acknowledgements
 
@@ -265,25 +241,19 @@ class Leases:
         step = batch.row.step if step is None else step
         batch.row = replace(batch.row, state=BatchState.TRAINED, step=step)
         del self.leased[batch.row.number]
-        self._keep(batch)
-
-    def _keep(self, batch: HeldBatch) -> None:
         self.trained[batch.row.number] = batch
-        self._trained_bytes += batch.num_bytes
 
     def are_too_many(self, policy: RunPolicy) -> bool:
         """Whether the trained batches exceed the limits for batches without a checkpoint."""
-        return (
-            len(self.trained) > policy.keep_trained_batches
-            or self._trained_bytes > policy.keep_trained_bytes
-        )
+        num_bytes = sum(batch.num_bytes for batch in self.trained.values())
+        is_over = num_bytes > policy.keep_trained_bytes
+        return is_over or len(self.trained) > policy.keep_trained_batches
 
     def free(self, batch: HeldBatch) -> None:
         """Remove a trained batch, or a completed plain delivery."""
         number, step = batch.row.number, batch.row.step
         if self.leased.pop(number, None) is None:
             del self.trained[number]
-            self._trained_bytes -= batch.num_bytes
         self._closed[number] = _Closed(batch.row.lease_id, step)
         _drop_oldest(self._closed, MAX_CLOSED)
         self.freed_step = max(self.freed_step, step)
@@ -293,7 +263,7 @@ class Leases:
     @property
     def known_step(self) -> int:
         """The last step that is known to be trained, by count or by the steps that trainers acknowledged."""
-        counted = self.steps.current - len(self.leased)
+        counted = self.current_step - len(self.leased)
         return max([counted, self.freed_step, *(batch.row.step for batch in self.trained.values())])
 
     def undo(self, step: int) -> list[HeldBatch]:
@@ -302,11 +272,10 @@ class Leases:
         undone = [batch for batch in self.trained.values() if batch.row.step > step]
         for batch in undone:
             del self.trained[batch.row.number]
-            self._trained_bytes -= batch.num_bytes
         undone += [*self.leased.values(), *self.to_replay]
         self.leased.clear()
         self.to_replay.clear()
-        self.steps = Steps(step)
+        self.last_step, self._returned_steps = step, []
         return sorted(undone, key=_step)
 
     def replay(self, batch: HeldBatch) -> None:

@@ -60,12 +60,10 @@ class GroupQueue:
         same_version[header.number] = header
         self._lines[header.num_sequences].add(header)
         self._environments[header.env_id].add(header)
-        self._change_supply(header.env_id, header.num_sequences)
         self._count(header, +1)
 
     def remove(self, headers: Iterable[GroupHeader]) -> None:
         """Take groups out. Raises KeyError for one that is not queued."""
-        taken: dict[int | None, int] = {}
         for header in headers:
             version, size, env_id = header.version, header.num_sequences, header.env_id
             del self._versions[version][header.number]
@@ -77,10 +75,7 @@ class GroupQueue:
                 del self._lines[size]
             if not self._environments[env_id]:
                 del self._environments[env_id]
-            taken[env_id] = taken.get(env_id, 0) + size
             self._count(header, -1)
-        for env_id, num_sequences in taken.items():
-            self._change_supply(env_id, -num_sequences)
 
     def _count(self, header: GroupHeader, sign: int) -> None:
         self._num_groups += sign
@@ -88,17 +83,15 @@ class GroupQueue:
         self.total_bytes += sign * header.num_bytes
         self.total_tokens += sign * header.num_tokens
         self.version += 1
-
-    def _change_supply(self, env_id: int | None, change: int) -> None:
-        before = self.supplies.pop(env_id, 0)
-        after = before + change
+        before = self.supplies.pop(header.env_id, 0)
+        after = before + sign * header.num_sequences
         if after:
-            self.supplies[env_id] = after
+            self.supplies[header.env_id] = after
             self._num_supplying[after] = self._num_supplying.get(after, 0) + 1
         if before:
-            num_left = self._num_supplying.pop(before) - 1
-            if num_left:
-                self._num_supplying[before] = num_left
+            self._num_supplying[before] -= 1
+            if not self._num_supplying[before]:
+                del self._num_supplying[before]
 
     # Counts
 

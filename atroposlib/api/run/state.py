@@ -29,7 +29,6 @@ from atroposlib.api.schemas import Registration
 from atroposlib.api.stores.base import (
     Appended,
     Change,
-    End,
     Fate,
     Move,
     NewGroup,
@@ -102,7 +101,8 @@ class RunState:
         self._plan: Plan | NoBatch | None = None
         self._planned_for: tuple[int, ...] = ()
         self._is_stuck = False
-        self._note_nothing()
+        self.pending = Change()
+        """For the store."""
 
     @property
     def batch_size(self) -> int:
@@ -111,7 +111,7 @@ class RunState:
 
     @property
     def current_step(self) -> int:
-        return self.leases.steps.current
+        return self.leases.current_step
 
     @property
     def current_version(self) -> int:
@@ -156,43 +156,29 @@ class RunState:
 
     # Pending changes for the store
 
-    def _note_nothing(self) -> None:
-        self.moves: list[Move] = []
-        self._ends: list[End] = []
-        self._batches: list[HeldBatch] = []
-        self._closed_batches: list[int] = []
-        self._facts: dict[str, bytes] = {}
-
     def note_trainer(self) -> None:
         assert self.trainer is not None
-        self._facts[TRAINER_FACT] = msgspec.json.encode(self.trainer.model_dump())
+        self.pending.facts[TRAINER_FACT] = msgspec.json.encode(self.trainer.model_dump())
 
     def note_environment(self, environment: Environment) -> None:
         # Zero-padded: facts are loaded in the order of their names, so environments by id.
         name = f"{ENVIRONMENT_FACT}{environment.env_id:08}"
-        self._facts[name] = msgspec.json.encode(environment.saved())
+        self.pending.facts[name] = msgspec.json.encode(environment.saved())
 
     def note_batch(self, batch: HeldBatch, place: Place) -> None:
         """Record that the groups of a batch moved to `place`."""
         self._move(batch.headers, place, batch=batch.row.number)
-        self._batches.append(batch)
+        self.pending.batches[batch.row.number] = batch.row
 
     def note_end(self, batch: HeldBatch, *, is_trained: bool = False) -> None:
-        self._closed_batches.append(batch.row.number)
+        self.pending.batches[batch.row.number] = None
         if not is_trained:
             self.shares.forget(batch.row.number)
 
     def take_change(self, *, is_durable: bool) -> Change:
-        change = Change(
-            moves=self.moves,
-            ends=self._ends,
-            batches=[batch.row for batch in self._batches],
-            closed_batches=self._closed_batches,
-            document=self.document(),
-            facts=self._facts,
-            is_durable=is_durable,
-        )
-        self._note_nothing()
+        change, self.pending = self.pending, Change()
+        change.document = self.document()
+        change.is_durable = is_durable
         return change
 
     def document(self) -> bytes:
@@ -219,16 +205,11 @@ class RunState:
         batch: int | None = None,
         reason: str | None = None,
     ) -> None:
-        self.moves += [
-            Move(
-                number=header.number,
-                place=place,
-                batch=batch,
-                deliveries=self.deliveries.get(header.number, 0),
-                reason=reason,
+        for header in headers:
+            deliveries = self.deliveries.get(header.number, 0)
+            self.pending.moves[header.number] = Move(
+                place=place, batch=batch, deliveries=deliveries, reason=reason
             )
-            for header in headers
-        ]
 
     def fits(self, num_sequences: int) -> bool:
         """Whether a group of `num_sequences` can be part of a batch; before a trainer registers, any can."""
@@ -259,7 +240,7 @@ class RunState:
         for header in headers:
             self.deliveries.pop(header.number, None)
             self.ended[fate] += 1
-            self._ends.append(End(number=header.number, fate=fate))
+            self.pending.ends[header.number] = fate
 
     # Batches
 
@@ -435,7 +416,8 @@ class RunState:
 
     def expire(self, *, now: float) -> bool:
         """Expire overdue leases, environments and groups; return whether there were any."""
-        lost = self.leases.expired(now=now)
+        leased = self.leases.leased.values()
+        lost = [each for each in leased if not each.row.is_plain and now >= each.expires_at]
         for batch in lost:
             self.log.warning(
                 "the lease of batch %d (step %d) expired after %.0f s; its %d groups go back",
@@ -521,18 +503,18 @@ def _restore_groups(run: RunState, saved: SavedRun, *, now: float) -> None:
     members: dict[int, list[GroupHeader]] = {row.number: [] for row in saved.batches}
     buffered: list[GroupHeader] = []
     for group in saved.groups:
-        number = group.header.number
-        if group.deliveries:
-            run.deliveries[number] = group.deliveries
-        if group.batch is not None:
-            members[group.batch].append(group.header)
-        elif group.place is Place.DEAD:
-            run.dead.add(group.header, group.reason or "")
-        elif group.place is Place.BUFFERED:
-            buffered.append(group.header)
+        header, move = group.header, group.move
+        if move.deliveries:
+            run.deliveries[header.number] = move.deliveries
+        if move.batch is not None:
+            members[move.batch].append(header)
+        elif move.place is Place.DEAD:
+            run.dead.add(header, move.reason or "")
+        elif move.place is Place.BUFFERED:
+            buffered.append(header)
         else:
-            run.queue.add(group.header)
-            run.latest = number
+            run.queue.add(header)
+            run.latest = header.number
     batches = [HeldBatch(row=row, headers=members[row.number]) for row in saved.batches]
     run.leases.restore_batches(batches, now=now)
     for batch in list(run.leases.leased.values()):

@@ -134,10 +134,9 @@ def known_and_new(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoredGroup:
-    """A group as `open` finds it."""
+class Move:
+    """Where a held group is, from this move on."""
 
-    header: GroupHeader
     place: Place
     batch: int | None = None
     """Number of the batch it is in; None outside LEASED, TRAINED, REPLAY."""
@@ -145,6 +144,15 @@ class StoredGroup:
     """Times it was leased without an acknowledgement."""
     reason: str | None = None
     """Why it is DEAD."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredGroup:
+    """A group as `open` finds it."""
+
+    header: GroupHeader
+    move: Move
+    """The last one."""
 
 
 class BatchState(enum.IntEnum):
@@ -175,45 +183,26 @@ class StoredBatch:
     """Whether it is delivered to a client without leases."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Move:
-    """A held group that changes its place."""
-
-    number: int
-    place: Place
-    batch: int | None = None
-    deliveries: int = 0
-    reason: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class End:
-    """A held group whose payload is freed."""
-
-    number: int
-    fate: Fate
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Change:
     """One change of the run, applied whole or not at all."""
 
-    moves: Sequence[Move] = ()
-    ends: Sequence[End] = ()
-    batches: Sequence[StoredBatch] = ()
-    """Added, or replaced by number."""
-    closed_batches: Sequence[int] = ()
+    moves: dict[int, Move] = field(default_factory=dict)
+    """By group."""
+    ends: dict[int, Fate] = field(default_factory=dict)
+    """Held groups whose payload is freed."""
+    batches: dict[int, StoredBatch | None] = field(default_factory=dict)
+    """Added, or replaced by number; None: removed."""
     document: bytes | None = None
     """Replaces the last; None keeps it. Small: nearly every change writes it."""
-    facts: Mapping[str, bytes] = field(default_factory=dict)
+    facts: dict[str, bytes] = field(default_factory=dict)
     """Added, or replaced by name; the others stay. For what rarely changes, such as one environment."""
     is_durable: bool = True
     """False: a crash may lose it, but only together with all later changes."""
 
     def check(self, held: Container[int]) -> None:
         """Raise KeyError if groups that it moves or ends are not in `held`."""
-        named = [move.number for move in self.moves] + [end.number for end in self.ends]
-        if unknown := [number for number in named if number not in held]:
+        if unknown := [number for number in (*self.moves, *self.ends) if number not in held]:
             raise KeyError(f"groups {unknown} are not stored")
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 
 from atroposlib.api.stores.base import (
     Appended,
     Change,
     Durability,
     Fate,
+    Move,
     NewGroup,
     SavedRun,
     StoredBatch,
@@ -20,6 +20,7 @@ from atroposlib.api.stores.base import (
     known_and_new,
 )
 from atroposlib.api.stores.space import Space
+from atroposlib.scored_data import GroupHeader
 
 
 class MemoryStore:
@@ -35,7 +36,9 @@ class MemoryStore:
 
     def _forget(self) -> None:
         self._space.give_back(self._num_bytes)
-        self._groups: dict[int, StoredGroup] = {}
+        self._headers: dict[int, GroupHeader] = {}
+        self._moves: dict[int, Move] = {}
+        """The last one of each group."""
         self._payloads: dict[int, bytes] = {}
         self._digests: dict[str, bytes] = {}
         self._batches: dict[int, StoredBatch] = {}
@@ -49,7 +52,10 @@ class MemoryStore:
         return SavedRun(
             document=self._document,
             facts={name: self._facts[name] for name in sorted(self._facts)},
-            groups=[self._groups[number] for number in sorted(self._groups)],
+            groups=[
+                StoredGroup(header=header, move=self._moves[number])
+                for number, header in sorted(self._headers.items())
+            ],
             batches=[self._batches[number] for number in sorted(self._batches)],
             ended=Counter(self._ended),
             next_number=self._next_number,
@@ -64,35 +70,31 @@ class MemoryStore:
         self._num_bytes += num_bytes
         for group in new:
             header, number = group.header, group.header.number
-            assert number not in self._groups, f"arrival number {number} is in use"
+            assert number not in self._headers, f"arrival number {number} is in use"
             self._digests[header.group_id] = header.digest
             self._payloads[number] = group.payload
-            self._groups[number] = StoredGroup(header=header, place=group.place)
+            self._headers[number] = header
+            self._moves[number] = Move(place=group.place)
             self._next_number = max(self._next_number, number + 1)
         return outcomes
 
     async def commit(self, change: Change) -> None:
-        change.check(self._groups)
-        for move in change.moves:
-            self._groups[move.number] = replace(
-                self._groups[move.number],
-                place=move.place,
-                batch=move.batch,
-                deliveries=move.deliveries,
-                reason=move.reason,
-            )
-        for end in change.ends:
-            group_id = self._groups.pop(end.number).header.group_id
+        change.check(self._headers)
+        self._moves |= change.moves
+        for number, fate in change.ends.items():
+            del self._moves[number]
+            group_id = self._headers.pop(number).group_id
             if not self._digests[group_id]:
                 del self._digests[group_id]
-            num_bytes = len(self._payloads.pop(end.number))
+            num_bytes = len(self._payloads.pop(number))
             self._num_bytes -= num_bytes
             self._space.give_back(num_bytes)
-            self._ended[end.fate] += 1
-        for batch in change.batches:
-            self._batches[batch.number] = batch
-        for number in change.closed_batches:
-            del self._batches[number]
+            self._ended[fate] += 1
+        for number, batch in change.batches.items():
+            if batch is None:
+                self._batches.pop(number, None)
+            else:
+                self._batches[number] = batch
         if change.document is not None:
             self._document = change.document
         self._facts |= change.facts

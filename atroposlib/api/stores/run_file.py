@@ -157,7 +157,8 @@ class RunFile:
         with _said_of(self.path):
             groups = [
                 msgspec.convert(
-                    row | {"header": row | {"group_id": _group_id(row["group_id"])}}, StoredGroup
+                    {"header": row | {"group_id": _group_id(row["group_id"])}, "move": row},
+                    StoredGroup,
                 )
                 for row in map(dict, self._db.execute("select * from groups order by number"))
             ]
@@ -237,29 +238,28 @@ class RunFile:
 
     def apply(self, change: Change) -> None:
         """Apply `change`. Raises KeyError, with nothing done, if it names unknown groups."""
-        named = [move.number for move in change.moves] + [end.number for end in change.ends]
-        held = self._db.execute(
-            f"select number from groups where number in {_LISTED}", _json(named)
-        )
+        named = _json([*change.moves, *change.ends])
+        held = self._db.execute(f"select number from groups where number in {_LISTED}", named)
         change.check({number for (number,) in held})
         alter = self._db.executemany
         alter(
             "update groups set place = ?, batch = ?, deliveries = ?, reason = ? where number = ?",
-            [(m.place, m.batch, m.deliveries, m.reason, m.number) for m in change.moves],
+            [(m.place, m.batch, m.deliveries, m.reason, n) for n, m in change.moves.items()],
         )
         if change.ends:
-            self._end([end.number for end in change.ends])
+            self._end(list(change.ends))
             alter(
                 "insert into ended values (?, ?) on conflict do"
                 " update set num_groups = num_groups + excluded.num_groups",
-                list(Counter(end.fate for end in change.ends).items()),
+                list(Counter(change.ends.values()).items()),
             )
         alter(
             "insert or replace into batches values"
             " (:number, :state, :step, :epoch, :lease_id, :ttl_s, :request_id, :is_plain)",
-            [asdict(batch) for batch in change.batches],
+            [asdict(batch) for batch in change.batches.values() if batch is not None],
         )
-        alter("delete from batches where number = ?", [(n,) for n in change.closed_batches])
+        closed = [(number,) for number, batch in change.batches.items() if batch is None]
+        alter("delete from batches where number = ?", closed)
         if change.document is not None:
             self._db.execute("update run set document = ?", (change.document,))
         alter("insert or replace into facts values (?, ?)", list(change.facts.items()))

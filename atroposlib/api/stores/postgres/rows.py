@@ -10,7 +10,6 @@ import asyncio
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import asyncpg
@@ -18,11 +17,8 @@ import msgspec
 from isal.isal_zlib import crc32
 
 from atroposlib.api.stores.base import (
-    Appended,
     Change,
-    End,
     Fate,
-    Move,
     NewGroup,
     SavedRun,
     StoredBatch,
@@ -34,16 +30,14 @@ _IS_HEX: Final = re.compile("[0-9a-f]{32}").fullmatch
 
 _INSERT_GROUPS: Final = """
 with new as (
-    insert into ids select $1, key, digest from unnest($2::bytea[], $3::bytea[]) as t (key, digest)
-    on conflict do nothing returning key
+    insert into ids select $1, t.* from unnest($2::bytea[], $3::bytea[]) as t
 )
 insert into groups
     (run_id, key, number, env_id, num_sequences, num_tokens, policy_version, arrival_step, place, segment,
     num_bytes, crc)
 select $1, t.*
-from new join unnest($2::bytea[], $4::bigint[], $5::bigint[], $6::int[], $7::bigint[], $8::bigint[], $9::bigint[],
-    $10::smallint[], $11::int[], $12::int[], $13::bigint[]) as t (key, number) using (key)
-returning number
+from unnest($2::bytea[], $4::bigint[], $5::bigint[], $6::int[], $7::bigint[], $8::bigint[], $9::bigint[],
+    $10::smallint[], $11::int[], $12::int[], $13::bigint[]) as t
 """
 _MOVE_GROUPS: Final = """
 update groups set place = t.place, batch = t.batch, deliveries = t.deliveries, reason = t.reason
@@ -74,29 +68,14 @@ on conflict (run_id, name) do update set value = excluded.value
 """
 
 
-@dataclass(slots=True)
-class Merged:
-    """Changes that follow one another, as one."""
-
-    moves: dict[int, Move] = field(default_factory=dict)
-    ends: list[End] = field(default_factory=list)
-    batches: dict[int, StoredBatch] = field(default_factory=dict)
-    closed_batches: list[int] = field(default_factory=list)
-    facts: dict[str, bytes] = field(default_factory=dict)
-    document: bytes | None = None
-
-    def add(self, change: Change) -> None:
-        self.moves |= {move.number: move for move in change.moves}
-        for end in change.ends:
-            self.moves.pop(end.number, None)
-            self.ends.append(end)
-        self.batches |= {batch.number: batch for batch in change.batches}
-        for number in change.closed_batches:
-            self.batches.pop(number, None)
-            self.closed_batches.append(number)
-        self.facts |= change.facts
-        if change.document is not None:
-            self.document = change.document
+def merge(earlier: Change, later: Change) -> None:
+    """Make `earlier` both changes as one."""
+    earlier.moves |= later.moves
+    earlier.ends |= later.ends
+    earlier.batches |= later.batches
+    earlier.facts |= later.facts
+    if later.document is not None:
+        earlier.document = later.document
 
 
 def key_of(group_id: str) -> bytes:
@@ -123,20 +102,28 @@ def table_of(run_id: int, segment: int) -> str:
     return f"payloads_{run_id}_{segment}"
 
 
+async def known_digests(
+    connection: Any, run_id: int, groups: Sequence[NewGroup]
+) -> dict[str, bytes]:
+    """Return the digests stored for those ids of `groups` that are known."""
+    ids = {key_of(group.header.group_id): group.header.group_id for group in groups}
+    query = "select key, digest from ids where run_id = $1 and key = any($2::bytea[])"
+    return {ids[key]: digest for key, digest in await connection.fetch(query, run_id, list(ids))}
+
+
 async def insert_groups(
     connection: Any, run_id: int, groups: Sequence[NewGroup], *, segment: int
-) -> tuple[list[Appended], dict[int, Location]]:
-    """Insert the groups with unknown ids, and their payloads; return the outcomes and the locations of the new ones."""
-    first: dict[bytes, NewGroup] = {}
-    keys = [key_of(group.header.group_id) for group in groups]
-    for key, group in zip(keys, groups, strict=True):
-        first.setdefault(key, group)
-    crcs = [crc32(group.payload) for group in first.values()]
-    headers = [group.header for group in first.values()]
-    rows = await connection.fetch(
+) -> dict[int, Location]:
+    """Insert groups with unknown ids, and their payloads; return where they are."""
+    headers = [group.header for group in groups]
+    located = {
+        group.header.number: Location(segment, len(group.payload), crc32(group.payload))
+        for group in groups
+    }
+    await connection.execute(
         _INSERT_GROUPS,
         run_id,
-        list(first),
+        [key_of(header.group_id) for header in headers],
         [header.digest for header in headers],
         [header.number for header in headers],
         [header.env_id for header in headers],
@@ -144,86 +131,41 @@ async def insert_groups(
         [header.num_tokens for header in headers],
         [header.policy_version for header in headers],
         [header.arrival_step for header in headers],
-        [group.place for group in first.values()],
-        [segment] * len(first),
-        [len(group.payload) for group in first.values()],
-        crcs,
+        [group.place for group in groups],
+        [segment] * len(groups),
+        [location.length for location in located.values()],
+        [location.crc for location in located.values()],
     )
-    stored = {row[0] for row in rows}
-    digests = {key: group.header.digest for key, group in first.items()}
-    if len(stored) < len(first):
-        digests |= await known_digests(connection, run_id, list(first))
-    outcomes = [
-        Appended.STORED
-        if first[key] is group and group.header.number in stored
-        else _repeated(group, digests[key])
-        for key, group in zip(keys, groups, strict=True)
-    ]
-    new = [group for group in first.values() if group.header.number in stored]
-    if new:
-        await connection.executemany(
-            f"insert into {table_of(run_id, segment)} values ($1, $2)",
-            [(group.header.number, group.payload) for group in new],
-        )
-    locations = {
-        group.header.number: Location(segment, len(group.payload), crc)
-        for group, crc in zip(first.values(), crcs, strict=True)
-        if group.header.number in stored
-    }
-    return outcomes, locations
+    await connection.executemany(
+        f"insert into {table_of(run_id, segment)} values ($1, $2)",
+        [(group.header.number, group.payload) for group in groups],
+    )
+    return located
 
 
-async def known_digests(connection: Any, run_id: int, keys: Sequence[bytes]) -> dict[bytes, bytes]:
-    """Return the digests stored for those keys that are known."""
-    query = "select key, digest from ids where run_id = $1 and key = any($2::bytea[])"
-    return dict(await connection.fetch(query, run_id, keys))
-
-
-async def find_groups(
-    connection: Any, run_id: int, groups: Sequence[NewGroup]
-) -> list[Appended] | None:
-    """Return the outcomes of groups that are all known; None if one is not."""
-    keys = [key_of(group.header.group_id) for group in groups]
-    known = await known_digests(connection, run_id, keys)
-    if not known.keys() >= set(keys):
-        return None
-    return [_repeated(group, known[key]) for key, group in zip(keys, groups, strict=True)]
-
-
-def _repeated(group: NewGroup, digest: bytes) -> Appended:
-    return Appended.DUPLICATE if group.header.digest == digest else Appended.CONFLICT
-
-
-async def apply(connection: Any, run_id: int, changes: Merged) -> None:
-    """Apply changes whose groups and batches are known to exist."""
-    if changes.moves:
-        moves = changes.moves.values()
+async def apply(connection: Any, run_id: int, change: Change) -> None:
+    """Apply a change whose groups and batches are known to exist; but not its document."""
+    if change.moves:
+        moves = change.moves.values()
         status = await connection.execute(
             _MOVE_GROUPS,
             run_id,
-            list(changes.moves),
+            list(change.moves),
             [move.place for move in moves],
             [move.batch for move in moves],
             [move.deliveries for move in moves],
             [None if move.reason is None else _bytes(move.reason) for move in moves],
         )
         assert status == f"UPDATE {len(moves)}", f"{status} of {len(moves)} groups"
-    if changes.ends:
-        fates = Counter(end.fate for end in changes.ends)
-        numbers = [end.number for end in changes.ends]
+    if change.ends:
+        fates = Counter(change.ends.values())
+        numbers = list(change.ends)
         await connection.execute(_END_GROUPS, run_id, numbers, list(fates), list(fates.values()))
-    if changes.closed_batches:
-        await connection.execute(
-            "delete from batches where run_id = $1 and number = any($2::bigint[])",
-            run_id,
-            changes.closed_batches,
-        )
-    if changes.batches:
-        batches = changes.batches.values()
+    if batches := [batch for batch in change.batches.values() if batch is not None]:
         await connection.execute(
             _PUT_BATCHES,
             run_id,
-            list(changes.batches),
+            [batch.number for batch in batches],
             [batch.state for batch in batches],
             [batch.step for batch in batches],
             [batch.epoch for batch in batches],
@@ -232,9 +174,13 @@ async def apply(connection: Any, run_id: int, changes: Merged) -> None:
             [None if batch.request_id is None else _bytes(batch.request_id) for batch in batches],
             [batch.is_plain for batch in batches],
         )
-    if changes.facts:
-        names = [_bytes(name) for name in changes.facts]
-        await connection.execute(_PUT_FACTS, run_id, names, list(changes.facts.values()))
+    if closed := [number for number, batch in change.batches.items() if batch is None]:
+        await connection.execute(
+            "delete from batches where run_id = $1 and number = any($2::bigint[])", run_id, closed
+        )
+    if change.facts:
+        names = [_bytes(name) for name in change.facts]
+        await connection.execute(_PUT_FACTS, run_id, names, list(change.facts.values()))
 
 
 class LoadedRun(NamedTuple):
@@ -263,7 +209,10 @@ async def load(connection: Any, run_id: int) -> LoadedRun:
         if index % 1000 == 0:
             await asyncio.sleep(0)  # other runs are served meanwhile
         reason = None if row["reason"] is None else _str(row["reason"])
-        fields = row | {"header": row | {"group_id": _id_of(row["key"])}, "reason": reason}
+        fields = {
+            "header": row | {"group_id": _id_of(row["key"])},
+            "move": row | {"reason": reason},
+        }
         groups.append(msgspec.convert(fields, StoredGroup))
         locations[row["number"]] = Location(row["segment"], row["num_bytes"], row["crc"])
     batches = []

@@ -42,7 +42,7 @@ class Effects:
         """Groups that were added or moved."""
         self.ended: set[int] = set()
         self.segment: int | None = None
-        """The segment that new payloads go to from now on; None: as before."""
+        """The segment that was created for new payloads; None: none was."""
         self.document: bytes | None = None
         """What replaces the run's document; None: nothing."""
 
@@ -52,28 +52,46 @@ class Effects:
     def end(self, change: Change) -> None:
         """Note what `change` ends. Raises KeyError, with nothing noted, if it names unknown groups."""
         change.check(self)
-        self.ended |= {end.number for end in change.ends}
+        self.ended |= change.ends.keys()
 
 
 class Segments:
-    """The places of all held groups. Only the writer changes them; any thread may read them."""
+    """The segments, and the places of all held groups. Only the writer changes them; any thread may read them."""
 
-    def __init__(self, sizes: Mapping[int, int]) -> None:
-        self.sizes = sizes
-        """Bytes of each segment, kept by the store."""
+    def __init__(self, *, max_bytes: int) -> None:
+        """A segment of `max_bytes` gets no more payloads."""
+        self.sizes: dict[int, int] = {}
+        """Bytes of each segment."""
+        self.current: int | None = None
+        """The segment that new payloads go to; None: the next, to be created."""
+        self.last = -1
         self.places: dict[int, Location] = {}
         """By group number. A group that is moved has a place at every moment."""
+        self._max_bytes = max_bytes
         self._held: dict[int, _Segment] = {}
         """Segments with held groups."""
 
+    def load(self, sizes: Mapping[int, int], places: Mapping[int, Location]) -> None:
+        """Take over what the database says."""
+        self.sizes |= sizes
+        self.last = max(sizes, default=-1)
+        for number, place in places.items():
+            self._note(number, place)
+
     def take_over(self, effects: Effects) -> None:
         """Apply what a committed transaction did."""
+        if effects.segment is not None:
+            self.current = self.last = effects.segment
+            self.sizes[effects.segment] = 0
         for number, place in effects.located.items():
-            self.note(number, place)
+            self.sizes[place.segment] += place.length
+            self._note(number, place)
         for number in effects.ended:
-            self.end(number)
+            self._leave(self.places.pop(number))
+        if self.current is not None and self.sizes[self.current] >= self._max_bytes:
+            self.current = None
 
-    def note(self, number: int, place: Location) -> None:
+    def _note(self, number: int, place: Location) -> None:
         """Record where a group is, and that it left where it was before."""
         before = self.places.get(number)
         self.places[number] = place
@@ -82,10 +100,6 @@ class Segments:
         segment.live_bytes += place.length
         if before is not None:
             self._leave(before)
-
-    def end(self, number: int) -> None:
-        """Forget a group."""
-        self._leave(self.places.pop(number))
 
     def _leave(self, place: Location) -> None:
         segment = self._held[place.segment]
@@ -97,14 +111,20 @@ class Segments:
     def payload_bytes(self) -> int:
         return sum(segment.live_bytes for segment in list(self._held.values()))
 
-    def empty(self, *, current: int | None) -> list[int]:
-        """The segments without a held group, except `current`, to which groups are still added."""
-        return [n for n in self.sizes if n not in self._held and n != current]
+    def close_empty(self) -> None:
+        """Let new payloads go to another segment if the current one holds no group."""
+        if self.current not in self._held:
+            self.current = None
 
-    def sparse(self, now_s: float, *, current: int | None) -> Iterator[int]:
+    def empty(self) -> list[int]:
+        """The segments without a held group, except the current one."""
+        return [n for n in self.sizes if n not in self._held and n != self.current]
+
+    def sparse(self, now_s: float) -> Iterator[int]:
         """Yield segments of which little has been held for `_SPARSE_S`; each again only after the same time."""
         for number, segment in list(self._held.items()):
-            if number == current or segment.live_bytes >= _SPARSE_SHARE * self.sizes.get(number, 0):
+            is_full = segment.live_bytes >= _SPARSE_SHARE * self.sizes.get(number, 0)
+            if number == self.current or is_full:
                 segment.sparse_since_s = None
             elif segment.sparse_since_s is None:
                 segment.sparse_since_s = now_s

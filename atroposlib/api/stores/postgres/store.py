@@ -8,6 +8,7 @@ again, here or by another replica.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -19,18 +20,19 @@ import asyncpg
 from isal.isal_zlib import crc32
 
 from atroposlib.api.stores.base import (
-    Appended,
+    Change,
     CorruptGroups,
     Durability,
+    NewGroup,
     SavedRun,
     StoreBroken,
     StoreFull,
     StoreUsage,
     TermLost,
+    known_and_new,
 )
 from atroposlib.api.stores.postgres import rows
 from atroposlib.api.stores.postgres.owners import Owners, Term
-from atroposlib.api.stores.postgres.rows import Merged
 from atroposlib.api.stores.postgres.segments import Effects, Location, Segments
 from atroposlib.api.stores.postgres.sessions import on_connection
 from atroposlib.api.stores.postgres.space import DatabaseSpace
@@ -70,9 +72,7 @@ class PostgresStore(JobStore):
         segment_bytes: int = 64 << 20,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._sizes: dict[int, int] = {}
-        """Bytes of each segment."""
-        self._segments = Segments(self._sizes)
+        self._segments = Segments(max_bytes=segment_bytes)
         super().__init__(
             f"run {name}", max_commit_bytes=_MAX_COMMIT_BYTES, on_failure=on_failure, clock=clock
         )
@@ -80,11 +80,8 @@ class PostgresStore(JobStore):
         self._pool = pool
         self._owners = owners
         self._space = space or DatabaseSpace()
-        self._segment_bytes = segment_bytes
         self._serial = 0
         """Of the last transaction."""
-        self._open_segment: int | None = None
-        self._last_segment = -1
 
     async def _load(self) -> SavedRun:
         """Also raises `OwnedElsewhere`."""
@@ -97,10 +94,7 @@ class PostgresStore(JobStore):
         except (asyncpg.PostgresError, asyncpg.InterfaceError, OSError) as e:
             raise StoreBroken(f"{self._name} cannot be opened: {e}") from e
         self._serial = loaded.serial
-        self._sizes |= loaded.segments
-        self._last_segment = max(loaded.segments, default=-1)
-        for number, location in loaded.locations.items():
-            self._segments.note(number, location)
+        self._segments.load(loaded.segments, loaded.locations)
         if self._serial == 0:
             return loaded.saved
         found = (
@@ -125,7 +119,7 @@ class PostgresStore(JobStore):
     def usage(self) -> StoreUsage:
         return StoreUsage(
             payload_bytes=self._segments.payload_bytes(),
-            stored_bytes=sum(self._sizes.values()),
+            stored_bytes=sum(self._segments.sizes.values()),
             free_bytes=self._space.room_bytes,
             refusal=self._space.refusal(),
         )
@@ -179,24 +173,25 @@ class PostgresStore(JobStore):
                     job.answer = StoreFull(f"the database cannot store groups now: {e}")
         for job in jobs:
             if isinstance(job.answer, StoreFull):
-                find = partial(rows.find_groups, run_id=self._term.run_id, groups=job.groups)
-                job.answer = await self._on_connection(find) or job.answer
+                known = await self._on_connection(partial(self._known, groups=job.groups))
+                with contextlib.suppress(StoreFull):
+                    job.answer, _ = known_and_new(job.groups, known.get, refusal=job.answer)
+
+    async def _known(self, connection: Any, groups: Sequence[NewGroup]) -> dict[str, bytes]:
+        return await rows.known_digests(connection, self._term.run_id, groups)
 
     async def _apply(self, connection: Any, jobs: Sequence[Job]) -> Effects:
         effects = Effects(self._segments)
-        segment = self._open_segment
         for batch in _batched(jobs):
             groups = [group for job in batch if job.change is None for group in job.groups]
-            outcomes: list[Appended] = []
-            if groups:
-                if segment is None:
-                    segment = effects.segment = self._last_segment + 1
-                    await rows.create_segment(connection, self._term.run_id, segment)
-                outcomes, added = await rows.insert_groups(
-                    connection, self._term.run_id, groups, segment=segment
+            known = await self._known(connection, groups) if groups else {}
+            outcomes, new = known_and_new(groups, known.get, refusal=None)
+            if new:
+                segment = await self._current_segment(connection, effects)
+                effects.located |= await rows.insert_groups(
+                    connection, self._term.run_id, new, segment=segment
                 )
-                effects.located |= added
-            merged = Merged()
+            merged = Change()
             for job in batch:
                 if job.change is not None:
                     try:
@@ -205,7 +200,7 @@ class PostgresStore(JobStore):
                     except KeyError as e:
                         job.answer = e
                     else:
-                        merged.add(job.change)
+                        rows.merge(merged, job.change)
                 else:
                     job.answer = outcomes[: len(job.groups)]
                     del outcomes[: len(job.groups)]
@@ -213,6 +208,15 @@ class PostgresStore(JobStore):
             if merged.document is not None:
                 effects.document = merged.document
         return effects
+
+    async def _current_segment(self, connection: Any, effects: Effects) -> int:
+        """Return the segment that payloads go to; create one if there is none."""
+        if self._segments.current is not None:
+            return self._segments.current
+        if effects.segment is None:
+            effects.segment = self._segments.last + 1
+            await rows.create_segment(connection, self._term.run_id, effects.segment)
+        return effects.segment
 
     # Transactions.
 
@@ -246,7 +250,7 @@ class PostgresStore(JobStore):
 
         effects = await self._on_connection(attempt)
         self._serial += 1
-        self._take_over(effects)
+        self._segments.take_over(effects)
 
     @property
     def _fence(self) -> str:
@@ -272,29 +276,18 @@ class PostgresStore(JobStore):
         """Call `work` with a connection; see `sessions.on_connection`."""
         return await on_connection(self._pool, work, who=self._name)
 
-    def _take_over(self, effects: Effects) -> None:
-        if effects.segment is not None:
-            self._open_segment = self._last_segment = effects.segment
-            self._sizes[effects.segment] = 0
-        for location in effects.located.values():
-            self._sizes[location.segment] += location.length
-        self._segments.take_over(effects)
-        current = self._open_segment
-        if current is not None and self._sizes[current] >= self._segment_bytes:
-            self._open_segment = None
-
     # Segments.
 
     async def _look_after(self, now_s: float) -> None:
         """Move the last groups of segments that nearly all have left, and drop those without held groups."""
-        if self._space.refusal() and self._open_segment in self._segments.empty(current=None):
-            self._open_segment = None  # it takes room that groups wait for
-        for number in self._segments.sparse(now_s, current=self._open_segment):
+        if self._space.refusal():
+            self._segments.close_empty()  # it takes room that groups wait for
+        for number in self._segments.sparse(now_s):
             await self._move_last_groups(number)
         await self._drop_empty_segments()
 
     async def _drop_empty_segments(self) -> None:
-        empty = self._segments.empty(current=self._open_segment)[:MAX_DROPS]
+        empty = self._segments.empty()[:MAX_DROPS]
 
         async def drop(connection: Any) -> Effects:
             await rows.drop_segments(connection, self._term.run_id, empty)
@@ -308,17 +301,14 @@ class PostgresStore(JobStore):
                 self._next_look_s += _LOCKED_S
                 return
             for number in empty:
-                del self._sizes[number]
+                del self._segments.sizes[number]
 
     async def _move_last_groups(self, source: int) -> None:
         places = {n: each for n, each in self._segments.places.items() if each.segment == source}
 
         async def move(connection: Any) -> Effects:
             effects = Effects(self._segments)
-            target = self._open_segment
-            if target is None:
-                target = effects.segment = self._last_segment + 1
-                await rows.create_segment(connection, self._term.run_id, target)
+            target = await self._current_segment(connection, effects)
             await rows.move_payloads(
                 connection, self._term.run_id, list(places), source=source, target=target
             )
@@ -340,7 +330,7 @@ class PostgresStore(JobStore):
             return effects
 
         await self._transact(erase)
-        self._open_segment = None
+        self._segments.close_empty()
         await self._drop_empty_segments()
 
 

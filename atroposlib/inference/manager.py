@@ -28,12 +28,12 @@ from atroposlib.inference.config import (
     ServerManagerConfig,
 )
 from atroposlib.inference.harness import ServerHarness, answer_from_hash
-from atroposlib.inference.servers.admission import choose, start_turn
+from atroposlib.inference.servers.admission import choose, start_turn, wait_for_first
 from atroposlib.inference.servers.api_server import APIServer, TokenCompletions, call
-from atroposlib.inference.servers.choices import part_of, run_together, split_n, wait_for_first
 from atroposlib.inference.servers.openai import OpenAIServer
+from atroposlib.inference.servers.openai_routes import part_of, split_n
 from atroposlib.inference.servers.reasoning import ReasoningConfig
-from atroposlib.inference.servers.sampling_notes import item_notes, recorded
+from atroposlib.inference.servers.sampling_notes import item_notes, recorded, run_together
 from atroposlib.inference.servers.vllm import VLLMServer
 from atroposlib.inference.sessions.managed_server import ManagedServer
 from atroposlib.inference.sessions.text_sessions import DummyManagedServer, TextSession

@@ -13,7 +13,7 @@ from typing import Any
 
 from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig, Outcome, Rollout
-from atroposlib.inference.servers.choices import run_together
+from atroposlib.inference.servers.sampling_notes import run_together
 from tests.builders.environments import Offline
 from tests.faults import bad_rewards
 from tests.faults.closing import MARK

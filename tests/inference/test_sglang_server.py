@@ -18,8 +18,9 @@ from atroposlib.errors import (
 )
 from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.servers import token_ids
+from atroposlib.inference.servers.admission import StreamBroken
+from atroposlib.inference.servers.api_server import listening
 from atroposlib.inference.servers.sglang import SGLangServer, StreamedResults, read_sampled
-from atroposlib.inference.servers.streaming import StreamBroken, listening
 
 NEUTRAL = {
     "temperature": 1.0,

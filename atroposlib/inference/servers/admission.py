@@ -21,16 +21,23 @@ import math
 import random
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, Self, TypeVar, cast
+from typing import Any, Generic, NamedTuple, Self, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 from atroposlib.errors import EngineProtocolError, EngineRejected, EngineUnavailable
 from atroposlib.inference.config import APIServerConfig
-from atroposlib.inference.servers.choices import wait_for_first
-from atroposlib.inference.servers.streaming import StreamBroken
 from atroposlib.patience import MAX_RETRY_AFTER_S, Backoff
 from atroposlib.utils.wording import without_users
 
@@ -60,6 +67,10 @@ STARTS_PER_ROUND = 6
 
 class EngineDown(EngineUnavailable):
     """No server became healthy within a request's maximum wait, so the request is not retried."""
+
+
+class StreamBroken(EngineUnavailable):
+    """An answer broke off whose beginning was told already: another one would not continue it."""
 
 
 def is_transient(error: BaseException) -> bool:
@@ -723,6 +734,19 @@ async def _until_healthy(servers: Sequence[D]) -> Sequence[D]:
         f"inference server {servers[0]._label} is not ready after {longest_s:g} s:"
         f" {servers[0].health_reason or 'no answer'}. Start it, correct base_url, or raise health_wait_s"
     )
+
+
+async def wait_for_first(
+    calls: Iterable[Coroutine[Any, Any, Any]], *, timeout_s: float | None = None
+) -> None:
+    """Run calls concurrently until the first ends; cancel the others."""
+    tasks = [asyncio.create_task(call) for call in calls]
+    try:
+        await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 # The door.

@@ -9,14 +9,16 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from atroposlib.errors import EngineError, EngineRejected
 from atroposlib.inference.config import APIServerConfig
-from atroposlib.inference.servers.admission import Answered, Door, Slot, ask
+from atroposlib.inference.servers.admission import Answered, Door, Slot, StreamBroken, ask
 from atroposlib.inference.servers.reasoning import ReasoningConfig
 from atroposlib.inference.servers.sampling_notes import (
     AnsweredRequest,
@@ -26,7 +28,6 @@ from atroposlib.inference.servers.sampling_notes import (
     position,
     recorded,
 )
-from atroposlib.inference.servers.streaming import StreamBroken, hearing
 from atroposlib.utils.tracing import note_request
 
 
@@ -125,6 +126,38 @@ def with_stop_ids(kwargs: dict[str, Any]) -> dict[str, Any]:
     moved = {"stop": stops.strings or None, "stop_token_ids": stops.token_ids}
     rest = {key: value for key, value in extra.items() if key not in moved}
     return {**kwargs, **({"extra_body": rest} if extra else {}), **moved}
+
+
+Listener = Callable[[list[int]], None]
+"""Called with each further token or tokens of one completion while its request runs."""
+
+
+class Hearing:
+    """The listeners of one call and whether they were told anything: what they know cannot be sampled again."""
+
+    def __init__(self, listeners: Sequence[Listener]) -> None:
+        self._listeners = listeners
+        """One per completion."""
+        self.has_heard = False
+
+    def hear(self, number: int, tokens: list[int]) -> None:
+        if tokens:
+            self.has_heard = True
+            self._listeners[number](tokens)
+
+
+hearing: ContextVar[Hearing | None] = ContextVar("hearing", default=None)
+"""Who listens to the current call."""
+
+
+@contextmanager
+def listening(listeners: Sequence[Listener]) -> Iterator[None]:
+    """Let each of `listeners` hear the tokens of one completion of the call in the block; empty: no listeners."""
+    token = hearing.set(Hearing(listeners) if listeners else None)
+    try:
+        yield
+    finally:
+        hearing.reset(token)
 
 
 class TokenCounts(NamedTuple):

@@ -17,17 +17,18 @@ import msgspec
 
 from atroposlib.errors import EngineProtocolError
 from atroposlib.inference.servers.api_server import TokenCompletions, WeightSpan
-from atroposlib.inference.servers.choices import RequestPart, part_of
 from atroposlib.inference.servers.http_peer import EngineHttpRejected, error_of, excerpt
 from atroposlib.inference.servers.openai_routes import (
     CallKeywords,
     OpenAIRoutesServer,
+    RequestPart,
+    part_of,
     read_request,
 )
-from atroposlib.inference.servers.streaming import StreamedAnswer
 from atroposlib.inference.servers.token_ids import (
     NEUTRAL_SAMPLING,
     SampledCompletion,
+    StreamedAnswer,
     TokenServer,
     checked_completion,
     gather,

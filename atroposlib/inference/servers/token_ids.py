@@ -10,9 +10,10 @@ import asyncio
 import functools
 import logging
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -22,12 +23,11 @@ from atroposlib.inference.servers.admission import HEALTH_TIMEOUT_S
 from atroposlib.inference.servers.api_server import (
     TokenCompletions,
     WeightSpan,
+    hearing,
 )
-from atroposlib.inference.servers.choices import RequestPart
 from atroposlib.inference.servers.http_peer import EngineHttpRejected, strip_v1
-from atroposlib.inference.servers.openai_routes import CallKeywords, HttpServer
+from atroposlib.inference.servers.openai_routes import CallKeywords, HttpServer, RequestPart
 from atroposlib.inference.servers.reasoning import ReasoningConfig
-from atroposlib.inference.servers.streaming import Hear, P, StreamedAnswer, hearing
 from atroposlib.patience import is_transient_status
 from atroposlib.utils.number_list import array_of, joined
 from atroposlib.utils.tokenizers import load_tokenizer
@@ -82,6 +82,41 @@ class _Tokenized(msgspec.Struct, gc=False):
 
 
 _tokenized = msgspec.json.Decoder(_Tokenized)
+
+
+Hear = Callable[[int, list[int]], None]
+"""Called with the index of a completion in its answer, and with each further token or tokens of it."""
+
+
+class Streamed(Protocol):
+    """A completion as the engine reports it."""
+
+    finish_reason: Any
+    """None: it has not ended."""
+
+
+P = TypeVar("P", bound=Streamed)
+
+
+class StreamedAnswer(ABC, Generic[P]):
+    """Collects the completions of an answer from its events."""
+
+    def __init__(self, hear: Hear, *, where: str) -> None:
+        self._hear = hear
+        self._where = where
+        self._found: dict[int, P] = {}
+        """By index, with all tokens so far."""
+
+    @abstractmethod
+    def add(self, event: bytes) -> None:
+        """Take the data of one event, and tell its tokens. Raises msgspec.DecodeError for other data."""
+
+    def whole(self) -> list[P]:
+        """Return the completions after the last event. Raises EngineUnavailable if that did not end them."""
+        found = [each for _, each in sorted(self._found.items())]
+        if not found or any(each.finish_reason is None for each in found):
+            raise EngineUnavailable(f"{self._where}: the stream ended before the answer did")
+        return found
 
 
 class TokenServer(HttpServer):

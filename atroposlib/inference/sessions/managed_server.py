@@ -19,14 +19,13 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from atroposlib.errors import ConfigError, EngineProtocolError, EngineRejected
-from atroposlib.inference.servers.api_server import APIServer, TokenCompletions
+from atroposlib.inference.servers.api_server import APIServer, TokenCompletions, listening
 from atroposlib.inference.servers.openai_routes import (
     OTHER_LIMIT_NAMES,
     completion_from,
     import_openai,
 )
 from atroposlib.inference.servers.sampling_notes import item_notes, recorded
-from atroposlib.inference.servers.streaming import listening
 from atroposlib.inference.sessions.chat_template import ChatTemplate, TemplateOptions
 from atroposlib.inference.sessions.recognition import Difference, SaidTurn, called
 from atroposlib.inference.sessions.sampled_text import TextSoFar, read_turns, stops_to_cut

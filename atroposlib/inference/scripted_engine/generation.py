@@ -17,7 +17,6 @@ from typing import Any, Literal, NamedTuple
 
 from atroposlib.http_bodies import ApiError
 from atroposlib.inference.answerer import (
-    Answerer,
     Answers,
     Ask,
     Completion,
@@ -74,7 +73,7 @@ class _Flight:
         return int(passed_s / self.per_token_s) if self.per_token_s else 2**31
 
 
-class Generator(Answerer):
+class Generator:
     """Answers according to the script."""
 
     def __init__(

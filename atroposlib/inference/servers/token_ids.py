@@ -48,6 +48,22 @@ NEUTRAL_SAMPLING: dict[str, float] = {
 generation_config.json (Qwen's cuts to the top 20 tokens, for example): samples would come from another distribution
 than the reported logprobs."""
 
+VLLM_SAMPLING = frozenset(
+    {
+        "allowed_token_ids",
+        "bad_words",
+        "frequency_penalty",
+        "ignore_eos",
+        "logit_bias",
+        "min_tokens",
+        "presence_penalty",
+        "seed",
+        "stop",
+        "stop_token_ids",
+    }
+)
+"""Further sampling parameters of vLLM."""
+
 THREAD_FROM_TOKENS = 4096
 """Answers with more sampled tokens are read off the event loop: over 0.5 ms each, and many may be concurrent."""
 

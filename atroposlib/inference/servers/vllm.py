@@ -40,6 +40,7 @@ from atroposlib.inference.servers.reasoning import ReasoningConfig
 from atroposlib.inference.servers.token_ids import (
     NEUTRAL_SAMPLING,
     THREAD_FROM_TOKENS,
+    VLLM_SAMPLING,
     SampledCompletion,
     StreamedAnswer,
     TokenServer,
@@ -75,22 +76,13 @@ turns `n` completions into `n` internal requests anyway."""
 SAMPLING_FIELDS = frozenset(
     {
         *NEUTRAL_SAMPLING,
-        "allowed_token_ids",
-        "bad_words",
-        "frequency_penalty",
-        "ignore_eos",
+        *VLLM_SAMPLING,
         "include_stop_str_in_output",
-        "logit_bias",
         "logprobs",
         "max_tokens",
-        "min_tokens",
         "n",
-        "presence_penalty",
-        "seed",
         "skip_special_tokens",
         "spaces_between_special_tokens",
-        "stop",
-        "stop_token_ids",
     }
 )
 """Keywords that mean the same in `/v1/completions` and in `sampling_params` of `/inference/v1/generate` (vLLM 0.32)."""

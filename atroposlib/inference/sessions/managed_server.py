@@ -208,10 +208,10 @@ class ManagedServer:
         tags = self._template.think_tags or THINK
         completions, replies = [], []
         with self._store.continuing(turn):
-            turn, answer = await self._sample(turn, kwargs)
+            turn, answer, turns = await self._sample(turn, kwargs, messages)
             if turn.difference is not None:
                 self._count_broken(turn.difference, len(messages))
-            for sampled in await read_turns(answer, self._template, stops=stops_to_cut(kwargs)):
+            for sampled in turns:
                 reply, finish_reason = await self._reply(
                     sampled, continued, tools, kwargs.get("tool_choice")
                 )
@@ -227,7 +227,6 @@ class ManagedServer:
                     dataclasses.replace(sampled, message=message, finish_reason=finish_reason)
                 )
                 replies.append(reply)
-            _describe(answer, messages, completions)
             has_calls = any("tool_calls" in reply for reply in replies)
             build = completion_with_tool_calls if has_calls else completion_from
             body = self._body(turn, completions, [{"message": reply} for reply in replies])
@@ -244,9 +243,7 @@ class ManagedServer:
         """Yield what `completion` samples; the turn is stored if the block ends without an exception."""
         turn = self._prepare_text(kwargs["prompt"])
         with self._store.continuing(turn):
-            turn, answer = await self._sample(turn, kwargs)
-            completions = await read_turns(answer, self._template, stops=stops_to_cut(kwargs))
-            _describe(answer, None, completions)
+            turn, answer, completions = await self._sample(turn, kwargs)
             texts = [{"text": sampled.visible_text} for sampled in completions]
             completion = completion_from(self._body(turn, completions, texts))
             yield ManagedTurn(completion, answer, turn.full_text)
@@ -448,8 +445,10 @@ class ManagedServer:
     # Answers.
 
     async def _sample(
-        self, turn: PendingTurn, kwargs: dict[str, Any]
-    ) -> tuple[PendingTurn, TokenCompletions]:
+        self, turn: PendingTurn, kwargs: dict[str, Any], messages: Sequence[Any] | None = None
+    ) -> tuple[PendingTurn, TokenCompletions, list[SampledTurn]]:
+        """Return the turn as it was sampled, the answer, and the answer as turns; record their texts."""
+        stops = stops_to_cut(kwargs)
         request = {key: value for key, value in kwargs.items() if key not in _OWN_KEYWORDS}
         if os.environ.get("ATROPOS_DEBUG_REQUESTS") == "1":
             logger.info("Prompt of %d tokens: %.500s", len(turn.tokens), turn.full_text)
@@ -465,15 +464,15 @@ class ManagedServer:
                     f" {len(turn.tokens)} tokens. Please reduce the length of the messages."
                 )
             limit_tokens(request, max(1, room))
+        wanted = int(kwargs.get("n") or 1)
         listeners = []
         if (tell := kwargs.get("on_text")) is not None:
-            stops = stops_to_cut(kwargs)
             is_raw = turn.place is not None and self.has_channels
             listeners = [
                 TextSoFar(
                     self._template, stops, functools.partial(tell, i, turn.full_text), raw=is_raw
                 )
-                for i in range(int(kwargs.get("n") or 1))
+                for i in range(wanted)
             ]
         with listening(listeners):
             raw = await self.server.tokens_and_logprobs_completion(**prompt, **request)
@@ -489,12 +488,15 @@ class ManagedServer:
                 )
             # Keep the engine's tokens: the logprobs are conditioned on them.
             turn = dataclasses.replace(turn, tokens=list(answer.prompt_tokens))
-        wanted = int(kwargs.get("n") or 1)
         if len(answer.output_tokens) != wanted:
             raise EngineProtocolError(
                 f"the engine answered {len(answer.output_tokens)} completions, expected n = {wanted}"
             )
-        return turn, answer
+        turns = await read_turns(answer, self._template, stops=stops)
+        if (record := recorded()) is not None:
+            texts = [sampled.visible_text for sampled in turns]
+            record.describe(answer, messages=messages, texts=texts)
+        return turn, answer, turns
 
     def _with_tokens(self, turn: PendingTurn, tokens: list[int]) -> PendingTurn:
         """Return a turn with images with the prompt's tokens, which may begin with those of an earlier turn."""
@@ -565,15 +567,6 @@ def _tokenizer_named(name: str) -> Any:
         return load_tokenizer(name)
     except ConfigError as e:
         raise ConfigError(f"{e}, or call managed_server(tokenizer=...)") from e
-
-
-def _describe(
-    answer: TokenCompletions, messages: Sequence[Any] | None, completions: Sequence[SampledTurn]
-) -> None:
-    """Record the text of an answer, if the current item's requests are recorded."""
-    if (record := recorded()) is not None:
-        texts = [sampled.visible_text for sampled in completions]
-        record.describe(answer, messages=messages, texts=texts)
 
 
 def limit_tokens(request: dict[str, Any], room: int) -> None:

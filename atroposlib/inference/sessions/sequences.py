@@ -128,9 +128,6 @@ class _Tracked:
     is_shown: bool = False
     """Whether the caller has the node, which then stays as it is: the next turn grows a copy."""
 
-    def __len__(self) -> int:
-        return len(self.node.tokens)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeMatch:
@@ -347,39 +344,31 @@ class SequenceStore:
                     f"{len(sampled.logprobs)} logprobs for {len(sampled.tokens)} sampled tokens"
                 )
         parent = None if self.keep_parents or turn.parent is None else turn.parent.tracked
-        added = []
+        changed = []
         for choice, sampled in enumerate(completions):
-            if choice == 0 and parent is not None and turn.num_kept == len(parent):
+            if choice == 0 and parent is not None and turn.num_kept == len(parent.node.tokens):
                 if parent.is_shown:
                     parent.node, parent.is_shown = self._prompt_node(turn), False
                 parent.last = self._append(parent.node, turn, choice, sampled)
-                self._index(parent, turn)
+                changed.append(parent)
             else:
                 node = self._prompt_node(turn)
                 last = self._append(node, turn, choice, sampled)
-                added.append(_Tracked(order=turn.order, choice=choice, node=node, last=last))
+                changed.append(_Tracked(order=turn.order, choice=choice, node=node, last=last))
         place = bisect_right(self._tracked, turn.order, key=lambda tracked: tracked.order)
-        self._tracked[place:place] = added
-        for tracked in added:
-            self._index(tracked, turn)
-
-    def _index(self, tracked: _Tracked, turn: PendingTurn) -> None:
-        """Add the last stage of a node to the lookup tables."""
-        match = NodeMatch(tracked=tracked, stage=tracked.last)
-        self._matches.append(match)
-        if match.stage.message is None:
-            return
+        self._tracked[place:place] = [tracked for tracked in changed if tracked is not parent]
         point = self._chats
         for message in turn.messages:
-            known = point.next.get(message)
-            if known is None:
-                known = point.next[message] = _Point()
-            point = known
-        answer = match.stage.message.identity
-        following = point.next.get(answer)
-        if following is None or following.given:
-            following = point.next[answer] = _Point()
-        following.matches.append(match)
+            point = point.next.setdefault(message, _Point())
+        for tracked in changed:
+            match = NodeMatch(tracked=tracked, stage=tracked.last)
+            self._matches.append(match)
+            if match.stage.message is not None:
+                answer = match.stage.message.identity
+                following = point.next.get(answer)
+                if following is None or following.given:
+                    following = point.next[answer] = _Point()
+                following.matches.append(match)
 
     def _can_grow(self, match: NodeMatch) -> bool:
         # Of equally long prefixes the end of a node is preferred: continuing there grows it instead of branching.

@@ -23,7 +23,12 @@ from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.servers.admission import HEALTH_TIMEOUT_S, start_turn
 from atroposlib.inference.servers.answer_cache import AnswerCache
 from atroposlib.inference.servers.api_server import APIServer, hearing
-from atroposlib.inference.servers.http_peer import EngineHttpRejected, HttpPeer, excerpt
+from atroposlib.inference.servers.http_peer import (
+    EngineHttpRejected,
+    HttpPeer,
+    decoded_or_none,
+    excerpt,
+)
 from atroposlib.inference.servers.rate_limit import RateLimiter
 from atroposlib.inference.servers.reasoning import ReasoningConfig
 from atroposlib.inference.servers.sampling_notes import run_together
@@ -311,9 +316,10 @@ class OpenAIRoutesServer(HttpServer):
         """Return the models the server lists, [] if it does not tell; set `context_len` if it tells that."""
         try:
             status, body = await self._peer.get(self.prefix + "/models", timeout_s=HEALTH_TIMEOUT_S)
-            models = _served_models.decode(body).data if status == 200 else []
-        except (EngineUnavailable, msgspec.DecodeError, UnicodeDecodeError):
+        except EngineUnavailable:
             return []
+        served = decoded_or_none(_served_models, body) if status == 200 else None
+        models = [] if served is None else served.data
         own = [each for each in models if each.id == self.config.model_name] or models
         lengths = [each.max_model_len for each in own]
         if all(type(length) is int and length > 0 for length in lengths):

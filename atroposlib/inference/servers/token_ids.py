@@ -25,7 +25,11 @@ from atroposlib.inference.servers.api_server import (
     WeightSpan,
     hearing,
 )
-from atroposlib.inference.servers.http_peer import EngineHttpRejected, strip_v1
+from atroposlib.inference.servers.http_peer import (
+    EngineHttpRejected,
+    decoded_or_none,
+    strip_v1,
+)
 from atroposlib.inference.servers.openai_routes import CallKeywords, HttpServer, RequestPart
 from atroposlib.inference.servers.reasoning import ReasoningConfig
 from atroposlib.patience import is_transient_status
@@ -281,18 +285,11 @@ class TokenServer(HttpServer):
                 return None
             if is_transient_status(status):
                 return None
-            info = _read_weight_info(body) if status == 200 else None
+            info = decoded_or_none(_weight_info, body) if status == 200 else None
             if info is None:
                 self.version_paths = tuple(each for each in self.version_paths if each != path)
             elif info.weight_version is not None:
                 return str(info.weight_version)
-        return None
-
-
-def _read_weight_info(body: bytes) -> _WeightInfo | None:
-    try:
-        return _weight_info.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
         return None
 
 

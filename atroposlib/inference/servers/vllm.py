@@ -28,7 +28,7 @@ from atroposlib.inference.servers.api_server import (
     WeightSpan,
     hearing,
 )
-from atroposlib.inference.servers.http_peer import EngineHttpRejected, excerpt
+from atroposlib.inference.servers.http_peer import EngineHttpRejected, decoded_or_none, excerpt
 from atroposlib.inference.servers.openai_routes import (
     OTHER_LIMIT_NAMES,
     CallKeywords,
@@ -189,8 +189,7 @@ class VLLMServer(TokenServer, OpenAIRoutesServer):
     ) -> None:
         super().__init__(config, reasoning_config)
         self._listed: frozenset[str] | None = None
-        """Paths in the server's `/openapi.json`; None if it has none."""
-        self._has_listed = False
+        """Paths in the server's `/openapi.json`, empty if it has none; None: not asked yet."""
         self._listing = asyncio.Lock()  # one listing for the first, concurrent requests
         self._uses_tokens_route = True
         """False once the route proved missing or refused a request."""
@@ -313,26 +312,20 @@ class VLLMServer(TokenServer, OpenAIRoutesServer):
 
     async def _offers(self, path: str, *, unless_known: bool) -> bool:
         """Whether the server lists a route; `unless_known` if it has no list."""
-        if not self._has_listed:
-            async with self._listing:
-                if not self._has_listed:
-                    self._listed = await self._list_routes()
-                    self._has_listed = True
-        return unless_known if self._listed is None else path in self._listed
+        async with self._listing:
+            if self._listed is None:
+                self._listed = await self._list_routes()
+        return path in self._listed if self._listed else unless_known
 
-    async def _list_routes(self) -> frozenset[str] | None:
+    async def _list_routes(self) -> frozenset[str]:
         status, body = await self._peer.get("/openapi.json", timeout_s=HEALTH_TIMEOUT_S)
         if status >= 500:  # not permanent
             raise EngineUnavailable(
                 f"GET {self._peer.root}/openapi.json answered {status}: {excerpt(body)}",
                 status=status,
             )
-        if status != 200:
-            return None
-        try:
-            return frozenset(_description.decode(body).paths)
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            return None
+        described = decoded_or_none(_description, body) if status == 200 else None
+        return frozenset(described.paths if described else ())
 
     # Prompt logprobs.
 

@@ -33,7 +33,6 @@ from atroposlib.inference.sessions.sequences import (
     ChatPlace,
     NodeMatch,
     PendingTurn,
-    SampledMessage,
     SampledTurn,
     SequenceNode,
     SequenceStore,
@@ -218,13 +217,17 @@ class ManagedServer:
                 whole = {**reply, "content": continued + (reply["content"] or "")}
                 thoughts = reply.get("reasoning_content", "")
                 calls = called(reply) if "tool_calls" in reply else ()
-                message = SampledMessage(
+                said = SaidTurn(
+                    whole["content"],
+                    sampled.cut,
+                    calls,
+                    tags,
+                    thoughts,
                     identity=identity(whole),
-                    said=SaidTurn(whole["content"], sampled.cut, calls, tags, thoughts),
                     call_ids=call_ids(reply),
                 )
                 completions.append(
-                    dataclasses.replace(sampled, message=message, finish_reason=finish_reason)
+                    dataclasses.replace(sampled, said=said, finish_reason=finish_reason)
                 )
                 replies.append(reply)
             has_calls = any("tool_calls" in reply for reply in replies)

@@ -69,15 +69,6 @@ class VisibleText:
         return True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampledMessage:
-    """What a caller sees of a sampled chat turn."""
-
-    identity: Hashable
-    said: SaidTurn
-    call_ids: tuple[str, ...] = ()
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class ChatPlace:
     """Where a sampled turn stands in its conversation."""
@@ -102,7 +93,7 @@ class Stage:
     visible_text: VisibleText
     """The text that a caller sees, without special tokens."""
     place: ChatPlace | None
-    message: SampledMessage | None
+    said: SaidTurn | None
     """Both None for text completions."""
     cut: str = ""
     """Sampled text that the caller does not see: the stop string or token that ended the turn, and what follows it."""
@@ -184,7 +175,7 @@ class SampledTurn:
     """The stop string or token id that ended the turn; None for a token that always does."""
     cut: str = ""
     """As `Stage.cut`."""
-    message: SampledMessage | None = None
+    said: SaidTurn | None = None
     """None for text completions."""
     finish_reason: str | None
     weight_versions: list[WeightSpan] | None = None
@@ -284,9 +275,9 @@ class SequenceStore:
         ids = call_ids(messages[index]) if messages and index >= 0 else ()
 
         def rank(match: NodeMatch) -> tuple[bool, bool, int, int]:
-            assert match.stage.message is not None
+            assert match.stage.said is not None
             first = match.tracked.order, match.tracked.choice
-            same_ids = ids == match.stage.message.call_ids
+            same_ids = ids == match.stage.said.call_ids
             return same_ids, self._can_grow(match), -first[0], -first[1]
 
         match = max(found.matches, key=rank, default=None)
@@ -302,10 +293,10 @@ class SequenceStore:
         found = []
         for following in point.next.values() if point else ():
             for match in following.matches:
-                sampled = match.stage.message
-                if sampled is None or sampled.call_ids:
+                said = match.stage.said
+                if said is None or said.call_ids:
                     continue
-                text = sampled.said.content
+                text = said.content
                 # Text cannot follow tokens without text.
                 if content.startswith(text) and (text or not content):
                     found.append((len(text), match))
@@ -363,8 +354,8 @@ class SequenceStore:
         for tracked in changed:
             match = NodeMatch(tracked=tracked, stage=tracked.last)
             self._matches.append(match)
-            if match.stage.message is not None:
-                answer = match.stage.message.identity
+            if match.stage.said is not None:
+                answer = match.stage.said.identity
                 following = point.next.get(answer)
                 if following is None or following.given:
                     following = point.next[answer] = _Point()
@@ -434,7 +425,7 @@ class SequenceStore:
             end=sampled.end,
             visible_text=VisibleText(sampled.visible_text, after=turn.visible_text),
             place=turn.place,
-            message=sampled.message,
+            said=sampled.said,
             cut=sampled.cut,
         )
 
@@ -447,8 +438,8 @@ def _recognised(point: _Point, message: Message) -> tuple[_Point | None, Differe
         if following.given:
             continue
         for match in following.matches:
-            assert match.stage.message is not None
-            given = given_after(match.stage.message.said, message)
+            assert match.stage.said is not None
+            given = given_after(match.stage.said, message)
             if isinstance(given, Difference):
                 differences.append(given)
             elif not given:

@@ -577,7 +577,7 @@ async def test_the_memory_of_a_session_is_in_proportion_to_its_tokens() -> None:
         assert held < 250 * len(node.tokens)
         return held
 
-    assert await bytes_of(60) < 2.5 * await bytes_of(30)
+    assert await bytes_of(40) < 2.5 * await bytes_of(20)
 
 
 async def test_a_turn_copies_the_tokens_before_it_once() -> None:

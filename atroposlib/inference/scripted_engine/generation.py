@@ -198,7 +198,7 @@ class Generator:
             self._flights.discard(flight)
             self._leave(ask.n)
         if flight.is_aborted:
-            plans = [_aborted(plan, sampled) for plan in plans]
+            plans = [_Plan(plan.tokens, min(plan.num_tokens, sampled), "abort") for plan in plans]
         return self._made(ask, plans, version, flight)
 
     def _made(self, ask: Ask, plans: list[_Plan], version: str, flight: _Flight) -> Answers:
@@ -326,10 +326,6 @@ class Generator:
 def _set(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
-
-
-def _aborted(plan: _Plan, num_sampled: int) -> _Plan:
-    return _Plan(plan.tokens, min(plan.num_tokens, num_sampled), "abort")
 
 
 def _cut_spans(version: str, changes: list[tuple[int, str]], num_tokens: int) -> list[WeightSpan]:

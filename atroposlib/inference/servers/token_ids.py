@@ -322,7 +322,12 @@ def checked_completion(
     tokens, logprobs = joined(tokens), joined(logprobs)
     check_sampled(tokens, logprobs, where=where)
     if spans is not None:
-        spans = check_spans(spans, num_tokens=len(tokens), where=where)
+        spans = [span for span in spans if span.num_tokens]
+        total = sum(span.num_tokens for span in spans)
+        if total != len(tokens) or any(span.num_tokens < 0 for span in spans):
+            raise EngineProtocolError(
+                f"{where}: weight versions cover {total} tokens of {len(tokens)}"
+            )
     return SampledCompletion(tokens, logprobs, finish_reason, spans)
 
 
@@ -366,12 +371,3 @@ def gather_top(
         "prompt_topk_token_ids": [[token for token, _ in pairs] for pairs in positions],
         "prompt_topk_logprobs": [[logprob for _, logprob in pairs] for pairs in positions],
     }
-
-
-def check_spans(spans: Sequence[WeightSpan], *, num_tokens: int, where: str) -> list[WeightSpan]:
-    """Return the spans that hold tokens; together they must cover every sampled token."""
-    kept = [span for span in spans if span.num_tokens]
-    total = sum(span.num_tokens for span in kept)
-    if total != num_tokens or any(span.num_tokens < 0 for span in kept):
-        raise EngineProtocolError(f"{where}: weight versions cover {total} tokens of {num_tokens}")
-    return kept

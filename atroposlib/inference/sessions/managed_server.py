@@ -320,7 +320,12 @@ class ManagedServer:
         match, difference = self._store.find_messages(identities, messages[: len(identities)])
         turn = None if match is None else self._continue(match, messages, identities, options)
         if turn is None:
-            turn = self._begin(messages, identities, options)
+            pieces = self._template.render(messages, options=options)
+            assert pieces is not None  # without tracked turns there is one piece
+            text = pieces[0] + (begun_text(messages) or "")
+            tokens = encode_prompt(self.tokenizer, text, add_special_tokens=False)
+            first = ChatPlace(index=len(identities), lead=pieces[0])
+            turn = self._first_turn(text, tokens, messages=identities, place=first)
             if match is not None and difference is None:
                 difference = Difference("template")
         return turn if difference is None else dataclasses.replace(turn, difference=difference)
@@ -345,16 +350,6 @@ class ManagedServer:
                 difference,
                 num_messages,
             )
-
-    def _begin(
-        self, messages: list[dict[str, Any]], before: tuple[Hashable, ...], options: TemplateOptions
-    ) -> PendingTurn:
-        pieces = self._template.render(messages, options=options)
-        assert pieces is not None  # without tracked turns there is one piece
-        text = pieces[0] + (begun_text(messages) or "")
-        tokens = encode_prompt(self.tokenizer, text, add_special_tokens=False)
-        place = ChatPlace(index=len(before), lead=pieces[0])
-        return self._first_turn(text, tokens, messages=before, place=place)
 
     def _first_turn(self, text: str, tokens: list[int], **rest: Any) -> PendingTurn:
         """Prepare a turn that continues no sequence."""

@@ -104,6 +104,15 @@ class ManagedTurn(NamedTuple):
     """The text that it answers; empty if unknown."""
 
 
+class SampledAnswer(NamedTuple):
+    """An answer to a turn."""
+
+    turn: PendingTurn
+    """With the prompt's tokens that the engine reports."""
+    answer: TokenCompletions
+    completions: list[SampledTurn]
+
+
 class ManagedServer:
     """Tracks the token sequences of the calls made through it."""
 
@@ -119,7 +128,7 @@ class ManagedServer:
         self.track_tree = track_tree
         self.tool_parser = tool_parser
         """The tool call parser or its name; None: tool calls stay text."""
-        # Sampled tokens are never rewritten, so `<think>` blocks are kept in either case.
+        # SampledAnswer tokens are never rewritten, so `<think>` blocks are kept in either case.
         self.preserve_think_blocks = preserve_think_blocks
         self.broken_prefixes: Counter[str] = Counter()
         """Turns that could not reuse the tokens of earlier turns, by `Difference.reason`."""
@@ -443,9 +452,12 @@ class ManagedServer:
     # Answers.
 
     async def _sample(
-        self, turn: PendingTurn, kwargs: dict[str, Any], messages: Sequence[Any] | None = None
-    ) -> tuple[PendingTurn, TokenCompletions, list[SampledTurn]]:
-        """Return the turn as it was sampled, the answer, and the answer as turns; record their texts."""
+        self,
+        turn: PendingTurn,
+        kwargs: dict[str, Any],
+        messages: list[dict[str, Any]] | None = None,
+    ) -> SampledAnswer:
+        """Sample what follows a turn and record its texts; `messages` are those of a chat."""
         stops = stops_to_cut(kwargs)
         request = {key: value for key, value in kwargs.items() if key not in _OWN_KEYWORDS}
         if os.environ.get("ATROPOS_DEBUG_REQUESTS") == "1":
@@ -494,7 +506,7 @@ class ManagedServer:
         if (record := recorded()) is not None:
             texts = [sampled.visible_text for sampled in turns]
             record.describe(answer, messages=messages, texts=texts)
-        return turn, answer, turns
+        return SampledAnswer(turn, answer, turns)
 
     def _with_tokens(self, turn: PendingTurn, tokens: list[int]) -> PendingTurn:
         """Return a turn with images with the prompt's tokens, which may begin with those of an earlier turn."""

@@ -128,7 +128,7 @@ class ManagedServer:
         self.track_tree = track_tree
         self.tool_parser = tool_parser
         """The tool call parser or its name; None: tool calls stay text."""
-        # SampledAnswer tokens are never rewritten, so `<think>` blocks are kept in either case.
+        # Sampled tokens are never rewritten, so `<think>` blocks are kept in either case.
         self.preserve_think_blocks = preserve_think_blocks
         self.broken_prefixes: Counter[str] = Counter()
         """Turns that could not reuse the tokens of earlier turns, by `Difference.reason`."""

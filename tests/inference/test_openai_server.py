@@ -201,6 +201,12 @@ async def test_an_api_that_refuses_n_is_asked_n_times() -> None:
     assert [body["n"] for body in peer.bodies] == [2, 1, 1, 1, 1]
 
 
+async def test_requests_for_one_choice_each_have_different_seeds() -> None:
+    async with Peer(chat("a")) as peer:
+        await ask(peer, n=3, seed=5)
+    assert sorted((body["n"], body["seed"]) for body in peer.bodies) == [(1, 6), (1, 7), (3, 5)]
+
+
 # The two names of the token limit.
 
 

@@ -37,7 +37,7 @@ from atroposlib.envs.lengths import num_trained
 from atroposlib.envs.math_answers import boxed_answer
 from atroposlib.envs.math_env import Problem, VerifiedMathConfig, VerifiedMathEnv
 from atroposlib.envs.rows import HubRows
-from atroposlib.inference.servers.choices import run_together
+from atroposlib.inference.servers.sampling_notes import run_together
 
 BOX = "Put the final answer, and nothing else, inside \\boxed{}."
 SAME = 0.975

@@ -29,7 +29,7 @@ from pydantic import Field
 from atroposlib.envs.dataset_env import Outcome, Rollout, Split, number_of
 from atroposlib.envs.judge_env import JudgeEnv, JudgeEnvConfig
 from atroposlib.envs.rows import ChatPrompt, ChatRows
-from atroposlib.inference.servers.choices import run_together
+from atroposlib.inference.servers.sampling_notes import run_together
 from atroposlib.inference.sessions.sequences import SequenceNode
 
 

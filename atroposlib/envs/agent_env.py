@@ -40,8 +40,7 @@ from atroposlib.envs.rewards import RewardFailure
 from atroposlib.envs.rollouts import noting
 from atroposlib.envs.tool_env import call_function
 from atroposlib.errors import EngineError, EnvError
-from atroposlib.inference.servers.choices import run_together
-from atroposlib.inference.servers.sampling_notes import item_notes, note_sampling
+from atroposlib.inference.servers.sampling_notes import item_notes, note_sampling, run_together
 from atroposlib.inference.sessions.proxy_client import create_proxy_session
 from atroposlib.inference.sessions.sequences import SequenceNode, ledger_of, num_sampled, train_once
 from atroposlib.proxy.command import create_app

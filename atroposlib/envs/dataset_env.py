@@ -65,7 +65,7 @@ from atroposlib.envs.rows import (
     without_evaluated,
 )
 from atroposlib.errors import AtroposError, ConfigError, EnvError, Suspicion
-from atroposlib.inference.servers.choices import run_together
+from atroposlib.inference.servers.sampling_notes import run_together
 from atroposlib.utils.estimates import estimate_mean
 
 __all__ = [

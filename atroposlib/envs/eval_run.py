@@ -26,7 +26,7 @@ from typing import Any, Self, TypeAlias
 import yaml
 
 from atroposlib.errors import ConfigError
-from atroposlib.inference.servers.choices import run_together
+from atroposlib.inference.servers.sampling_notes import run_together
 from atroposlib.utils.files import replace_file
 from atroposlib.utils.json_lines import read_lines
 

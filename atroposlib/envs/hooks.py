@@ -28,8 +28,8 @@ from atroposlib.errors import ConfigError, EnvError
 from atroposlib.inference.config import APIServerConfig, ServerBaseline
 from atroposlib.inference.manager import ServerManager
 from atroposlib.inference.servers.api_server import APIServer
-from atroposlib.inference.servers.choices import run_together
 from atroposlib.inference.servers.reasoning import ReasoningConfig
+from atroposlib.inference.servers.sampling_notes import run_together
 from atroposlib.scored_data import OPTIONAL_ROWS, ScoredDataGroup, ScoredDataItem
 from atroposlib.type_definitions import UUID, Item
 from atroposlib.utils.metrics import get_std_min_max_avg

@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 
 from atroposlib.inference.answerer import Ask, InProcessServer
 from atroposlib.inference.manager import ServerManager
-from atroposlib.inference.servers.api_server import TokenCompletions, in_process_config
-from atroposlib.inference.sessions.managed_server import ManagedServer
+from atroposlib.inference.servers.api_server import in_process_config
+from atroposlib.inference.sessions.managed_server import ManagedServer, SampledAnswer
 from atroposlib.inference.sessions.sequences import PendingTurn
-from atroposlib.inference.tools.messages import read_messages
 
 answerer: ContextVar[Any] = ContextVar("answerer", default=None)
 """What answers the requests of the current item, such as an episode; None outside an item."""
@@ -67,12 +66,13 @@ class _ChatNotingSession(ManagedServer):
         self._answerer = answerer.get()
 
     async def _sample(
-        self, turn: PendingTurn, kwargs: dict[str, Any]
-    ) -> tuple[PendingTurn, TokenCompletions]:
-        given = kwargs.get("messages")
-        messages = None if given is None else read_messages(given)
+        self,
+        turn: PendingTurn,
+        kwargs: dict[str, Any],
+        messages: list[dict[str, Any]] | None = None,
+    ) -> SampledAnswer:
         token = _chat.set(_Chat(self._answerer, messages, kwargs.get("tools")))
         try:
-            return await super()._sample(turn, kwargs)
+            return await super()._sample(turn, kwargs, messages)
         finally:
             _chat.reset(token)

@@ -18,8 +18,8 @@ from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, ExtraServers
 from atroposlib.envs.dataset_env import ABORTED, DatasetEnv, DatasetEnvConfig, Outcome, Rollout, Row
 from atroposlib.errors import ConfigError, EngineProtocolError, EnvError
 from atroposlib.inference.manager import ServerManager
-from atroposlib.inference.servers.choices import run_together
 from atroposlib.inference.servers.http_peer import HttpPeer, strip_v1
+from atroposlib.inference.servers.sampling_notes import run_together
 
 Judging: TypeAlias = Literal["rubric", "pairwise", "reward_model"]
 

@@ -30,7 +30,7 @@ from atroposlib.envs.dataset_env import (
 from atroposlib.envs.rewards import RewardFailure
 from atroposlib.envs.rollouts import noting, number_of
 from atroposlib.errors import EnvError
-from atroposlib.inference.servers.choices import run_together
+from atroposlib.inference.servers.sampling_notes import run_together
 
 _TEMPLATE_TOKENS = 16
 """Assumed upper bound of the tokens that a chat template adds to one message."""

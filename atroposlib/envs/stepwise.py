@@ -33,7 +33,7 @@ from atroposlib.inference.answerer import (
     sample_text,
     with_prompt,
 )
-from atroposlib.inference.servers.choices import run_together
+from atroposlib.inference.servers.sampling_notes import run_together
 from atroposlib.inference.servers.token_ids import check_sampled
 from atroposlib.inference.tools.messages import as_dict
 from atroposlib.scored_data import ScoredDataGroup, Strictness, check_group

@@ -19,7 +19,7 @@ from atroposlib.envs.hooks import ExtraServers, Servers
 from atroposlib.errors import ConfigError, GroupError
 from atroposlib.inference.config import APIServerConfig, ServerBaseline
 from atroposlib.inference.manager import ServerManager
-from atroposlib.inference.servers.choices import run_together
+from atroposlib.inference.servers.sampling_notes import run_together
 from atroposlib.scored_data import ScoredGroup, Strictness, check_group
 from atroposlib.type_definitions import Item
 from atroposlib.utils.off_loop import off_loop

@@ -1,4 +1,4 @@
-"""What is behind every imitation of an engine: an `Answerer` turns an `Ask` into token ids, logprobs, finish reasons.
+"""What is behind every imitation of an engine: `answer` turns an `Ask` into token ids, logprobs and finish reasons.
 
 `ServerHarness` (tests, `--testing`, `check`), stepped episodes, replay and the scripted HTTP engine differ in where an
 answer comes from (a script, the trainer, a recording) and where it goes (`InProcessServer`, HTTP). What ends a text and
@@ -11,7 +11,7 @@ import dataclasses
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from atroposlib.inference.servers.api_server import APIServer, Stops, TokenCompletions, read_stops
 from atroposlib.inference.servers.openai_routes import (
@@ -70,14 +70,6 @@ class Answers(NamedTuple):
     prompt_tokens: list[int]
     """[P] empty if unknown."""
     completions: list[Completion]
-
-
-class Answerer(Protocol):
-    """Whatever answers in place of a model."""
-
-    @abstractmethod
-    async def answer(self, ask: Ask) -> Answers:
-        """Return `ask.n` completions."""
 
 
 class Sampled(NamedTuple):
@@ -150,8 +142,12 @@ def ask_of(given: Mapping[str, Any], *, stops: Stops) -> Ask:
     )
 
 
-class InProcessServer(APIServer, Answerer):
-    """An answerer as an inference server of this process."""
+class InProcessServer(APIServer):
+    """An inference server of this process: something that answers in place of a model."""
+
+    @abstractmethod
+    async def answer(self, ask: Ask) -> Answers:
+        """Return `ask.n` completions."""
 
     def read(self, kwargs: dict[str, Any], *, wants_tokens: bool = False) -> Ask:
         """Return what a call asks for; without a limit, a text ends where it ends."""

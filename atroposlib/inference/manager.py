@@ -28,12 +28,12 @@ from atroposlib.inference.config import (
     ServerManagerConfig,
 )
 from atroposlib.inference.harness import ServerHarness, answer_from_hash
-from atroposlib.inference.servers.admission import choose, start_turn
+from atroposlib.inference.servers.admission import choose, start_turn, wait_for_first
 from atroposlib.inference.servers.api_server import APIServer, TokenCompletions, call
-from atroposlib.inference.servers.choices import part_of, run_together, split_n, wait_for_first
 from atroposlib.inference.servers.openai import OpenAIServer
+from atroposlib.inference.servers.openai_routes import part_of, split_n
 from atroposlib.inference.servers.reasoning import ReasoningConfig
-from atroposlib.inference.servers.sampling_notes import item_notes, recorded
+from atroposlib.inference.servers.sampling_notes import item_notes, recorded, run_together
 from atroposlib.inference.servers.vllm import VLLMServer
 from atroposlib.inference.sessions.managed_server import ManagedServer
 from atroposlib.inference.sessions.text_sessions import DummyManagedServer, TextSession
@@ -249,24 +249,24 @@ class ServerManager:
             return
         await start_turn()
         server = self._at(base_url) if base_url else await self._choose()
-        managed = self._manage(
-            server,
-            tokenizer=tokenizer,
-            track_tree=track_tree,
-            tool_parser=parser,
-            preserve_think_blocks=preserve_think_blocks,
-        )
+        managed: ManagedServer | DummyManagedServer
+        if isinstance(server, OpenAIServer):
+            managed = self._text_session(server, tokenizer=tokenizer, track_tree=track_tree)
+        else:
+            managed = self.session_class(
+                server,
+                tokenizer=tokenizer,
+                track_tree=track_tree,
+                tool_parser=parser,
+                preserve_think_blocks=preserve_think_blocks,
+            )
         try:
             with server.assigned("train"):
                 yield managed
         finally:
             managed.reset()
 
-    def _manage(
-        self, server: APIServer, *, tokenizer: Any, track_tree: bool, **options: Any
-    ) -> ManagedServer | DummyManagedServer:
-        if not isinstance(server, OpenAIServer):
-            return self.session_class(server, tokenizer=tokenizer, track_tree=track_tree, **options)
+    def _text_session(self, server: OpenAIServer, **options: Any) -> DummyManagedServer:
         if (record := recorded()) is not None and record.takes_text:
             if not self._has_warned_of_text:
                 self._has_warned_of_text = True
@@ -274,7 +274,7 @@ class ServerManager:
                     "%s returns no token ids: the rows hold text alone and cannot be trained on token-exactly",
                     server.config.base_url or "the OpenAI API",
                 )
-            return TextSession(server, record, tokenizer=tokenizer, track_tree=track_tree)
+            return TextSession(server, record, **options)
         if not _allows_dummy_tokens():
             raise NotImplementedError(TEXT_ONLY)
         if not self._warned_about_dummy:
@@ -283,7 +283,7 @@ class ServerManager:
                 "%s is set: token ids and logprobs are made up and must not be trained on",
                 ALLOW_DUMMY_VARIABLE,
             )
-        return DummyManagedServer(server, tokenizer=tokenizer, track_tree=track_tree)
+        return DummyManagedServer(server, **options)
 
     @asynccontextmanager
     async def _proxy_session(

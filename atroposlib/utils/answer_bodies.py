@@ -1,6 +1,6 @@
 """The bodies of chat and text completions, as written by the two engines, the proxy, and sessions for their callers.
 
-The shapes are OpenAI's, the values of what JSON lacks are vLLM's. `inference/servers/vllm_bodies.py` reads such bodies.
+The shapes are OpenAI's, the values of what JSON lacks are vLLM's. `inference/servers/vllm.py` reads such bodies.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from atroposlib.inference.servers.vllm_bodies import gather_choices, read_choices
+from atroposlib.inference.servers.vllm import gather_choices, read_choices
 from atroposlib.samples import group_advantages
 from atroposlib.scored_data import Strictness
 from atroposlib.wire import split_packed, unpack_group

@@ -58,36 +58,36 @@ def test_a_server_that_is_fine_loses_less_than_5_percent() -> None:
     rates = []
     for one in (client(), client(adaptive_concurrency=False)):
         with simulated(one, runs_all=True, token_time=batching) as simulation:
-            simulation.run(120)
-            rates.append(rate_until(simulation, 300))
+            simulation.run(60)
+            rates.append(rate_until(simulation, 150))
     assert rates[0] >= 0.95 * rates[1]
 
 
 def test_a_server_that_slows_down_is_kept_near_its_best_level() -> None:
     with simulated(client(), runs_all=True, token_time=thrashing) as simulation:
         simulation.run(60)
-        assert rate_until(simulation, 240) >= 0.85 * 64 / TOKEN_TIME_S
+        assert rate_until(simulation, 150) >= 0.85 * 64 / TOKEN_TIME_S
 
 
 def test_a_server_that_becomes_slower_is_not_taken_for_an_overloaded_one() -> None:
     with simulated(client(), runs_all=True) as simulation:
         simulation.run(60)
         simulation.engines[0].change(token_time=lambda running, slots: 3 * TOKEN_TIME_S)
-        simulation.run(120)
-        assert rate_until(simulation, 240) >= 0.95 * CAP / (3 * TOKEN_TIME_S)
+        simulation.run(100)
+        assert rate_until(simulation, 160) >= 0.95 * CAP / (3 * TOKEN_TIME_S)
 
 
 def test_longer_answers_do_not_look_like_overload() -> None:
     with simulated(client(), runs_all=True) as simulation:
         simulation.run(60)
         simulation.engines[0].change(lengths=lambda rng: rng.randint(500, 3500))
-        assert rate_until(simulation, 240) >= 0.95 * CAP / TOKEN_TIME_S
+        assert rate_until(simulation, 150) >= 0.95 * CAP / TOKEN_TIME_S
 
 
 def test_requests_do_not_time_out_in_the_queue_of_a_server() -> None:
     with simulated(client(num_max_requests_at_once=512), timeout_s=10.0) as simulation:
         simulation.run(60)
-        assert rate_until(simulation, 240) >= 0.9 * 64 / TOKEN_TIME_S
+        assert rate_until(simulation, 150) >= 0.9 * 64 / TOKEN_TIME_S
         [one] = simulation.clients
         assert one.num_failed == 0
         assert one.num_timed_out < 0.1 * len(one.answers)  # 6 for each without a limit
@@ -110,9 +110,9 @@ def test_storms_of_refusals_end() -> None:
 def test_environments_that_share_a_server_all_get_a_fair_part() -> None:
     clients = [client(starts_at=at) for at in (0, 60)]
     with simulated(*clients, max_waiting=16) as simulation:
-        simulation.run(240)
+        simulation.run(160)
         before = [one.num_tokens for one in clients]
-        rate = rate_until(simulation, 400)
+        rate = rate_until(simulation, 260)
         parts = [one.num_tokens - num for one, num in zip(clients, before, strict=True)]
     assert 2 * min(parts) >= 0.6 * sum(parts)
     assert rate >= 0.95 * 64 / TOKEN_TIME_S
@@ -123,9 +123,9 @@ def test_shares_that_the_hub_gives_divide_the_server() -> None:
     with simulated(*clients) as simulation:
         for one, share in zip(clients, (0.75, 0.25), strict=True):
             simulation.wait(one.doors[0].update_weight(share))
-        simulation.run(120)
+        simulation.run(80)
         before = [one.num_tokens for one in clients]
-        simulation.run(300)
+        simulation.run(180)
         parts = [one.num_tokens - num for one, num in zip(clients, before, strict=True)]
     assert parts[0] / sum(parts) == pytest.approx(0.75, abs=0.05)
 

@@ -17,10 +17,9 @@ from atroposlib.inference.scripted_engine import (
     ScriptedEngine,
     made_up_logprobs,
 )
-from atroposlib.inference.servers.api_server import APIServer
+from atroposlib.inference.servers.api_server import APIServer, listening
 from atroposlib.inference.servers.openai import OpenAIServer
 from atroposlib.inference.servers.sglang import SGLangServer
-from atroposlib.inference.servers.streaming import listening
 from atroposlib.inference.servers.trl import TrlVllmServer
 from atroposlib.inference.servers.vllm import VLLMServer
 from atroposlib.inference.sessions.managed_server import ManagedServer

@@ -52,21 +52,6 @@ async def test_an_end_token_spelled_out_by_the_caller_is_not_doubled() -> None:
     assert text == "<bos><user>one<eos><assistant>yes<eos><user>two<eos><assistant>yes<eos>"
 
 
-async def test_the_oldest_policy_version_of_all_turns_is_kept() -> None:
-    harness = ServerHarness(respond=lambda request: "abc", weight_version="12")
-    managed = ManagedServer(harness)
-    reply = await managed.chat_completion(messages=[user("one")])
-    harness.weight_version = "13"
-    await managed.chat_completion(messages=[user("one"), reply.choices[0].message, user("two")])
-    [node] = managed.get_state()["nodes"]
-    metadata = node.metadata
-    assert metadata["policy_version"] == 12
-    assert [span["weight_version"] for span in metadata["weight_versions"]] == ["12", "13"]
-    for span in metadata["weight_versions"]:
-        labels = node.masked_tokens[span["start"] : span["start"] + span["num_tokens"]]
-        assert -100 not in labels
-
-
 async def test_misaligned_answers_raise_and_leave_no_node() -> None:
     class Short(ServerHarness):
         async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> Any:

@@ -14,9 +14,8 @@ from atroposlib.errors import EngineProtocolError, EngineUnavailable
 from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.harness import ByteTokenizer, ServerHarness
 from atroposlib.inference.manager import ServerManager
-from atroposlib.inference.servers.choices import run_together
 from atroposlib.inference.servers.http_peer import EngineHttpRejected
-from atroposlib.inference.servers.sampling_notes import noting_sampling
+from atroposlib.inference.servers.sampling_notes import noting_sampling, run_together
 from atroposlib.inference.sessions.proxy_client import ProxyManagedServer, create_proxy_session
 from atroposlib.scored_data import Strictness, check_group
 from atroposlib.utils.local_server import serve_locally

@@ -11,12 +11,15 @@ from atroposlib.inference.servers.admission import NUM_ANSWERS, Door, seconds_pe
 
 
 def fleet_of(num: int) -> list[Door]:
-    return [Door(APIServerConfig()) for _ in range(num)]
+    fleet = [Door(APIServerConfig()) for _ in range(num)]
+    for door in fleet:
+        door.fleet = fleet
+    return fleet
 
 
 def answered(fleet: list[Door], number: int, *, seconds: float, times: int = 1) -> None:
     for _ in range(times):
-        fleet[number].recent.add(seconds, 10, fleet=fleet)
+        fleet[number].answered(10, began=0.0, now=seconds)
 
 
 def times(fleet: list[Door]) -> list[float]:

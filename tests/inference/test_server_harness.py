@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from atroposlib.errors import EngineRejected
-from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.harness import (
     ByteTokenizer,
     HarnessRequest,
@@ -15,8 +12,6 @@ from atroposlib.inference.harness import (
     create_chat_completion,
     create_completion,
 )
-from atroposlib.inference.scripted_engine import ScriptedEngine
-from atroposlib.inference.servers.vllm import VLLMServer
 from atroposlib.inference.sessions.managed_server import ManagedServer
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -74,22 +69,3 @@ def test_scripted_answers_repeat_one_text_or_keep_several_with_their_finish_reas
     assert (chat.id, chat.model) == ("test_id", "test_model")
     with pytest.raises(ValueError, match="zip"):
         create_chat_completion("yes", n=3, finish_reason=["stop"])
-
-
-@pytest.mark.parametrize("prompt", [{"prompt": "hi"}, {"prompt": "<bos>hi"}, {"input_ids": [9, 8]}])
-async def test_in_process_and_over_http_a_prompt_has_the_same_tokens_versions_and_logprobs(
-    prompt: dict[str, Any],
-) -> None:
-    def answer(request: HarnessRequest) -> str:
-        return f"one {request.choice} hi"
-
-    found = []
-    async with ScriptedEngine(respond=answer, weight_version="7") as engine:
-        config = APIServerConfig(base_url=engine.url, model_name="scripted", server_type="vllm")
-        for server in (VLLMServer(config), ServerHarness(respond=answer, weight_version="7")):
-            server.tokenizer = ByteTokenizer()
-            asked = {**prompt, "n": 2, "max_tokens": 9, "stop": ["i"]}
-            given = await server.tokens_and_logprobs_completion(**asked)
-            found.append((given, given.weight_versions))
-            await server.close()
-    assert found[0] == found[1]

@@ -134,6 +134,13 @@ async def test_many_completions_are_split_and_merged_in_order() -> None:
     assert len(tokens.weight_versions) == 9
 
 
+async def test_equal_seeds_are_counted_on_over_the_parts_of_a_call() -> None:
+    manager, servers = harnesses(2)
+    await manager.chat_completion(messages=HELLO, n=20, seed=5)
+    asked = [(r["n"], r["seed"]) for server in servers for r in server.requests]
+    assert sorted(asked) == [(4, 21), (8, 5), (8, 13)]
+
+
 async def test_split_is_forwarded_and_never_reaches_the_engine() -> None:
     async with StockVLLM() as engine:
         manager = ServerManager(engine.config())

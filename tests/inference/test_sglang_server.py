@@ -18,8 +18,9 @@ from atroposlib.errors import (
 )
 from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.servers import token_ids
+from atroposlib.inference.servers.admission import StreamBroken
+from atroposlib.inference.servers.api_server import listening
 from atroposlib.inference.servers.sglang import SGLangServer, StreamedResults, read_sampled
-from atroposlib.inference.servers.streaming import StreamBroken, listening
 
 NEUTRAL = {
     "temperature": 1.0,
@@ -122,17 +123,6 @@ async def test_one_version_is_claimed_only_if_the_request_began_under_it(
     async with Peer(result((-0.1, 97), weight_version="3"), gets=gets) as peer:
         answer = await sample(peer)
     assert answer.weight_versions == [claimed]
-
-
-@pytest.mark.parametrize("flagged", [False, True])
-async def test_a_server_that_ignores_n_is_asked_n_times(flagged: bool) -> None:
-    async with Peer(result((-0.1, 97))) as peer:
-        server = make(peer, n_kwarg_is_ignored=flagged)
-        for _ in range(2):
-            answer = await server.tokens_and_logprobs_completion(input_ids=[1], n=3)
-            assert answer.output_tokens == [[97]] * 3
-    sent = [body["sampling_params"]["n"] for body in peer.bodies]
-    assert sent == ([1, 1, 1] if flagged else [3, 1, 1]) + [1, 1, 1]
 
 
 async def test_large_answers_are_requested_in_parts_with_different_seeds(

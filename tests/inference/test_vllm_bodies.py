@@ -10,9 +10,9 @@ import pytest
 
 from atroposlib.errors import EngineProtocolError
 from atroposlib.inference.servers.api_server import TokenCompletions
-from atroposlib.inference.servers.choices import part_of, split_n
+from atroposlib.inference.servers.openai_routes import part_of, split_n
 from atroposlib.inference.servers.token_ids import SampledCompletion
-from atroposlib.inference.servers.vllm_bodies import (
+from atroposlib.inference.servers.vllm import (
     NoTokenIds,
     StreamedChoices,
     completions_per_request,

@@ -17,7 +17,7 @@ from atroposlib.http_bodies import ApiError
 from atroposlib.inference.answerer import Answers, Ask, Completion, ask_of
 from atroposlib.inference.scripted_answers import made_up_candidates
 from atroposlib.inference.scripted_engine.script import Script
-from atroposlib.inference.servers import sglang, vllm_bodies
+from atroposlib.inference.servers import sglang, vllm
 from atroposlib.inference.servers.api_server import Stops
 from atroposlib.utils.answer_bodies import chat_logprobs, completion_body, text_logprobs
 
@@ -147,7 +147,7 @@ def _read_vllm(body: Body, tokens: list[int], engine: Engine) -> Ask:
                 param=name,
             )
     limit = body.get("max_tokens")
-    limit = vllm_bodies.DEFAULT_MAX_TOKENS if limit is None else int(limit)
+    limit = vllm.DEFAULT_MAX_TOKENS if limit is None else int(limit)
     if limit < 1:
         raise ApiError(f"max_tokens must be at least 1, got {limit}.", param="max_tokens")
     return _ask(body, tokens, min(limit, engine.max_model_len - len(tokens)))

@@ -17,7 +17,6 @@ from typing import Any, Literal, NamedTuple
 
 from atroposlib.http_bodies import ApiError
 from atroposlib.inference.answerer import (
-    Answerer,
     Answers,
     Ask,
     Completion,
@@ -74,7 +73,7 @@ class _Flight:
         return int(passed_s / self.per_token_s) if self.per_token_s else 2**31
 
 
-class Generator(Answerer):
+class Generator:
     """Answers according to the script."""
 
     def __init__(
@@ -199,7 +198,7 @@ class Generator(Answerer):
             self._flights.discard(flight)
             self._leave(ask.n)
         if flight.is_aborted:
-            plans = [_aborted(plan, sampled) for plan in plans]
+            plans = [_Plan(plan.tokens, min(plan.num_tokens, sampled), "abort") for plan in plans]
         return self._made(ask, plans, version, flight)
 
     def _made(self, ask: Ask, plans: list[_Plan], version: str, flight: _Flight) -> Answers:
@@ -327,10 +326,6 @@ class Generator(Answerer):
 def _set(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
-
-
-def _aborted(plan: _Plan, num_sampled: int) -> _Plan:
-    return _Plan(plan.tokens, min(plan.num_tokens, num_sampled), "abort")
 
 
 def _cut_spans(version: str, changes: list[tuple[int, str]], num_tokens: int) -> list[WeightSpan]:

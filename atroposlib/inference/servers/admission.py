@@ -15,22 +15,30 @@ failures and its speed. `best` alone chooses among several. Decisions take the t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import math
 import random
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, Self, TypeVar, cast
+from typing import Any, Generic, Self, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 from atroposlib.errors import EngineProtocolError, EngineRejected, EngineUnavailable
 from atroposlib.inference.config import APIServerConfig
-from atroposlib.inference.servers.choices import wait_for_first
-from atroposlib.inference.servers.streaming import StreamBroken
 from atroposlib.patience import MAX_RETRY_AFTER_S, Backoff
 from atroposlib.utils.wording import without_users
 
@@ -60,6 +68,10 @@ STARTS_PER_ROUND = 6
 
 class EngineDown(EngineUnavailable):
     """No server became healthy within a request's maximum wait, so the request is not retried."""
+
+
+class StreamBroken(EngineUnavailable):
+    """An answer broke off whose beginning was told already: another one would not continue it."""
 
 
 def is_transient(error: BaseException) -> bool:
@@ -100,33 +112,30 @@ class StartTurns:
     def __init__(self, *, per_round: int = STARTS_PER_ROUND) -> None:
         self._per_round = per_round
         self._left = per_round
+        """How many more may start in this round; `_next_round` is scheduled unless that is all of them."""
         self._waiters: deque[asyncio.Future[None]] = deque()
-        self._is_counting = False
-        """Whether `_next_round` is scheduled."""
 
     async def take(self) -> None:
         """Return in this round if fewer than `per_round` callers have, else in a later one."""
-        if not self._is_counting:
-            self._is_counting = True
-            asyncio.get_running_loop().call_soon(self._next_round)
-        if self._left > 0 and not self._waiters:
+        loop = asyncio.get_running_loop()
+        if self._left == self._per_round:
+            loop.call_soon(self._next_round)
+        if self._left > 0:
             self._left -= 1
             return
-        waiter = asyncio.get_running_loop().create_future()
+        waiter = loop.create_future()
         self._waiters.append(waiter)
         await waiter
 
     def _next_round(self) -> None:
         self._left = self._per_round
-        if not self._waiters:
-            self._is_counting = False
-            return
         while self._left > 0 and self._waiters:
             waiter = self._waiters.popleft()
             if not waiter.done():
                 waiter.set_result(None)
                 self._left -= 1
-        asyncio.get_running_loop().call_soon(self._next_round)
+        if self._left < self._per_round:
+            asyncio.get_running_loop().call_soon(self._next_round)
 
 
 _turns: WeakKeyDictionary[asyncio.AbstractEventLoop, StartTurns] = WeakKeyDictionary()
@@ -157,9 +166,9 @@ class AsyncSemWithAdaptiveWeight:
     def __init__(self, value: int) -> None:
         if value < 1:
             raise ValueError(f"a limiter needs at least one slot, got {value}")
-        self.max_val = value
+        self.max_val = self.capacity = self._limit = value
+        """`capacity` slots may be used."""
         self.weight = 1.0
-        self._limit = value
         self.in_use = 0
         """Slots that are taken."""
         self._waiters: deque[asyncio.Future[None]] = deque()
@@ -170,11 +179,6 @@ class AsyncSemWithAdaptiveWeight:
         return self.max_val - self.in_use
 
     @property
-    def capacity(self) -> int:
-        """Slots that may be used."""
-        return max(1, int(min(self.max_val, self._limit) * self.weight + 1e-9))
-
-    @property
     def num_waiting(self) -> int:
         """Requests that wait for a slot."""
         return len(self._waiters)
@@ -183,7 +187,7 @@ class AsyncSemWithAdaptiveWeight:
         """Use at most `limit` slots, before weighting; `max_val` stays the cap."""
         if limit != self._limit:
             self._limit = limit
-            self._wake()
+            self._resize()
 
     def min_val(self) -> float:
         """Slots that stay reserved for other environments."""
@@ -192,6 +196,10 @@ class AsyncSemWithAdaptiveWeight:
     def update_weight(self, weight: float) -> None:
         """Set the usable share, clamped to 0..1; waiters that now fit are admitted at once."""
         self.weight = min(max(weight, 0.0), 1.0)
+        self._resize()
+
+    def _resize(self) -> None:
+        self.capacity = max(1, int(min(self.max_val, self._limit) * self.weight + 1e-9))
         self._wake()
 
     def locked(self) -> bool:
@@ -225,10 +233,7 @@ class AsyncSemWithAdaptiveWeight:
         self._wake()
 
     def _wake(self) -> None:
-        if not self._waiters:
-            return
-        capacity = self.capacity
-        while self._waiters and self.in_use < capacity:
+        while self._waiters and self.in_use < self.capacity:
             waiter = self._waiters.popleft()
             if not waiter.done():
                 self.in_use += 1
@@ -382,17 +387,6 @@ class RecentAnswers:
     tokens: float = 0.0
     """Of the longest completion of each answer, which determines its duration."""
 
-    def add(self, seconds: float, num_tokens: int, *, fleet: Sequence[Door]) -> None:
-        """Add an answer; those of the whole fleet so far weigh less from now on."""
-        kept = 1 - 1 / (NUM_ANSWERS * len(fleet))
-        for server in fleet:
-            server.recent.num *= kept
-            server.recent.seconds *= kept
-            server.recent.tokens *= kept
-        self.num += 1
-        self.seconds += seconds
-        self.tokens += num_tokens
-
 
 def seconds_per_token(fleet: Sequence[RecentAnswers]) -> list[float]:
     """Return each server's mean time per token, with the fleet's mean answer as one more; 1 without any answer.
@@ -448,9 +442,9 @@ class Door:
         self._health_asked_at = -HEALTH_REMINDER_S
         self._healthy = asyncio.Event()
         self._healthy.set()
-        self._asked = asyncio.Event()
-        self._checked = asyncio.Event()
-        """Set by the first failed check of a server that is not healthy."""
+        self._probed = asyncio.Event()
+        """Set by the first result since the server was marked unhealthy."""
+        self._is_known = False
         self.health_reason = ""
         """Why the server is not ready; empty if it is, or has no probe result yet."""
         self._fault_logged_at = 0.0
@@ -503,8 +497,16 @@ class Door:
         if self.concurrency is not None:
             self.concurrency.finish(now, started_at=began, num_tokens=num_tokens)
             self.apply_limit()
-        if num_tokens:
-            self.recent.add(now - began, num_tokens, fleet=self.fleet)
+        if not num_tokens:
+            return
+        kept = 1 - 1 / (NUM_ANSWERS * len(self.fleet))
+        for recent in (server.recent for server in self.fleet):
+            recent.num *= kept
+            recent.seconds *= kept
+            recent.tokens *= kept
+        self.recent.num += 1
+        self.recent.seconds += now - began
+        self.recent.tokens += num_tokens
 
     def failed(self, error: BaseException, *, began: float, now: float) -> None:
         """Record how a request ended that started at `began` and got no answer."""
@@ -553,8 +555,8 @@ class Door:
     async def check_server_status_task(self, chat_completion: bool = True) -> None:
         """Probe until the server is healthy, then set `server_healthy`; stop early if no request waits for it."""
         while (fault := await self._find_fault()) is not None:
-            self._asked.set()
-            self._checked.set()
+            self._probed.set()
+            self._is_known = True
             now = time.monotonic()
             if fault != self.health_reason or now - self._fault_logged_at >= self.reminder_s:
                 logger.warning("Inference server %s is not ready: %s", self._label, fault)
@@ -576,20 +578,14 @@ class Door:
     def server_healthy(self, value: bool) -> None:
         if value:
             self._healthy.set()
-            self._asked.set()
+            self._probed.set()
+            self._is_known = True
         elif self._healthy.is_set():
-            self._healthy = asyncio.Event()  # a fresh one, not bound to an earlier event loop
-            self._checked = asyncio.Event()
+            self._forget_events()
 
-    @property
-    def has_failed_check(self) -> bool:
-        """Whether a server that is not healthy has failed a check since it was."""
-        return self._checked.is_set()
-
-    async def checked(self) -> None:
-        """Wait for a failed check."""
-        with self.waiting():
-            await self._checked.wait()
+    def _forget_events(self) -> None:
+        """Begin an outage with fresh events, which are not bound to an earlier event loop."""
+        self._healthy, self._probed = asyncio.Event(), asyncio.Event()
 
     def _watch(self) -> None:
         """Mark the server unhealthy, which holds requests back, and probe it until it is healthy."""
@@ -602,23 +598,22 @@ class Door:
     @property
     def is_known(self) -> bool:
         """Whether a first probe has a result, or the server is never probed."""
-        return self._asked.is_set() or not self.checks_health
+        return self._is_known or not self.checks_health
 
     @property
     def is_ready(self) -> bool:
         """Whether a request that is bound to this server may be sent; one that is never probed always is."""
-        return not self.checks_health or (self._asked.is_set() and self._healthy.is_set())
+        return not self.checks_health or (self._is_known and self._healthy.is_set())
 
     async def first_answer(self) -> None:
         """Probe a server that was never used and wait for the first result, good or bad."""
         if not self.is_known:
             if not self.initialized:
                 self._watch()
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(HEALTH_TIMEOUT_S):
-                    await self._asked.wait()
-            except TimeoutError:
-                self._asked.set()  # no answer counts as a result: not healthy
+                    await self._probed.wait()
+            self._is_known = True  # no answer counts as a result: not healthy
 
     async def healthy_again(self) -> None:
         """Wait without limit until requests may be sent."""
@@ -643,8 +638,7 @@ class Door:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         if not self.server_healthy:
-            self._healthy = asyncio.Event()  # a later request may run in another event loop
-            self._checked = asyncio.Event()
+            self._forget_events()
 
 
 # One of several servers.
@@ -707,11 +701,11 @@ async def _until_healthy(servers: Sequence[D]) -> Sequence[D]:
     longest_s = max(server.config.health_wait_s for server in servers)
     ends = time.monotonic() + longest_s
     while (left_s := ends - time.monotonic()) > 0:
-        unchecked = [server for server in servers if not server.has_failed_check]
+        unchecked = [server for server in servers if not server._probed.is_set()]
         if not unchecked and any(other.server_healthy for other in others):
             return others
-        waits = [server.healthy_again() for server in servers]
-        waits += [server.checked() for server in unchecked]
+        waits: list[Coroutine[Any, Any, object]] = [server.healthy_again() for server in servers]
+        waits += [server._probed.wait() for server in unchecked]
         # There is no event for the recovery of `others`: they are looked at again between waits.
         await wait_for_first(waits, timeout_s=min(left_s, HEALTH_REMINDER_S))
         if any(server.server_healthy for server in servers):
@@ -723,6 +717,19 @@ async def _until_healthy(servers: Sequence[D]) -> Sequence[D]:
         f"inference server {servers[0]._label} is not ready after {longest_s:g} s:"
         f" {servers[0].health_reason or 'no answer'}. Start it, correct base_url, or raise health_wait_s"
     )
+
+
+async def wait_for_first(
+    calls: Iterable[Coroutine[Any, Any, Any]], *, timeout_s: float | None = None
+) -> None:
+    """Run calls concurrently until the first ends; cancel the others."""
+    tasks = [asyncio.create_task(call) for call in calls]
+    try:
+        await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 # The door.
@@ -739,6 +746,8 @@ class Slot(Generic[D]):
     """How long the request took; set on leaving."""
     num_tokens: int | None = None
     """Of the longest completion; the caller sets it if it is known and the server sampled it now."""
+    num_sent: int = 1
+    """Attempts of the request at all servers."""
 
 
 @asynccontextmanager
@@ -775,19 +784,12 @@ async def slot(
         is_retry = True  # the server went down while this request was queued
 
 
-class Answered(NamedTuple, Generic[D, T]):
-    server: D
-    answer: T
-    seconds: float
-    """Of the successful attempt."""
-    num_sent: int
-    """Attempts at all servers."""
-
-
 async def ask(
     servers: Sequence[D], split: str, send: Callable[[Slot[D]], Awaitable[T]]
-) -> Answered[D, T]:
-    """Send a request to one of the servers until it is answered; `send` makes one attempt.
+) -> tuple[Slot[D], T]:
+    """Send a request to one of the servers until it is answered; return the slot that was used, and the answer.
+
+    `send` makes one attempt.
 
     The largest `max_attempts` and `health_wait_s` of the servers apply. A request that one server refuses is sent to
     another one; if that refuses it as well, the request is at fault.
@@ -836,4 +838,5 @@ async def ask(
         else:
             for other in refused:
                 other.blame(began=began, now=time.monotonic())
-            return Answered(taken.server, answer, taken.seconds, num_sent)
+            taken.num_sent = num_sent
+            return taken, answer

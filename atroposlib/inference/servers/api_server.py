@@ -9,24 +9,24 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from atroposlib.errors import EngineError, EngineRejected
 from atroposlib.inference.config import APIServerConfig
-from atroposlib.inference.servers.admission import Answered, Door, Slot, ask
+from atroposlib.inference.servers.admission import Door, Slot, StreamBroken, ask
 from atroposlib.inference.servers.reasoning import ReasoningConfig
 from atroposlib.inference.servers.sampling_notes import (
     AnsweredRequest,
-    ItemRecord,
     item_notes,
     note_sampling,
     position,
     recorded,
 )
-from atroposlib.inference.servers.streaming import StreamBroken, hearing
 from atroposlib.utils.tracing import note_request
 
 
@@ -125,6 +125,38 @@ def with_stop_ids(kwargs: dict[str, Any]) -> dict[str, Any]:
     moved = {"stop": stops.strings or None, "stop_token_ids": stops.token_ids}
     rest = {key: value for key, value in extra.items() if key not in moved}
     return {**kwargs, **({"extra_body": rest} if extra else {}), **moved}
+
+
+Listener = Callable[[list[int]], None]
+"""Called with each further token or tokens of one completion while its request runs."""
+
+
+class Hearing:
+    """The listeners of one call and whether they were told anything: what they know cannot be sampled again."""
+
+    def __init__(self, listeners: Sequence[Listener]) -> None:
+        self._listeners = listeners
+        """One per completion."""
+        self.has_heard = False
+
+    def hear(self, number: int, tokens: list[int]) -> None:
+        if tokens:
+            self.has_heard = True
+            self._listeners[number](tokens)
+
+
+hearing: ContextVar[Hearing | None] = ContextVar("hearing", default=None)
+"""Who listens to the current call."""
+
+
+@contextmanager
+def listening(listeners: Sequence[Listener]) -> Iterator[None]:
+    """Let each of `listeners` hear the tokens of one completion of the call in the block; empty: no listeners."""
+    token = hearing.set(Hearing(listeners) if listeners else None)
+    try:
+        yield
+    finally:
+        hearing.reset(token)
 
 
 class TokenCounts(NamedTuple):
@@ -243,16 +275,16 @@ class APIServer(Door, ABC):
 
     # After an answer.
 
-    def _count(self, answered: Answered[APIServer, Any], split: str) -> None:
+    def _count(self, taken: Slot[APIServer], answer: Any, split: str) -> None:
         is_training = split == "train"
         timings = self.request_timings if is_training else self.eval_request_timings
-        timings.append(answered.seconds)
-        (self.attempts_list if is_training else self.eval_attempts_list).append(answered.num_sent)
-        num_in, num_out, _ = token_counts(answered.answer)
+        timings.append(taken.seconds)
+        (self.attempts_list if is_training else self.eval_attempts_list).append(taken.num_sent)
+        num_in, num_out, _ = token_counts(answer)
         self.num_tokens_in += num_in
         self.num_tokens_out += num_out
         note_request(
-            duration_s=answered.seconds,
+            duration_s=taken.seconds,
             attributes=lambda: {
                 "server.address": self._label,
                 "gen_ai.request.model": self.config.model_name,
@@ -291,36 +323,30 @@ async def call(servers: Sequence[APIServer], method: str, kwargs: dict[str, Any]
     if (notes := item_notes.get()) is not None:
         notes.num_asking += 1
     try:
-        answered = await ask(servers, split, send)
+        taken, answer = await ask(servers, split, send)
     finally:
         if notes is not None:
             notes.num_asking -= 1
-    server, answer = answered.server, answered.answer
-    server._count(answered, split)
+    server = taken.server
+    server._count(taken, answer, split)
     if record is not None:
-        _record(record, number, answered, {**asked, "model": server.config.model_name})
+        if asked.get("messages") is not None:  # the author may append to the list
+            asked["messages"] = list(asked["messages"])
+        record.calls.append(
+            AnsweredRequest(
+                config=server.config,
+                asked={**asked, "model": server.config.model_name},
+                answer=answer,
+                began_at=time.time() - taken.seconds,
+                duration_s=taken.seconds,
+                number=number,
+                after=position.get(),
+            )
+        )
+        position.set(number)
     if isinstance(answer, TokenCompletions):
         if server not in servers:
             answer.stand_in = server
         prompt, outputs = answer[:2]
         note_sampling(kwargs, answer.weight_versions, prompt=prompt, outputs=outputs)
     return answer
-
-
-def _record(
-    record: ItemRecord, number: int, answered: Answered[APIServer, Any], asked: dict[str, Any]
-) -> None:
-    if asked.get("messages") is not None:  # the author may append to the list
-        asked["messages"] = list(asked["messages"])
-    record.calls.append(
-        AnsweredRequest(
-            config=answered.server.config,
-            asked=asked,
-            answer=answered.answer,
-            began_at=time.time() - answered.seconds,
-            duration_s=answered.seconds,
-            number=number,
-            after=position.get(),
-        )
-    )
-    position.set(number)

@@ -64,6 +64,14 @@ def excerpt(body: bytes) -> str:
     return text if len(text) <= EXCERPT_CHARS else text[:EXCERPT_CHARS] + "..."
 
 
+def decoded_or_none(decoder: msgspec.json.Decoder[T], body: bytes) -> T | None:
+    """Return a decoded answer to an optional question; None for other content, as of gateways."""
+    try:
+        return decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
 def _encode_model(value: Any) -> Any:
     # Environments append `completion.choices[0].message`, a pydantic object, to their messages.
     if isinstance(value, BaseModel):

@@ -11,9 +11,9 @@ import importlib
 import logging
 import re
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from pydantic import ValidationError
@@ -22,18 +22,16 @@ from atroposlib.errors import EngineProtocolError, EngineUnavailable
 from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.servers.admission import HEALTH_TIMEOUT_S, start_turn
 from atroposlib.inference.servers.answer_cache import AnswerCache
-from atroposlib.inference.servers.api_server import APIServer
-from atroposlib.inference.servers.choices import (
-    RequestPart,
-    merge_bodies,
-    part_of,
-    run_together,
-    split_n,
+from atroposlib.inference.servers.api_server import APIServer, hearing
+from atroposlib.inference.servers.http_peer import (
+    EngineHttpRejected,
+    HttpPeer,
+    decoded_or_none,
+    excerpt,
 )
-from atroposlib.inference.servers.http_peer import EngineHttpRejected, HttpPeer, excerpt
 from atroposlib.inference.servers.rate_limit import RateLimiter
 from atroposlib.inference.servers.reasoning import ReasoningConfig
-from atroposlib.inference.servers.streaming import hearing
+from atroposlib.inference.servers.sampling_notes import run_together
 from atroposlib.patience import is_transient_status
 
 logger = logging.getLogger(__name__)
@@ -94,6 +92,57 @@ def read_request(kwargs: dict[str, Any], *, timeout_s: float) -> CallKeywords:
         skip_reasoning=bool(body.pop("skip_reasoning", False)),
         body={**body, **extra_body},  # the last: what the lines above took out is not sent
     )
+
+
+class RequestPart(NamedTuple):
+    """Some of a call's completions, to be requested together."""
+
+    size: int
+    offset: int
+
+
+def split_n(n: int, *, at_most: int) -> list[RequestPart]:
+    """Cut `n` completions into requests.
+
+    >>> [part.size for part in split_n(10, at_most=4)]
+    [4, 4, 2]
+    """
+    return [RequestPart(min(at_most, n - offset), offset) for offset in range(0, n, at_most)]
+
+
+def part_of(body: dict[str, Any], part: RequestPart, *, seed_name: str = "seed") -> dict[str, Any]:
+    """Return the body that asks for a part of the completions of `body`; equal seeds would give equal ones.
+
+    >>> part_of({"seed": 5, "n": 3}, RequestPart(size=1, offset=2))
+    {'seed': 7, 'n': 1}
+    """
+    changes: dict[str, Any] = {}
+    if part.size != body.get("n", 1):
+        changes["n"] = part.size
+    if body.get(seed_name) is not None:
+        changes[seed_name] = body[seed_name] + part.offset
+    return {**body, **changes}
+
+
+def merge_bodies(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Merge (chat) completion bodies: all choices, renumbered, and the sum of the token counts.
+
+    The prompt is counted once per request, as it was billed.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    choices = [choice for part in parts for choice in part["choices"]]
+    merged = {
+        **parts[0],
+        "choices": [{**choice, "index": i} for i, choice in enumerate(choices)],
+    }
+    usages = [part["usage"] for part in parts if part.get("usage")]
+    if len(usages) == len(parts):
+        merged["usage"] = {
+            key: sum(usage.get(key) or 0 for usage in usages)
+            for key in ("prompt_tokens", "completion_tokens", "total_tokens")
+        }
+    return merged
 
 
 def count_prompts(prompt: Any) -> int:
@@ -267,9 +316,10 @@ class OpenAIRoutesServer(HttpServer):
         """Return the models the server lists, [] if it does not tell; set `context_len` if it tells that."""
         try:
             status, body = await self._peer.get(self.prefix + "/models", timeout_s=HEALTH_TIMEOUT_S)
-            models = _served_models.decode(body).data if status == 200 else []
-        except (EngineUnavailable, msgspec.DecodeError, UnicodeDecodeError):
+        except EngineUnavailable:
             return []
+        served = decoded_or_none(_served_models, body) if status == 200 else None
+        models = [] if served is None else served.data
         own = [each for each in models if each.id == self.config.model_name] or models
         lengths = [each.max_model_len for each in own]
         if all(type(length) is int and length > 0 for length in lengths):

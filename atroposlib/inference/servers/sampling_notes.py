@@ -8,13 +8,16 @@ inside it adds its temperature and the engine's versions, and the outbox reads t
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import Context, ContextVar, copy_context
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 Spans = Sequence[tuple[str, int]]
 """(weight version, number of consecutive sampled tokens) in sampling order."""
@@ -209,12 +212,25 @@ def noting_sampling(notes: SamplingNotes | None = None) -> Iterator[SamplingNote
         item_notes.reset(token)
 
 
-def member_context(number: int) -> Context:
-    """Return the context of one of several tasks; the first such tasks of an item make the members of its group."""
-    context = copy_context()
-    if position.get() is None:
-        context.run(position.set, f"member {number}")
-    return context
+async def run_together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run calls concurrently and return their results in order; the first failure cancels the rest and is raised.
+
+    The first such calls of an item make the members of its group.
+    """
+    if len(calls) == 1:
+        return [await calls[0]]
+    is_group = position.get() is None
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = []
+            for i, call in enumerate(calls):
+                context = copy_context()
+                if is_group:
+                    context.run(position.set, f"member {i}")
+                tasks.append(group.create_task(call, context=context))
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return [task.result() for task in tasks]
 
 
 def recorded() -> ItemRecord | None:

@@ -17,17 +17,18 @@ import msgspec
 
 from atroposlib.errors import EngineProtocolError
 from atroposlib.inference.servers.api_server import TokenCompletions, WeightSpan
-from atroposlib.inference.servers.choices import RequestPart, part_of
 from atroposlib.inference.servers.http_peer import EngineHttpRejected, error_of, excerpt
 from atroposlib.inference.servers.openai_routes import (
     CallKeywords,
     OpenAIRoutesServer,
+    RequestPart,
+    part_of,
     read_request,
 )
-from atroposlib.inference.servers.streaming import StreamedAnswer
 from atroposlib.inference.servers.token_ids import (
     NEUTRAL_SAMPLING,
     SampledCompletion,
+    StreamedAnswer,
     TokenServer,
     checked_completion,
     gather,
@@ -289,21 +290,13 @@ def read_sampled(metas: list[_Meta], *, where: str) -> list[SampledCompletion]:
             )
         reason = meta.finish_reason
         reason = reason.type if isinstance(reason, _FinishReason) else reason
-        spans = _weight_spans(meta, num_tokens=len(tokens))
+        spans = None
+        if meta.weight_versions is not None:
+            spans = [WeightSpan(str(s.version), s.end - s.start) for s in meta.weight_versions]
+        elif meta.weight_version is not None:  # of older servers: at the end of the request
+            spans = [WeightSpan(str(meta.weight_version), len(tokens))]
         sampled.append(checked_completion(tokens, logprobs, reason, spans, where=here))
     return sampled
-
-
-def _weight_spans(meta: _Meta, *, num_tokens: int) -> list[WeightSpan] | None:
-    """Return the spans of `weight_versions`, else the one `weight_version` of older servers for all tokens.
-
-    The latter is the version at the end of the request.
-    """
-    if meta.weight_versions is not None:
-        return [WeightSpan(str(s.version), s.end - s.start) for s in meta.weight_versions]
-    if meta.weight_version is not None:
-        return [WeightSpan(str(meta.weight_version), num_tokens)]
-    return None
 
 
 def prompt_logprobs_of(

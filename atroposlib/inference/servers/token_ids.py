@@ -10,9 +10,10 @@ import asyncio
 import functools
 import logging
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -22,12 +23,15 @@ from atroposlib.inference.servers.admission import HEALTH_TIMEOUT_S
 from atroposlib.inference.servers.api_server import (
     TokenCompletions,
     WeightSpan,
+    hearing,
 )
-from atroposlib.inference.servers.choices import RequestPart
-from atroposlib.inference.servers.http_peer import EngineHttpRejected, strip_v1
-from atroposlib.inference.servers.openai_routes import CallKeywords, HttpServer
+from atroposlib.inference.servers.http_peer import (
+    EngineHttpRejected,
+    decoded_or_none,
+    strip_v1,
+)
+from atroposlib.inference.servers.openai_routes import CallKeywords, HttpServer, RequestPart
 from atroposlib.inference.servers.reasoning import ReasoningConfig
-from atroposlib.inference.servers.streaming import Hear, P, StreamedAnswer, hearing
 from atroposlib.patience import is_transient_status
 from atroposlib.utils.number_list import array_of, joined
 from atroposlib.utils.tokenizers import load_tokenizer
@@ -47,6 +51,22 @@ NEUTRAL_SAMPLING: dict[str, float] = {
 """Sent unless the caller overrides it; with vLLM's value for all tokens, 0. Engines' defaults come from the model's
 generation_config.json (Qwen's cuts to the top 20 tokens, for example): samples would come from another distribution
 than the reported logprobs."""
+
+VLLM_SAMPLING = frozenset(
+    {
+        "allowed_token_ids",
+        "bad_words",
+        "frequency_penalty",
+        "ignore_eos",
+        "logit_bias",
+        "min_tokens",
+        "presence_penalty",
+        "seed",
+        "stop",
+        "stop_token_ids",
+    }
+)
+"""Further sampling parameters of vLLM."""
 
 THREAD_FROM_TOKENS = 4096
 """Answers with more sampled tokens are read off the event loop: over 0.5 ms each, and many may be concurrent."""
@@ -82,6 +102,41 @@ class _Tokenized(msgspec.Struct, gc=False):
 
 
 _tokenized = msgspec.json.Decoder(_Tokenized)
+
+
+Hear = Callable[[int, list[int]], None]
+"""Called with the index of a completion in its answer, and with each further token or tokens of it."""
+
+
+class Streamed(Protocol):
+    """A completion as the engine reports it."""
+
+    finish_reason: Any
+    """None: it has not ended."""
+
+
+P = TypeVar("P", bound=Streamed)
+
+
+class StreamedAnswer(ABC, Generic[P]):
+    """Collects the completions of an answer from its events."""
+
+    def __init__(self, hear: Hear, *, where: str) -> None:
+        self._hear = hear
+        self._where = where
+        self._found: dict[int, P] = {}
+        """By index, with all tokens so far."""
+
+    @abstractmethod
+    def add(self, event: bytes) -> None:
+        """Take the data of one event, and tell its tokens. Raises msgspec.DecodeError for other data."""
+
+    def whole(self) -> list[P]:
+        """Return the completions after the last event. Raises EngineUnavailable if that did not end them."""
+        found = [each for _, each in sorted(self._found.items())]
+        if not found or any(each.finish_reason is None for each in found):
+            raise EngineUnavailable(f"{self._where}: the stream ended before the answer did")
+        return found
 
 
 class TokenServer(HttpServer):
@@ -230,18 +285,11 @@ class TokenServer(HttpServer):
                 return None
             if is_transient_status(status):
                 return None
-            info = _read_weight_info(body) if status == 200 else None
+            info = decoded_or_none(_weight_info, body) if status == 200 else None
             if info is None:
                 self.version_paths = tuple(each for each in self.version_paths if each != path)
             elif info.weight_version is not None:
                 return str(info.weight_version)
-        return None
-
-
-def _read_weight_info(body: bytes) -> _WeightInfo | None:
-    try:
-        return _weight_info.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
         return None
 
 
@@ -274,7 +322,12 @@ def checked_completion(
     tokens, logprobs = joined(tokens), joined(logprobs)
     check_sampled(tokens, logprobs, where=where)
     if spans is not None:
-        spans = check_spans(spans, num_tokens=len(tokens), where=where)
+        spans = [span for span in spans if span.num_tokens]
+        total = sum(span.num_tokens for span in spans)
+        if total != len(tokens) or any(span.num_tokens < 0 for span in spans):
+            raise EngineProtocolError(
+                f"{where}: weight versions cover {total} tokens of {len(tokens)}"
+            )
     return SampledCompletion(tokens, logprobs, finish_reason, spans)
 
 
@@ -318,12 +371,3 @@ def gather_top(
         "prompt_topk_token_ids": [[token for token, _ in pairs] for pairs in positions],
         "prompt_topk_logprobs": [[logprob for _, logprob in pairs] for pairs in positions],
     }
-
-
-def check_spans(spans: Sequence[WeightSpan], *, num_tokens: int, where: str) -> list[WeightSpan]:
-    """Return the spans that hold tokens; together they must cover every sampled token."""
-    kept = [span for span in spans if span.num_tokens]
-    total = sum(span.num_tokens for span in kept)
-    if total != num_tokens or any(span.num_tokens < 0 for span in kept):
-        raise EngineProtocolError(f"{where}: weight versions cover {total} tokens of {num_tokens}")
-    return kept

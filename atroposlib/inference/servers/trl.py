@@ -27,6 +27,7 @@ from atroposlib.inference.servers.openai_routes import (
 from atroposlib.inference.servers.reasoning import ReasoningConfig
 from atroposlib.inference.servers.token_ids import (
     NEUTRAL_SAMPLING,
+    VLLM_SAMPLING,
     TokenServer,
     check_count,
     check_sampled,
@@ -48,22 +49,6 @@ REQUEST_FIELDS = frozenset(
         "truncate_prompt_tokens",
     }
 )
-
-GENERATION_KWARGS = frozenset(
-    {
-        "allowed_token_ids",
-        "bad_words",
-        "frequency_penalty",
-        "ignore_eos",
-        "logit_bias",
-        "min_tokens",
-        "presence_penalty",
-        "seed",
-        "stop",
-        "stop_token_ids",
-    }
-)
-"""vLLM sampling parameters that newer servers take in `generation_kwargs`; older ones ignore that field."""
 
 
 class _Answer(msgspec.Struct, gc=False):
@@ -230,7 +215,7 @@ class TrlVllmServer(TokenServer):
                 body["max_tokens"] = value
             elif name in REQUEST_FIELDS:
                 body[name] = value
-            elif name in GENERATION_KWARGS:
+            elif name in VLLM_SAMPLING:  # older servers ignore `generation_kwargs`
                 generation[name] = value
             elif name not in ("model", "messages") and name not in self._ignored:
                 self._ignored.add(name)

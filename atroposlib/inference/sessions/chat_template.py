@@ -111,18 +111,6 @@ def special_texts(tokenizer: Any) -> list[str]:
     return sorted(texts, key=len, reverse=True)
 
 
-def _dated(template: Any, now: datetime) -> str | None:
-    """Return a template with the date written in; None if it does not ask for one.
-
-    >>> _dated("Today: {{ strftime_now('%d %b %Y') }}", datetime(2026, 1, 2))
-    'Today: {{ "02 Jan 2026" }}'
-    """
-    if not isinstance(template, str):
-        return None
-    dated = _ASKS_FOR_DATE.sub(lambda found: json.dumps(now.strftime(found[2])), template)
-    return dated if dated != template else None
-
-
 class ChatTemplate:
     """A tokenizer's chat template. `write_calls` turns tool calls into text, for templates without tool calls."""
 
@@ -131,9 +119,15 @@ class ChatTemplate:
     ) -> None:
         self._tokenizer = tokenizer
         self._write_calls = write_calls
-        self._dated_template = _dated(getattr(tokenizer, "chat_template", None), datetime.now())
-        """The template with a fixed date, because a change at midnight breaks the prefix; None if it has no date."""
         self._facts = _facts_of(tokenizer)
+        self._dated_template: str | None = None
+        """The template with a fixed date, because a change at midnight breaks the prefix; None if it has no date."""
+        template = getattr(tokenizer, "chat_template", None)
+        if isinstance(template, str) and _ASKS_FOR_DATE.search(template):
+            now = datetime.now()
+            self._dated_template = _ASKS_FOR_DATE.sub(
+                lambda asked: json.dumps(now.strftime(asked[2])), template
+            )
         self.think_tags = self._facts.tags
         """Those that the template or the tokenizer knows; None: neither knows thoughts."""
         self._tags = self.think_tags or THINK

@@ -19,14 +19,13 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from atroposlib.errors import ConfigError, EngineProtocolError, EngineRejected
-from atroposlib.inference.servers.api_server import APIServer, TokenCompletions
+from atroposlib.inference.servers.api_server import APIServer, TokenCompletions, listening
 from atroposlib.inference.servers.openai_routes import (
     OTHER_LIMIT_NAMES,
     completion_from,
     import_openai,
 )
 from atroposlib.inference.servers.sampling_notes import item_notes, recorded
-from atroposlib.inference.servers.streaming import listening
 from atroposlib.inference.sessions.chat_template import ChatTemplate, TemplateOptions
 from atroposlib.inference.sessions.recognition import Difference, SaidTurn, called
 from atroposlib.inference.sessions.sampled_text import TextSoFar, read_turns, stops_to_cut
@@ -34,7 +33,6 @@ from atroposlib.inference.sessions.sequences import (
     ChatPlace,
     NodeMatch,
     PendingTurn,
-    SampledMessage,
     SampledTurn,
     SequenceNode,
     SequenceStore,
@@ -104,6 +102,15 @@ class ManagedTurn(NamedTuple):
     """The engine's answer; None from an API without token ids."""
     prompt: str
     """The text that it answers; empty if unknown."""
+
+
+class SampledAnswer(NamedTuple):
+    """An answer to a turn."""
+
+    turn: PendingTurn
+    """With the prompt's tokens that the engine reports."""
+    answer: TokenCompletions
+    completions: list[SampledTurn]
 
 
 class ManagedServer:
@@ -209,26 +216,29 @@ class ManagedServer:
         tags = self._template.think_tags or THINK
         completions, replies = [], []
         with self._store.continuing(turn):
-            turn, answer = await self._sample(turn, kwargs)
+            turn, answer, turns = await self._sample(turn, kwargs, messages)
             if turn.difference is not None:
                 self._count_broken(turn.difference, len(messages))
-            for sampled in await read_turns(answer, self._template, stops=stops_to_cut(kwargs)):
+            for sampled in turns:
                 reply, finish_reason = await self._reply(
                     sampled, continued, tools, kwargs.get("tool_choice")
                 )
                 whole = {**reply, "content": continued + (reply["content"] or "")}
                 thoughts = reply.get("reasoning_content", "")
                 calls = called(reply) if "tool_calls" in reply else ()
-                message = SampledMessage(
+                said = SaidTurn(
+                    whole["content"],
+                    sampled.cut,
+                    calls,
+                    tags,
+                    thoughts,
                     identity=identity(whole),
-                    said=SaidTurn(whole["content"], sampled.cut, calls, tags, thoughts),
                     call_ids=call_ids(reply),
                 )
                 completions.append(
-                    dataclasses.replace(sampled, message=message, finish_reason=finish_reason)
+                    dataclasses.replace(sampled, said=said, finish_reason=finish_reason)
                 )
                 replies.append(reply)
-            _describe(answer, messages, completions)
             has_calls = any("tool_calls" in reply for reply in replies)
             build = completion_with_tool_calls if has_calls else completion_from
             body = self._body(turn, completions, [{"message": reply} for reply in replies])
@@ -245,9 +255,7 @@ class ManagedServer:
         """Yield what `completion` samples; the turn is stored if the block ends without an exception."""
         turn = self._prepare_text(kwargs["prompt"])
         with self._store.continuing(turn):
-            turn, answer = await self._sample(turn, kwargs)
-            completions = await read_turns(answer, self._template, stops=stops_to_cut(kwargs))
-            _describe(answer, None, completions)
+            turn, answer, completions = await self._sample(turn, kwargs)
             texts = [{"text": sampled.visible_text} for sampled in completions]
             completion = completion_from(self._body(turn, completions, texts))
             yield ManagedTurn(completion, answer, turn.full_text)
@@ -321,7 +329,12 @@ class ManagedServer:
         match, difference = self._store.find_messages(identities, messages[: len(identities)])
         turn = None if match is None else self._continue(match, messages, identities, options)
         if turn is None:
-            turn = self._begin(messages, identities, options)
+            pieces = self._template.render(messages, options=options)
+            assert pieces is not None  # without tracked turns there is one piece
+            text = pieces[0] + (begun_text(messages) or "")
+            tokens = encode_prompt(self.tokenizer, text, add_special_tokens=False)
+            first = ChatPlace(index=len(identities), lead=pieces[0])
+            turn = self._first_turn(text, tokens, messages=identities, place=first)
             if match is not None and difference is None:
                 difference = Difference("template")
         return turn if difference is None else dataclasses.replace(turn, difference=difference)
@@ -346,16 +359,6 @@ class ManagedServer:
                 difference,
                 num_messages,
             )
-
-    def _begin(
-        self, messages: list[dict[str, Any]], before: tuple[Hashable, ...], options: TemplateOptions
-    ) -> PendingTurn:
-        pieces = self._template.render(messages, options=options)
-        assert pieces is not None  # without tracked turns there is one piece
-        text = pieces[0] + (begun_text(messages) or "")
-        tokens = encode_prompt(self.tokenizer, text, add_special_tokens=False)
-        place = ChatPlace(index=len(before), lead=pieces[0])
-        return self._first_turn(text, tokens, messages=before, place=place)
 
     def _first_turn(self, text: str, tokens: list[int], **rest: Any) -> PendingTurn:
         """Prepare a turn that continues no sequence."""
@@ -449,8 +452,13 @@ class ManagedServer:
     # Answers.
 
     async def _sample(
-        self, turn: PendingTurn, kwargs: dict[str, Any]
-    ) -> tuple[PendingTurn, TokenCompletions]:
+        self,
+        turn: PendingTurn,
+        kwargs: dict[str, Any],
+        messages: list[dict[str, Any]] | None = None,
+    ) -> SampledAnswer:
+        """Sample what follows a turn and record its texts; `messages` are those of a chat."""
+        stops = stops_to_cut(kwargs)
         request = {key: value for key, value in kwargs.items() if key not in _OWN_KEYWORDS}
         if os.environ.get("ATROPOS_DEBUG_REQUESTS") == "1":
             logger.info("Prompt of %d tokens: %.500s", len(turn.tokens), turn.full_text)
@@ -466,15 +474,15 @@ class ManagedServer:
                     f" {len(turn.tokens)} tokens. Please reduce the length of the messages."
                 )
             limit_tokens(request, max(1, room))
+        wanted = int(kwargs.get("n") or 1)
         listeners = []
         if (tell := kwargs.get("on_text")) is not None:
-            stops = stops_to_cut(kwargs)
             is_raw = turn.place is not None and self.has_channels
             listeners = [
                 TextSoFar(
                     self._template, stops, functools.partial(tell, i, turn.full_text), raw=is_raw
                 )
-                for i in range(int(kwargs.get("n") or 1))
+                for i in range(wanted)
             ]
         with listening(listeners):
             raw = await self.server.tokens_and_logprobs_completion(**prompt, **request)
@@ -490,12 +498,15 @@ class ManagedServer:
                 )
             # Keep the engine's tokens: the logprobs are conditioned on them.
             turn = dataclasses.replace(turn, tokens=list(answer.prompt_tokens))
-        wanted = int(kwargs.get("n") or 1)
         if len(answer.output_tokens) != wanted:
             raise EngineProtocolError(
                 f"the engine answered {len(answer.output_tokens)} completions, expected n = {wanted}"
             )
-        return turn, answer
+        turns = await read_turns(answer, self._template, stops=stops)
+        if (record := recorded()) is not None:
+            texts = [sampled.visible_text for sampled in turns]
+            record.describe(answer, messages=messages, texts=texts)
+        return SampledAnswer(turn, answer, turns)
 
     def _with_tokens(self, turn: PendingTurn, tokens: list[int]) -> PendingTurn:
         """Return a turn with images with the prompt's tokens, which may begin with those of an earlier turn."""
@@ -566,15 +577,6 @@ def _tokenizer_named(name: str) -> Any:
         return load_tokenizer(name)
     except ConfigError as e:
         raise ConfigError(f"{e}, or call managed_server(tokenizer=...)") from e
-
-
-def _describe(
-    answer: TokenCompletions, messages: Sequence[Any] | None, completions: Sequence[SampledTurn]
-) -> None:
-    """Record the text of an answer, if the current item's requests are recorded."""
-    if (record := recorded()) is not None:
-        texts = [sampled.visible_text for sampled in completions]
-        record.describe(answer, messages=messages, texts=texts)
 
 
 def limit_tokens(request: dict[str, Any], room: int) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Hashable
 from os.path import commonprefix
 from typing import Any, Literal, NamedTuple
 
@@ -36,6 +37,9 @@ class SaidTurn(NamedTuple):
     """Around the thoughts in its content."""
     thoughts: str = ""
     """Those that are not in the content."""
+    identity: Hashable = None
+    """`messages.identity` of the turn."""
+    call_ids: tuple[str, ...] = ()
 
 
 class Difference(NamedTuple):

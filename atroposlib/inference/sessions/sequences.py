@@ -69,15 +69,6 @@ class VisibleText:
         return True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampledMessage:
-    """What a caller sees of a sampled chat turn."""
-
-    identity: Hashable
-    said: SaidTurn
-    call_ids: tuple[str, ...] = ()
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class ChatPlace:
     """Where a sampled turn stands in its conversation."""
@@ -102,7 +93,7 @@ class Stage:
     visible_text: VisibleText
     """The text that a caller sees, without special tokens."""
     place: ChatPlace | None
-    message: SampledMessage | None
+    said: SaidTurn | None
     """Both None for text completions."""
     cut: str = ""
     """Sampled text that the caller does not see: the stop string or token that ended the turn, and what follows it."""
@@ -127,9 +118,6 @@ class _Tracked:
     """The end of the node."""
     is_shown: bool = False
     """Whether the caller has the node, which then stays as it is: the next turn grows a copy."""
-
-    def __len__(self) -> int:
-        return len(self.node.tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +175,7 @@ class SampledTurn:
     """The stop string or token id that ended the turn; None for a token that always does."""
     cut: str = ""
     """As `Stage.cut`."""
-    message: SampledMessage | None = None
+    said: SaidTurn | None = None
     """None for text completions."""
     finish_reason: str | None
     weight_versions: list[WeightSpan] | None = None
@@ -287,9 +275,9 @@ class SequenceStore:
         ids = call_ids(messages[index]) if messages and index >= 0 else ()
 
         def rank(match: NodeMatch) -> tuple[bool, bool, int, int]:
-            assert match.stage.message is not None
+            assert match.stage.said is not None
             first = match.tracked.order, match.tracked.choice
-            same_ids = ids == match.stage.message.call_ids
+            same_ids = ids == match.stage.said.call_ids
             return same_ids, self._can_grow(match), -first[0], -first[1]
 
         match = max(found.matches, key=rank, default=None)
@@ -305,10 +293,10 @@ class SequenceStore:
         found = []
         for following in point.next.values() if point else ():
             for match in following.matches:
-                sampled = match.stage.message
-                if sampled is None or sampled.call_ids:
+                said = match.stage.said
+                if said is None or said.call_ids:
                     continue
-                text = sampled.said.content
+                text = said.content
                 # Text cannot follow tokens without text.
                 if content.startswith(text) and (text or not content):
                     found.append((len(text), match))
@@ -347,39 +335,31 @@ class SequenceStore:
                     f"{len(sampled.logprobs)} logprobs for {len(sampled.tokens)} sampled tokens"
                 )
         parent = None if self.keep_parents or turn.parent is None else turn.parent.tracked
-        added = []
+        changed = []
         for choice, sampled in enumerate(completions):
-            if choice == 0 and parent is not None and turn.num_kept == len(parent):
+            if choice == 0 and parent is not None and turn.num_kept == len(parent.node.tokens):
                 if parent.is_shown:
                     parent.node, parent.is_shown = self._prompt_node(turn), False
                 parent.last = self._append(parent.node, turn, choice, sampled)
-                self._index(parent, turn)
+                changed.append(parent)
             else:
                 node = self._prompt_node(turn)
                 last = self._append(node, turn, choice, sampled)
-                added.append(_Tracked(order=turn.order, choice=choice, node=node, last=last))
+                changed.append(_Tracked(order=turn.order, choice=choice, node=node, last=last))
         place = bisect_right(self._tracked, turn.order, key=lambda tracked: tracked.order)
-        self._tracked[place:place] = added
-        for tracked in added:
-            self._index(tracked, turn)
-
-    def _index(self, tracked: _Tracked, turn: PendingTurn) -> None:
-        """Add the last stage of a node to the lookup tables."""
-        match = NodeMatch(tracked=tracked, stage=tracked.last)
-        self._matches.append(match)
-        if match.stage.message is None:
-            return
+        self._tracked[place:place] = [tracked for tracked in changed if tracked is not parent]
         point = self._chats
         for message in turn.messages:
-            known = point.next.get(message)
-            if known is None:
-                known = point.next[message] = _Point()
-            point = known
-        answer = match.stage.message.identity
-        following = point.next.get(answer)
-        if following is None or following.given:
-            following = point.next[answer] = _Point()
-        following.matches.append(match)
+            point = point.next.setdefault(message, _Point())
+        for tracked in changed:
+            match = NodeMatch(tracked=tracked, stage=tracked.last)
+            self._matches.append(match)
+            if match.stage.said is not None:
+                answer = match.stage.said.identity
+                following = point.next.get(answer)
+                if following is None or following.given:
+                    following = point.next[answer] = _Point()
+                following.matches.append(match)
 
     def _can_grow(self, match: NodeMatch) -> bool:
         # Of equally long prefixes the end of a node is preferred: continuing there grows it instead of branching.
@@ -445,7 +425,7 @@ class SequenceStore:
             end=sampled.end,
             visible_text=VisibleText(sampled.visible_text, after=turn.visible_text),
             place=turn.place,
-            message=sampled.message,
+            said=sampled.said,
             cut=sampled.cut,
         )
 
@@ -458,8 +438,8 @@ def _recognised(point: _Point, message: Message) -> tuple[_Point | None, Differe
         if following.given:
             continue
         for match in following.matches:
-            assert match.stage.message is not None
-            given = given_after(match.stage.message.said, message)
+            assert match.stage.said is not None
+            given = given_after(match.stage.said, message)
             if isinstance(given, Difference):
                 differences.append(given)
             elif not given:

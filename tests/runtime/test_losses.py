@@ -11,7 +11,6 @@ import pytest
 
 from atroposlib.envs.dataset_env import DatasetEnv
 from atroposlib.envs.judge_env import JudgeEnv
-from atroposlib.errors import EnvError
 from atroposlib.inference.harness import HarnessRequest
 from atroposlib.runtime.losses import CAUSES, LossReminder, explain, sample
 from atroposlib.runtime.process import process
@@ -75,15 +74,6 @@ async def test_serve_names_the_reason_and_the_setting_while_nothing_comes(
     first_cause = warnings[0].splitlines()[1]
     assert first_cause.startswith(f"  {reason} (")
     assert setting in first_cause
-
-
-async def test_process_ends_with_the_reason_and_the_setting(tmp_path: Path) -> None:
-    path = str(tmp_path / "groups.jsonl")
-    env: Any = make_env(
-        Echoes, respond=hello, min_trained_tokens=99, data_path_to_save_groups=path, total_steps=9
-    )
-    with pytest.raises(EnvError, match=r"items in a row gave no group:\n  too_short \(\d+\): .*"):
-        await process(env)
 
 
 async def test_every_reason_is_logged_once_with_a_sample(

@@ -230,11 +230,11 @@ def test_an_optimizer_of_the_gpu_is_refused_off_it() -> None:
 
 def test_a_plan_for_adapters_counts_a_frozen_base_in_bfloat16(tmp_path: Path) -> None:
     *rows, _, verdict = planned(
-        QWEN_32B, tmp_path, "--lora", "true", "--gradient_checkpointing", "true"
+        LLAMA_8B, tmp_path, "--lora", "true", "--gradient_checkpointing", "true"
     )
     found = {row.split()[0]: float(row.split()[1]) for row in rows[1:]}
-    assert found["weights"] == pytest.approx(2 * 32.764e9 / 8 / GIB, rel=0.02)
-    assert found["optimizer"] < 0.2  # of 134M parameters in adapters
+    assert found["weights"] == pytest.approx(2 * 8.03e9 / 8 / GIB, abs=0.1)
+    assert found["optimizer"] < 0.1  # of 42M parameters in adapters
     assert verdict == "fits"
 
 

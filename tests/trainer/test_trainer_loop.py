@@ -51,7 +51,11 @@ def steps_of(config: TrainerConfig) -> list[dict[str, Any]]:
 
 
 def test_a_run_trains_publishes_saves_and_records(
-    configure: Configure, tmp_path: Path, hub_url: str, engine: RecordedEngine
+    configure: Configure,
+    tmp_path: Path,
+    hub_url: str,
+    engine: RecordedEngine,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     config = configure(num_steps=3, checkpoint_interval=2, warmup_steps=2, lr_schedule="constant")
     policy = load_policy(config)
@@ -69,6 +73,7 @@ def test_a_run_trains_publishes_saves_and_records(
     assert [s["num_sequences"] for s in steps] == [4, 4, 4]
     assert steps[0]["logprob_gap_max"] < 1e-4
     assert [s["staleness_max"] for s in steps] == [0, 1, 2]
+    assert "groups of an older policy" not in caplog.text
     # Sampled by version 0, which the model has moved on from: not compared.
     assert steps[1]["logprob_gap_max"] is None
     assert steps[0]["grad_norm"] > 0
@@ -89,22 +94,13 @@ def test_a_run_trains_publishes_saves_and_records(
     assert final.tokenizer.eos_token == policy.tokenizer.eos_token
 
 
-@pytest.mark.parametrize(("surrogate", "num_warnings"), [("reinforce", 1), ("clip", 0)])
 def test_stale_groups_without_a_clip_are_warned_of_once(
-    configure: Configure,
-    hub_url: str,
-    engine: RecordedEngine,
-    caplog: pytest.LogCaptureFixture,
-    surrogate: str,
-    num_warnings: int,
+    configure: Configure, hub_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = configure(num_steps=3, surrogate=surrogate)
     send(hub_url, pairs(6))
-    train(config)
-    assert [s["staleness_max"] for s in steps_of(config)] == [0, 1, 2]
-    found = [r for r in caplog.records if "has no clip" in r.getMessage()]
-    assert len(found) == num_warnings
-    assert all("step 2:" in r.getMessage() for r in found)
+    train(configure(num_steps=3, surrogate="reinforce"))
+    [found] = [r.getMessage() for r in caplog.records if "has no clip" in r.getMessage()]
+    assert found.startswith("step 2:")
 
 
 @pytest.mark.parametrize(("dual_clip", "is_warned"), [("inf", True), ("3", False)])

@@ -77,7 +77,6 @@ def metrics_of(config: TrainerConfig) -> list[tuple[float, ...]]:
             marks=pytest.mark.other_trainers,
         ),
         (2, {"lora": True, "kl_coef": 0.1, "gradient_checkpointing": True}),
-        (3, {"kl_coef": 0.5, "reference_refresh": 2}),
         (3, {"kl_coef": 0.5, "reference_refresh": 2, "dtype": "bfloat16"}),
     ],
 )
@@ -96,17 +95,10 @@ def test_a_stopped_run_resumes_to_the_same_weights_and_the_same_record(
     for name, value in expected.items():
         assert torch.equal(value, found[name]), name
     assert metrics_of(parts) == metrics_of(whole)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_policy_becomes_the_reference_and_its_kl_starts_at_zero_again(
-    model_dir: Path, tmp_path: Path, dtype: str
-) -> None:
-    changes = {"kl_coef": 0.1, "reference_refresh": 2, "dtype": dtype}
-    config = run(model_dir, tmp_path, stop_after=None, **changes)
-    kl = [row["kl_mean"] or 0.0 for row in rows_in(config.save_path / "metrics.jsonl")]
-    assert (kl[0], kl[2]) == (0.0, 0.0)
-    assert min(kl[1], kl[3]) > 0.0
+    if whole.reference_refresh:  # the policy becomes the reference, and its KL starts at zero again
+        kl = [row["kl_mean"] or 0.0 for row in rows_in(whole.save_path / "metrics.jsonl")]
+        assert (kl[0], kl[2]) == (0.0, 0.0)
+        assert min(kl[1], kl[3]) > 0.0
 
 
 def test_a_reference_that_no_checkpoint_holds_is_the_initial_model(

@@ -42,7 +42,7 @@ async def serve(
     HubRejected when the hub refuses the token, and the errors of `setup`.
     """
     if env.config.use_wandb:
-        require_wandb(env)  # fail before `setup` loads anything
+        require_wandb()  # fail before `setup` loads anything
     async with HubClient(env.config.rollout_server_url) as hub:
         return await _HubRun(env, hub, timings or Timings(), stop or asyncio.Event()).run()
 

@@ -266,13 +266,16 @@ class Outbox:
                 size = await self._send_some(hub, min(size, len(self._held)), reregister)
             self._drained.set()
 
-    async def flush(self, timeout_s: float) -> int:
-        """Wait until nothing is held, at most `timeout_s`; return the number of groups still held."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._drained.wait()
-        except TimeoutError:
-            logger.warning("%d groups not delivered after %.0f s", self.num_held, timeout_s)
+    async def flush(self, timeout_s: float, skip_wait: asyncio.Event | None = None) -> int:
+        """Wait until nothing is held, `timeout_s` is over or `skip_wait` is set; return the number still held."""
+        events = (self._drained, skip_wait) if skip_wait else (self._drained,)
+        waits = [asyncio.create_task(event.wait()) for event in events]
+        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)
+        if self._held:
+            logger.warning("%d groups are not delivered yet", self.num_held)
         return self.num_held
 
     @property

@@ -41,33 +41,25 @@ class Unscored(Echoes):
         return None
 
 
-class Unshaped(Echoes):
-    def shape_group(self, row: Any, group: Any) -> Any:
-        return None
-
-
 def hello(request: HarnessRequest) -> str:
     return "hello"
 
 
 @pytest.mark.parametrize(
-    ("env_cls", "settings", "reason", "setting"),
+    ("env_cls", "reason", "setting"),
     [
-        (Echoes, {}, "equal_scores", "--env.ensure_scores_are_not_same"),
-        (Echoes, {"min_trained_tokens": 99}, "too_short", "--env.min_trained_tokens"),
-        (Unscored, {}, "unjudged", "--env.on_reward_failure"),
-        (Unshaped, {}, "shape_group", "shape_group returned None"),
+        (Echoes, "equal_scores", "--env.ensure_scores_are_not_same"),
+        (Unscored, "unjudged", "--env.on_reward_failure"),
     ],
 )
 async def test_serve_names_the_reason_and_the_setting_while_nothing_comes(
     env_cls: Callable[..., Any],
-    settings: dict[str, Any],
     reason: str,
     setting: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with LoopbackHub() as hub:
-        env = make_env(env_cls, respond=hello, rollout_server_url=hub.url, **settings)
+        env = make_env(env_cls, respond=hello, rollout_server_url=hub.url)
         async with serving(env, timings=OFTEN):
             await until(lambda: "items end and no group comes; 0 groups so far" in caplog.text)
     warnings = [r.getMessage() for r in caplog.records if "no group comes" in r.getMessage()]

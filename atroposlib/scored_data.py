@@ -449,7 +449,9 @@ def _check_shapes(group: Mapping[str, Any]) -> ScoredGroup:
         if (values := _per_token(rows, field, lengths)) is not None
     }
     _check_numbers(lengths=lengths, tokens=tokens, scores=scores, per_token=per_token)
-    fields: dict[str, Any] = {**per_token, **_check_distillation(group, lengths)}
+    fields: dict[str, Any] = dict(per_token)
+    if any(_given(group, Level.ENTRY)):
+        fields |= _check_distillation(group, lengths)
     for field, rows in _given(group, Level.SEQUENCE):
         fields[field.name] = _per_sequence(rows, field, lengths)
     for field, value in _given(group, Level.GROUP):

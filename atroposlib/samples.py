@@ -75,8 +75,11 @@ def samples(batch: HasGroups | Iterable[ScoredGroup]) -> list[Sample]:
         >>> [sample.advantages.round(2).tolist() for sample in samples([checked])]
         [[0.0, 1.0], [0.0, -1.0]]
     """
-    groups = batch if isinstance(batch, Iterable) else batch.groups
-    return [sample for i, group in enumerate(groups) for sample in group_samples(group, number=i)]
+    found: list[Sample] = []
+    for number, group in enumerate(batch if isinstance(batch, Iterable) else batch.groups):
+        require_logprobs(group)
+        found += group_samples(group, number=number)
+    return found
 
 
 def group_samples(
@@ -88,14 +91,14 @@ def group_samples(
     scale: bool = True,
     std: StandardDeviation = "population",
 ) -> Iterator[Sample]:
-    """Yield the group's sequences with advantages computed from `scores` (None: the group's own).
+    """Yield the sequences of a group that has passed `require_logprobs`; `scores` None: the group's own.
 
     Token-level advantages of the group replace those computed from scores. Supervised sequences and sequences without
     a trained position (an answer without a score) are excluded from the baseline.
     """
     overrides = group.overrides or [{}] * group.num_sequences
     silenced = np.array([bool((o or {}).get("set_advantage_to_zero")) for o in overrides], bool)
-    supervised = require_logprobs(group)
+    supervised = are_supervised(group)
     bounds = group.offsets.tolist()
     mask = completion_mask(group)
     versions = group.token_versions
@@ -134,27 +137,24 @@ def group_samples(
         )
 
 
-def require_logprobs(group: ScoredGroup) -> NDArray[np.bool_]:
-    """Return [S]: whether each sequence is supervised.
-
-    Raises GroupError if another has no sampled logprobs, or one of a token that cannot have been sampled.
-    """
+def require_logprobs(group: ScoredGroup) -> None:
+    """Raise GroupError if a sequence that is not supervised has no sampled logprobs, or impossible ones."""
     supervised = are_supervised(group)
-    if group.inference_logprobs is None and not supervised.all():
+    if supervised.all():
+        return
+    if group.inference_logprobs is None:
         raise GroupError(
             f"inference_logprobs is null in a group of environment {group.env_id}: the GRPO ratio needs the logprobs "
             "the tokens were sampled with. Sample through `self.server.managed_server(...)` with server_type vllm or "
             "sglang and put the nodes' logprobs into the group as `inference_logprobs`."
         )
-    if group.inference_logprobs is not None and not supervised.all():
-        is_sampled = completion_mask(group) & np.repeat(~supervised, group.lengths)
-        lowest = group.inference_logprobs.min(where=is_sampled, initial=0.0)
-        if lowest < LEAST_LOGPROB:
-            raise GroupError(
-                f"inference_logprobs: logprob {lowest:g} of a trained token: its probability is 0, so the engine "
-                "cannot have sampled it (vLLM's JSON has -9999 for minus infinity)"
-            )
-    return supervised
+    is_sampled = completion_mask(group) & np.repeat(~supervised, group.lengths)
+    lowest = group.inference_logprobs.min(where=is_sampled, initial=0.0)
+    if lowest < LEAST_LOGPROB:
+        raise GroupError(
+            f"inference_logprobs: logprob {lowest:g} of a trained token: its probability is 0, so the engine cannot "
+            "have sampled it (vLLM's JSON has -9999 for minus infinity)"
+        )
 
 
 def are_supervised(group: ScoredGroup) -> NDArray[np.bool_]:

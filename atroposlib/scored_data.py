@@ -437,7 +437,7 @@ def _check_shapes(group: Mapping[str, Any]) -> ScoredGroup:
     flat = _first_outside(masks, -(2**31), MAX_TOKEN_ID)
     if flat is not None:
         raise _fault_at(lengths, flat, "masks", f"value {masks[flat]} does not fit 32 bits")
-    scores = _float_row(group["scores"], "scores")
+    scores = _number_row(group["scores"], float, "scores")
 
     sequence_advantages = _sequence_advantages(group, num_sequences)
     if sequence_advantages is not None:
@@ -449,7 +449,9 @@ def _check_shapes(group: Mapping[str, Any]) -> ScoredGroup:
         if (values := _per_token(rows, field, lengths)) is not None
     }
     _check_numbers(lengths=lengths, tokens=tokens, scores=scores, per_token=per_token)
-    fields: dict[str, Any] = {**per_token, **_check_distillation(group, lengths)}
+    fields: dict[str, Any] = dict(per_token)
+    if any(_given(group, Level.ENTRY)):
+        fields |= _check_distillation(group, lengths)
     for field, rows in _given(group, Level.SEQUENCE):
         fields[field.name] = _per_sequence(rows, field, lengths)
     for field, value in _given(group, Level.GROUP):
@@ -513,30 +515,9 @@ def _rows(value: Any, name: str) -> Sequence[Any]:
     return value
 
 
-def _array(row: Any, path: str) -> NDArray[Any]:
-    if not isinstance(row, list | tuple | np.ndarray):
-        raise _fault(path, f"expected a list of numbers, got {_short(row)}")
-    try:
-        array = array_of(row)
-    except (ValueError, OverflowError) as e:
-        raise _fault(path, f"expected a flat list of numbers, got {_short(row)} ({e})") from e
-    if array.ndim != 1:
-        raise _fault(path, f"expected a flat list of numbers, got {_short(row)}")
-    return array
-
-
-def _int_row(row: Any, path: str) -> NDArray[np.int64]:
-    array = _array(row, path)
-    if array.size and array.dtype.kind not in "iu":
-        wrong = [v for v in row if isinstance(v, bool) or not isinstance(v, int)]
-        what = f"expected integers, got {_short(wrong[0])}" if wrong else "not all fit 64 bits"
-        raise _fault(path, what)
-    if array.size and array.dtype == np.uint64 and array.max() > np.iinfo(np.int64).max:
-        raise _fault(path, f"value {array.max()} does not fit 64 bits")
-    return array.astype(np.int64, copy=False)
-
-
 _DTYPE: Final[dict[type, type[np.generic]]] = {int: np.int64, float: np.float64}
+_KINDS: Final[dict[type, str]] = {int: "iu", float: "iuf"}
+"""numpy's kinds of numbers that may stand for each."""
 
 
 def _lay_out(arrays: Sequence[NDArray[Any]], dtype: type[np.generic]) -> Ragged:
@@ -563,16 +544,25 @@ def _not_finite(value: Any) -> str:
     return f"{value} is not finite; send a number or leave the group out"
 
 
-def _float_row(row: Any, path: str) -> FloatArray:
-    array = _array(row, path)
-    if array.size and array.dtype.kind not in "iuf":
-        wrong = next((v for v in row if isinstance(v, bool) or not isinstance(v, int | float)), row)
-        raise _fault(path, f"expected numbers, got {_short(wrong)}")
-    return array.astype(np.float64, copy=False)
-
-
 def _number_row(row: Any, kind: type, path: str) -> NDArray[Any]:
-    return _int_row(row, path) if kind is int else _float_row(row, path)
+    """Return a flat list of numbers as int64 or float64."""
+    if not isinstance(row, list | tuple | np.ndarray):
+        raise _fault(path, f"expected a list of numbers, got {_short(row)}")
+    try:
+        array = array_of(row)
+    except (ValueError, OverflowError) as e:
+        raise _fault(path, f"expected a flat list of numbers, got {_short(row)} ({e})") from e
+    if array.ndim != 1:
+        raise _fault(path, f"expected a flat list of numbers, got {_short(row)}")
+    if array.size and array.dtype.kind not in _KINDS[kind]:
+        numbers = int if kind is int else int | float
+        wrong = [v for v in row if isinstance(v, bool) or not isinstance(v, numbers)]
+        expected = "integers" if kind is int else "numbers"
+        what = f"expected {expected}, got {_short(wrong[0])}" if wrong else "not all fit 64 bits"
+        raise _fault(path, what)
+    if kind is int and array.dtype == np.uint64 and array.size and array.max() > 2**63 - 1:
+        raise _fault(path, f"value {array.max()} does not fit 64 bits")
+    return array.astype(_DTYPE[kind], copy=False)
 
 
 def _number_rows(value: Any, kind: type, name: str) -> Ragged:
@@ -586,7 +576,7 @@ def _number_rows(value: Any, kind: type, name: str) -> Ragged:
 
 
 def _check_kind(values: NDArray[Any], kind: type, name: str) -> None:
-    if values.size and values.dtype.kind not in ("iu" if kind is int else "iuf"):
+    if values.size and values.dtype.kind not in _KINDS[kind]:
         expected = "integers" if kind is int else "numbers"
         raise _fault(name, f"expected {expected}, got {values.dtype} values")
 
@@ -629,7 +619,9 @@ def _per_group(value: Any, field: Field) -> Any:
     if field.kind is object:
         return value
     if field.kind is dict:
-        return _mapping(value, field.name)
+        if not isinstance(value, Mapping):
+            raise _fault(field.name, f"expected a dict or null, got {_short(value)}")
+        return dict(value)
     if field.kind is int:
         return _int(value, field.name)
     if isinstance(value, str) and 0 < len(value) <= MAX_GROUP_ID_CHARS:
@@ -645,7 +637,7 @@ def _sequence_advantages(group: Mapping[str, Any], num_sequences: int) -> FloatA
         return None
     if isinstance(rows[0], list | tuple | np.ndarray):
         return None
-    return _as_many(_float_row(rows, "advantages"), "advantages", num_sequences)
+    return _as_many(_number_row(rows, float, "advantages"), "advantages", num_sequences)
 
 
 def _as_many(values: NDArray[Any], name: str, num_sequences: int) -> NDArray[Any]:
@@ -687,12 +679,6 @@ def _listed(value: Any, name: str, num_sequences: int) -> list[Any] | None:
     if len(rows) != num_sequences:
         raise _fault(name, f"{len(rows)} entries for {num_sequences} sequences")
     return rows
-
-
-def _mapping(value: Any, name: str) -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        raise _fault(name, f"expected a dict or null, got {_short(value)}")
-    return dict(value)
 
 
 def _int(value: Any, name: str) -> int:

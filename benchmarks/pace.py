@@ -2,7 +2,7 @@
 
 `PYTHONPATH=. python benchmarks/pace.py` (ten minutes) runs the hub, a scripted engine whose answers take time, an
 environment and a trainer whose steps take time as processes, with default settings. The first third of the steps is not
-counted. `tests/runtime/test_capacity_sweeps.py` has the same cases in virtual time.
+counted. `tests/runtime/helpers_pace.py` has some of the cases in virtual time.
 """
 
 from __future__ import annotations

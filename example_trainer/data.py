@@ -335,7 +335,7 @@ def _rows(group: ScoredGroup, number: int, options: DataOptions) -> Iterator[Row
             sampled_logprobs=np.zeros(len(at)) if sequence.is_supervised else sampled,
             advantages=sequence.advantages[1:][at],
             ref_logprobs=None if group.ref_logprobs is None else group.ref_logprobs[flat],
-            teacher=_teacher(group, flat),
+            teacher=None if group.distill_logprobs is None else _teacher(group, flat),
             is_supervised=sequence.is_supervised,
             is_silenced=sequence.is_silenced,
             temperature=_temperature(group, override or {})
@@ -494,7 +494,7 @@ def collate(rows: Sequence[Row], options: DataOptions) -> MicroBatch:
     def repeated(values: list[Any], dtype: torch.dtype) -> Tensor:
         return torch.from_numpy(np.repeat(np.array(values), num_trained)).to(dtype)
 
-    teacher = _join_teachers(rows)
+    teacher = _join_teachers(rows) if any(row.teacher for row in rows) else None
     own = [row.ref_logprobs for row in rows]
     reference = None
     if any(values is not None for values in own):
@@ -527,11 +527,9 @@ def collate(rows: Sequence[Row], options: DataOptions) -> MicroBatch:
     )
 
 
-def _join_teachers(rows: Sequence[Row]) -> Teacher | None:
+def _join_teachers(rows: Sequence[Row]) -> Teacher:
     """Stack the teachers' tokens, padded to the widest; sequences without a teacher are all padding."""
-    width = max((row.teacher.ids.shape[1] for row in rows if row.teacher is not None), default=0)
-    if not width:
-        return None
+    width = max(row.teacher.ids.shape[1] for row in rows if row.teacher is not None)
     ends = np.cumsum([len(row.trained) for row in rows])
     ids = np.zeros((ends[-1], width), dtype=np.int64)
     logprobs = np.full((ends[-1], width), -np.inf, dtype=np.float32)

@@ -163,9 +163,18 @@ def test_a_supervised_sequence_is_marked_and_takes_no_part_in_the_comparison() -
     assert [s.is_supervised for s in samples([whole])] == [True, True]
 
 
-def test_missing_sampled_logprobs_are_refused_with_what_to_do() -> None:
-    with pytest.raises(GroupError, match="managed_server"):
-        samples([group([1.0, 0.0], inference_logprobs=None)])
+@pytest.mark.parametrize(
+    ("logprobs", "said"),
+    [
+        (None, "inference_logprobs is null .*managed_server"),
+        # vLLM's JSON has it for minus infinity.
+        ([[1.0, -9999.0, -0.5]] * 2, "logprob -9999 of a trained token: its probability is 0"),
+    ],
+    ids=["none", "impossible"],
+)
+def test_logprobs_that_no_engine_sampled_with_are_refused(logprobs: Any, said: str) -> None:
+    with pytest.raises(GroupError, match=said):
+        samples([group([1.0, 0.0], inference_logprobs=logprobs)])
 
 
 def test_no_torch_is_needed() -> None:

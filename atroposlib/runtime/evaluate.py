@@ -61,7 +61,7 @@ async def evaluate(env: EnvHooks, *, timings: Timings | None = None) -> Path:
     Samples that were written before an error or SIGTERM stay.
     """
     if env.config.use_wandb:
-        require_wandb(env)
+        require_wandb()
     run = env.eval_run = env.eval_run or eval_run_of(env)
     with cancelled_by_sigterm():
         async with closed_at_end(env):

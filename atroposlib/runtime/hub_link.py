@@ -68,7 +68,8 @@ class HubLink:
         """Whether the hub failed to answer the last control call."""
         self.status: EnvStatus | None = None
         """The newest status; None until the first one after a registration."""
-        outbox.on_status = self._take_answer
+        # The status with the hub's answer to groups counts all that are stored.
+        outbox.on_status = lambda status: self._set_status(status, stored=outbox.num_stored)
 
     @property
     def num_uncounted(self) -> int:
@@ -187,7 +188,12 @@ class HubLink:
             num_polls = self._num_polls
             await env.get_status()
             if self._num_polls == num_polls:  # an override that does not call the default
-                self._take_over(env.status_dict)
+                try:
+                    status = EnvStatus.model_validate(env.status_dict)
+                except ValidationError as error:
+                    faults = ", ".join(f"{f['loc'][0]}: {f['msg']}" for f in error.errors())
+                    raise EnvError(f"get_status left an unusable status_dict: {faults}") from error
+                self._set_status(status, stored=self._stored_at_status)
                 await self._pace.wait()
 
     async def poll_status(self) -> None:
@@ -233,19 +239,6 @@ class HubLink:
         longest_s = self._timings.poll_wait_s
         return longest_s if step_s is None else min(longest_s, max(1.0, 2.0 * step_s))
 
-    def _take_over(self, status_dict: dict[str, Any]) -> None:
-        """Store the status that an author's own `get_status` left in `status_dict`."""
-        try:
-            self._set_status(EnvStatus.model_validate(status_dict))
-        except ValidationError as error:
-            faults = ", ".join(f"{fault['loc'][0]}: {fault['msg']}" for fault in error.errors())
-            raise EnvError(f"get_status left an unusable status_dict: {faults}") from error
-
-    def _take_answer(self, status: EnvStatus) -> None:
-        """Store the status sent with the answer to groups; it counts every group stored so far."""
-        self._stored_at_status = self._outbox.num_stored
-        self._set_status(status)
-
     def _take_poll(self, status: EnvStatus, known: EnvStatus | None, stored: int) -> None:
         """Store the status of a poll sent when `known` was the newest and `stored` groups were stored.
 
@@ -254,16 +247,16 @@ class HubLink:
         """
         latest = self.status
         if latest is None or latest is known:
-            self._stored_at_status = stored
-            self._set_status(status)
+            self._set_status(status, stored=stored)
         elif status.current_step > latest.current_step:
-            self._stored_at_status = self._outbox.num_stored
-            self._set_status(status)
+            self._set_status(status, stored=self._outbox.num_stored)
         elif known is not None and status.policy_version != known.policy_version:
-            newer = {"policy_version": status.policy_version}
-            self._set_status(latest.model_copy(update=newer))
+            newer = latest.model_copy(update={"policy_version": status.policy_version})
+            self._set_status(newer, stored=self._stored_at_status)
 
-    def _set_status(self, status: EnvStatus) -> None:
+    def _set_status(self, status: EnvStatus, *, stored: int) -> None:
+        """Store a status; `stored`: how many of the groups that the hub has stored it counts."""
+        self._stored_at_status = stored
         self.status, self._env.status_dict = status, status.model_dump()
         self._status_at = time.monotonic()
         self._on_news()

@@ -18,7 +18,7 @@ def run_name(prefix: str) -> str:
     return f"{prefix}-{time.strftime('%Y-%m-%d')}-{letters}"
 
 
-def require_wandb(env: EnvHooks) -> Any:
+def require_wandb() -> Any:
     """Return the wandb module; MissingDependency names the flag that turns it off."""
     try:
         return require("wandb", extra="wandb")
@@ -28,7 +28,7 @@ def require_wandb(env: EnvHooks) -> Any:
 
 def start_wandb(env: EnvHooks, *, project: str | None, group: str | None) -> None:
     """Start the run that `EnvHooks.wandb_log` writes to."""
-    wandb = require_wandb(env)
+    wandb = require_wandb()
     env.wandb_project, env.wandb_group = project, group
     try:
         env.wandb_run = wandb.init(

@@ -266,13 +266,16 @@ class Outbox:
                 size = await self._send_some(hub, min(size, len(self._held)), reregister)
             self._drained.set()
 
-    async def flush(self, timeout_s: float) -> int:
-        """Wait until nothing is held, at most `timeout_s`; return the number of groups still held."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._drained.wait()
-        except TimeoutError:
-            logger.warning("%d groups not delivered after %.0f s", self.num_held, timeout_s)
+    async def flush(self, timeout_s: float, skip_wait: asyncio.Event | None = None) -> int:
+        """Wait until nothing is held, `timeout_s` is over or `skip_wait` is set; return the number still held."""
+        events = (self._drained, skip_wait) if skip_wait else (self._drained,)
+        waits = [asyncio.create_task(event.wait()) for event in events]
+        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)
+        if self._held:
+            logger.warning("%d groups are not delivered yet", self.num_held)
         return self.num_held
 
     @property
@@ -296,8 +299,7 @@ class Outbox:
         try:
             receipt = await hub.send(groups, experiment=experiment)
         except AnotherExperiment as error:
-            self._hub_answered()
-            self._forget(size)
+            self._settle(size)
             for _ in groups:
                 self._drop("another_run", str(error))
             if self.experiment == experiment:
@@ -313,25 +315,17 @@ class Outbox:
         except HubRejected as error:
             if error.status in LOCKED_OUT_STATUSES:
                 raise
-            self._hub_answered()
             if size > 1:  # find the refused one
+                self._settle(0)
                 return 1
-            self._forget(1)
+            self._settle(1)
             self._drop(f"rejected_{error.status}", f"the hub refused it: {error}")
             return MAX_GROUPS_PER_SEND
-        self._forget(size)
+        self._settle(size)
         self.num_stored += size
-        self._hub_answered()
         if receipt.env_status is not None and (self._env.env_id or 0) == known_id:
             self.on_status(receipt.env_status)
         return min(2 * size, MAX_GROUPS_PER_SEND)
-
-    def _hub_answered(self) -> None:
-        """Record that the hub is available: it accepted or refused groups."""
-        if self.hub_unavailable:
-            self._backoff.reset()
-            self.hub_unavailable = False
-            logger.info("the hub is available again; %d groups still held", self.num_held)
 
     def _hold(self, group: ScoredGroup) -> None:
         self._held.append(_Held(group, _experiment_of_item.get() or self.experiment))
@@ -344,14 +338,18 @@ class Outbox:
         own = {**defaults, **group, "group_id": checked.group_id, "env_id": self._env.env_id}
         return own if checked.messages is None else {**own, "messages": checked.messages}
 
-    def _forget(self, count: int) -> None:
-        """Remove the oldest groups: the hub has stored or refused them."""
+    def _settle(self, count: int) -> None:
+        """Record that the hub is available; remove the oldest groups, which it has stored or refused."""
         for _ in range(count):
             self._held.popleft()
         if self._num_restored > 0:
             self._num_restored -= count
             if self._num_restored <= 0:
                 self._on_restored()
+        if self.hub_unavailable:
+            self._backoff.reset()
+            self.hub_unavailable = False
+            logger.info("the hub is available again; %d groups still held", self.num_held)
 
     def _oldest(self, size: int) -> list[ScoredGroup]:
         """Return the oldest groups of one experiment, at most `size` and `MAX_TOKENS_PER_SEND` (at least one group)."""

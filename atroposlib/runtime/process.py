@@ -67,7 +67,7 @@ async def process(
             f"--epochs: {env.registered_name} has no list of rows (it is no DatasetEnv); give --env.total_steps"
         )
     if config.use_wandb:
-        require_wandb(env)
+        require_wandb()
     async with closed_at_end(env):
         await env.setup()
         open_log = GroupLog.append_to if options.append else GroupLog.open

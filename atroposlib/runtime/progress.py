@@ -258,7 +258,7 @@ class Progress:
         return "\n".join(f"  {name:<{width}}  {text}" for name, text in lines)
 
     def _rows(self, now: float, status: RunStatus, *, per_s: float) -> list[tuple[str, str]]:
-        left_s = self._left_s(now, status, per_s)
+        left_s, waits = self._left_s(now, status, per_s), status.trainer_wait_share
         rows: list[tuple[str, str | None]] = [
             ("step", _of(status.step, status.total_steps)),
             (status.unit, _of(status.num_made, status.wanted)),
@@ -279,7 +279,7 @@ class Progress:
             ("in flight", _of(status.num_in_flight, status.num_wanted_in_flight)),
             ("over age, waiting for", _listed(status.over_age)),
             ("ready", _number(status.num_ready)),
-            ("trainer waits", _percent(status.trainer_wait_share)),
+            ("trainer waits", None if waits is None else f"{waits:.0%}"),
             ("staleness", None if status.staleness is None else f"{status.staleness:.1f}"),
             ("tokens", f"{_short(status.num_tokens_in)} in, {_short(status.num_tokens_out)} out"),
             ("sampled tokens", _fates(status)),
@@ -338,10 +338,6 @@ def _equal(status: RunStatus) -> str | None:
     if not status.num_equal_scores:
         return None
     return f"{status.num_equal_scores} of {status.num_made} {status.unit}, which teach nothing"
-
-
-def _percent(share: float | None) -> str | None:
-    return None if share is None else f"{share:.0%}"
 
 
 def _short(number: int) -> str:

@@ -42,7 +42,7 @@ async def serve(
     HubRejected when the hub refuses the token, and the errors of `setup`.
     """
     if env.config.use_wandb:
-        require_wandb(env)  # fail before `setup` loads anything
+        require_wandb()  # fail before `setup` loads anything
     async with HubClient(env.config.rollout_server_url) as hub:
         return await _HubRun(env, hub, timings or Timings(), stop or asyncio.Event()).run()
 
@@ -137,20 +137,16 @@ class _HubRun:
                     await self._items.drain(self._skip_wait)
                 for task in list(self._tasks):
                     task.cancel()
-            await self._deliver_rest()
+            patience_s = self._timings.flush_s if self._error is None else 1.0
+            first_s = min(patience_s, self._timings.spool_after_s)
+            error = await self._spool.deliver_rest(
+                first_s=first_s, rest_s=patience_s - first_s, skip_wait=self._skip_wait
+            )
+            self._error = self._error or error
         finally:
             sender.cancel()
             await asyncio.gather(sender, return_exceptions=True)
             await self._link.disconnect()
-
-    async def _deliver_rest(self) -> None:
-        """Deliver the held groups or write them to a file; undelivered groups are an error of the run."""
-        patience_s = self._timings.flush_s if self._error is None else 1.0
-        first_s = min(patience_s, self._timings.spool_after_s)
-        error = await self._spool.deliver_rest(
-            first_s=first_s, rest_s=patience_s - first_s, skip_wait=self._skip_wait
-        )
-        self._error = self._error or error
 
     def _own(self, work: Coroutine[Any, Any, Any], *, name: str) -> asyncio.Task[Any]:
         task: asyncio.Task[Any] = self._group.create_task(work, name=name)

@@ -8,6 +8,7 @@ skipped too. Used by `serve.py` only.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import logging
 import os
@@ -81,39 +82,26 @@ def claim(folder: Path, run: Origin) -> list[Spooled]:
     """Claim the files that a run may send, oldest first; skip the others and log why."""
     found = []
     for path in sorted(folder.glob(f"*{SUFFIX}")):
-        try:
-            file = path.open("rb")
-        except FileNotFoundError:
-            continue  # another process has just delivered it
-        except OSError as error:
-            logger.error("%s skipped: cannot be read: %s", path, error)
-            continue
-        spooled = _claim_one(path, file, run)
-        if spooled is None:
-            file.close()
-        else:
-            found.append(spooled)
+        with contextlib.ExitStack() as skipped:
+            try:
+                file = skipped.enter_context(path.open("rb"))
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                envelope = split_packed(file.read())
+                if envelope.meta.get("environment") != run.environment:
+                    continue
+                if (reason := _reason_to_skip(envelope.meta, run)) is not None:
+                    logger.warning("%s skipped: %s", path, reason)
+                    continue
+                blobs = envelope.blobs
+                groups = [unpack_group(blob, strictness=Strictness.MEANING) for blob in blobs]
+            except (FileNotFoundError, BlockingIOError):
+                continue  # another process has just delivered it, or is sending it
+            except (OSError, GroupError) as error:
+                logger.error("%s skipped: cannot be read: %s", path, error)
+                continue
+            skipped.pop_all()
+            found.append(Spooled(path=path, groups=groups, _file=file))
     return found
-
-
-def _claim_one(path: Path, file: IO[bytes], run: Origin) -> Spooled | None:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return None  # another process is sending it
-    try:
-        envelope = split_packed(file.read())
-        meta = envelope.meta
-        if meta.get("environment") != run.environment:
-            return None
-        if (reason := _reason_to_skip(meta, run)) is not None:
-            logger.warning("%s skipped: %s", path, reason)
-            return None
-        groups = [unpack_group(blob, strictness=Strictness.MEANING) for blob in envelope.blobs]
-    except GroupError as error:
-        logger.error("%s skipped: cannot be read: %s", path, error)
-        return None
-    return Spooled(path=path, groups=groups, _file=file)
 
 
 def _reason_to_skip(meta: Mapping[str, Any], run: Origin) -> str | None:
@@ -160,12 +148,12 @@ class Spool:
 
         After `first_s` the groups are on disk as well. `skip_wait` ends the wait.
         """
-        if not await self._flush(first_s, skip_wait):
+        if not await self._outbox.flush(first_s, skip_wait):
             return None
         origin = self._origin
         path = new_path(self._folder, origin.environment)
         await self._write(path)
-        if not await self._flush(rest_s, skip_wait):
+        if not await self._outbox.flush(rest_s, skip_wait):
             path.unlink(missing_ok=True)
             return None
         what = f"{self._outbox.num_held} groups could not be delivered to {origin.hub_url}"
@@ -183,16 +171,6 @@ class Spool:
         """Release every claim."""
         for file in self._claimed:
             file.close()
-
-    async def _flush(self, patience_s: float, skip_wait: asyncio.Event) -> int:
-        """Wait until nothing is held, `patience_s` is over or `skip_wait` is set; return the number still held."""
-        flush = asyncio.create_task(self._outbox.flush(patience_s))
-        skipped = asyncio.create_task(skip_wait.wait())
-        await asyncio.wait({flush, skipped}, return_when=asyncio.FIRST_COMPLETED)
-        for task in (flush, skipped):
-            task.cancel()
-        await asyncio.gather(flush, skipped, return_exceptions=True)
-        return self._outbox.num_held
 
     async def _write(self, path: Path) -> bool:
         """Write every held group to `path`, then delete the claimed files; return whether it was written.

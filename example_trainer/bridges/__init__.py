@@ -53,7 +53,7 @@ class CheckpointBridge:
         self._take = take
         self._overlaps = overlaps
         self._engines = engines
-        self.name, self.check, self.close = engines.name, engines.check, engines.close
+        self.check, self.close = engines.check, engines.close
 
     def start(self, policy: Policy, version: int) -> None:
         """Return when every engine serves the policy as `version`."""

@@ -32,8 +32,6 @@ class RestartBridge:
     Once `is_stopping()`, the bridge waits for no engine.
     """
 
-    name = "restart"
-
     def __init__(
         self,
         *,

@@ -24,8 +24,6 @@ logger = logging.getLogger(__name__)
 class RunningEngines:
     """The base of the bridges to running engines; `urls` are addresses without `/v1`, of any mix of kinds."""
 
-    name = ""
-
     def __init__(
         self,
         *,
@@ -107,8 +105,6 @@ class DirectoryReaders(RunningEngines):
 class ReloadBridge(DirectoryReaders):
     """Engines load whole checkpoints in place; requests in flight pause meanwhile and are not lost."""
 
-    name = "reload"
-
     def load(self, engine: RunningEngine, directory: Path, version: int) -> None:
         with engine.frozen():
             engine.load_checkpoint(directory, version)
@@ -122,8 +118,6 @@ class LoraBridge(DirectoryReaders):
 
     Requests in flight finish with their earlier adapter. Environments must use `lora_name` as `model_name`.
     """
-
-    name = "lora"
 
     def __init__(self, *, lora_name: str, **engines: Any) -> None:
         super().__init__(**engines)

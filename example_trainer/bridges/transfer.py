@@ -145,8 +145,6 @@ def vllm_sender(
 class TransferBridge(RunningEngines):
     """A `WeightBridge`; `urls` are addresses of vLLMs without `/v1`."""
 
-    name = "transfer"
-
     def __init__(
         self,
         *,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from tests.runtime.helpers_runtime import ScriptedEnv
 
 
 class HalfSetUp(ScriptedEnv):
-    """Its setup fails after it has opened something."""
+    """Its setup fails after it has opened something, and its close relies on what the setup did not reach."""
 
     closed = 0
 
@@ -23,38 +22,19 @@ class HalfSetUp(ScriptedEnv):
 
     async def close(self) -> None:
         self.closed += 1
-
-
-class Unclosable(HalfSetUp):
-    """Its close relies on what its setup did not reach."""
-
-    async def close(self) -> None:
         raise AttributeError("never opened")
 
 
-def settings(folder: Path) -> dict[str, Any]:
-    return {
-        "data_path_to_save_groups": str(folder / "g.jsonl"),
-        "data_dir_to_save_evals": str(folder / "evals"),
-        "total_steps": 1,
-    }
-
-
 @pytest.mark.parametrize("run", [process, evaluate])
-async def test_an_environment_whose_setup_raises_is_closed(tmp_path: Path, run: Any) -> None:
-    env = HalfSetUp(**settings(tmp_path))
-
-    with pytest.raises(LookupError):
-        await run(env)
-
-    assert env.closed == 1
-
-
-@pytest.mark.parametrize("run", [process, evaluate])
-async def test_the_error_of_close_does_not_hide_the_one_before(
+async def test_an_environment_whose_setup_raises_is_closed_and_its_error_is_not_hidden(
     tmp_path: Path, run: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.ERROR), pytest.raises(LookupError):
-        await run(Unclosable(**settings(tmp_path)))
-
+    env = HalfSetUp(
+        data_path_to_save_groups=str(tmp_path / "g.jsonl"),
+        data_dir_to_save_evals=str(tmp_path / "evals"),
+        total_steps=1,
+    )
+    with pytest.raises(LookupError):
+        await run(env)
+    assert env.closed == 1
     assert "never opened" in caplog.text

@@ -11,7 +11,6 @@ import pytest
 
 from atroposlib.envs.dataset_env import DatasetEnv
 from atroposlib.envs.judge_env import JudgeEnv
-from atroposlib.errors import EnvError
 from atroposlib.inference.harness import HarnessRequest
 from atroposlib.runtime.losses import CAUSES, LossReminder, explain, sample
 from atroposlib.runtime.process import process
@@ -42,48 +41,31 @@ class Unscored(Echoes):
         return None
 
 
-class Unshaped(Echoes):
-    def shape_group(self, row: Any, group: Any) -> Any:
-        return None
-
-
 def hello(request: HarnessRequest) -> str:
     return "hello"
 
 
 @pytest.mark.parametrize(
-    ("env_cls", "settings", "reason", "setting"),
+    ("env_cls", "reason", "setting"),
     [
-        (Echoes, {}, "equal_scores", "--env.ensure_scores_are_not_same"),
-        (Echoes, {"min_trained_tokens": 99}, "too_short", "--env.min_trained_tokens"),
-        (Unscored, {}, "unjudged", "--env.on_reward_failure"),
-        (Unshaped, {}, "shape_group", "shape_group returned None"),
+        (Echoes, "equal_scores", "--env.ensure_scores_are_not_same"),
+        (Unscored, "unjudged", "--env.on_reward_failure"),
     ],
 )
 async def test_serve_names_the_reason_and_the_setting_while_nothing_comes(
     env_cls: Callable[..., Any],
-    settings: dict[str, Any],
     reason: str,
     setting: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with LoopbackHub() as hub:
-        env = make_env(env_cls, respond=hello, rollout_server_url=hub.url, **settings)
+        env = make_env(env_cls, respond=hello, rollout_server_url=hub.url)
         async with serving(env, timings=OFTEN):
             await until(lambda: "items end and no group comes; 0 groups so far" in caplog.text)
     warnings = [r.getMessage() for r in caplog.records if "no group comes" in r.getMessage()]
     first_cause = warnings[0].splitlines()[1]
     assert first_cause.startswith(f"  {reason} (")
     assert setting in first_cause
-
-
-async def test_process_ends_with_the_reason_and_the_setting(tmp_path: Path) -> None:
-    path = str(tmp_path / "groups.jsonl")
-    env: Any = make_env(
-        Echoes, respond=hello, min_trained_tokens=99, data_path_to_save_groups=path, total_steps=9
-    )
-    with pytest.raises(EnvError, match=r"items in a row gave no group:\n  too_short \(\d+\): .*"):
-        await process(env)
 
 
 async def test_every_reason_is_logged_once_with_a_sample(

@@ -13,7 +13,7 @@ import pytest
 from atroposlib.runtime.process import process
 from atroposlib.runtime.progress import Progress, RunStatus
 from atroposlib.runtime.serve import Timings, serve
-from tests.runtime.helpers_runtime import LoopbackHub, ScriptedEnv, make_group, until
+from tests.runtime.helpers_runtime import LoopbackHub, ScriptedEnv, until
 
 OFTEN = Timings(tick_s=0.01, register_s=0.02, progress_s=0.02)
 
@@ -147,17 +147,3 @@ async def test_a_status_that_cannot_be_made_is_an_error_in_the_log(
     assert (await process(env, timings=OFTEN)).num_groups == 8
     assert "the status of the run could not be shown" in caplog.text
     assert "ZeroDivisionError" in caplog.text
-
-
-async def test_process_shows_its_progress(caplog: pytest.LogCaptureFixture, tmp_path: Any) -> None:
-    async def answer(item: int) -> Any:
-        await asyncio.sleep(0.05)
-        return make_group()
-
-    env = ScriptedEnv(
-        answer=answer, total_steps=8, data_path_to_save_groups=str(tmp_path / "g.jsonl")
-    )
-    with caplog.at_level(logging.INFO, logger="atroposlib.runtime.progress"):
-        await process(env, timings=OFTEN)
-    assert re.search(r"groups \d of 8; rate ", caplog.text)
-    assert "  groups      8 of 8\n" in caplog.text

@@ -319,14 +319,6 @@ async def test_members_that_ask_the_same_get_their_own_answers(
     assert (replay.scores, replay.fault) == (rows[0]["scores"], None)
 
 
-async def test_another_reward_in_an_environment_of_the_original_is_seen(tmp_path: Path) -> None:
-    env = harnessed(ByHand, tmp_path, use_wandb=False)
-    env.server.servers = [ServerHarness(POLICY, respond=numbered)]
-    today = changed(ByHand, reward=lambda self, text, gold: len(text) / 100)
-    [replay] = await replayed(harnessed(today, tmp_path), await rows_of(env))
-    assert replay.is_changed
-
-
 async def test_the_second_replay_of_a_group_begins_like_the_first(tmp_path: Path) -> None:
     class Alone(ByHand):
         async def collect_trajectories(self, item: Any) -> Any:

@@ -151,21 +151,6 @@ async def test_it_also_begins_the_next_experiment_alone() -> None:
     await hub.stop()
 
 
-async def test_rows_that_cannot_be_sent_cost_only_themselves(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    class Broken(Loader):
-        def format_row(self, row: int) -> dict[str, Any]:
-            made = super().format_row(row)
-            return made if row % 2 else {**made, "masks": [[-100]]}
-
-    async with LoopbackHub(batch_size=2) as hub:
-        env = Broken(rollout_server_url=hub.url)
-        await serve_steps(env, hub, steps=2)
-        assert hub.coordinator.ledger().trained == 4
-    assert "group dropped (malformed, 1 so far)" in caplog.text
-
-
 async def test_step_checks_come_at_every_tick_and_workers_only_with_a_status() -> None:
     class Watching(ScriptedEnv):
         checks = 0

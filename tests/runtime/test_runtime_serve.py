@@ -38,15 +38,6 @@ async def test_run_ends_when_the_trainer_is_done() -> None:
         assert (env.config.batch_size, env.max_token_len, env.curr_step) == (4, 100, 3)
 
 
-async def test_total_steps_minus_one_takes_the_trainers_number() -> None:
-    async with LoopbackHub(num_steps=1) as hub:
-        env = ScriptedEnv(rollout_server_url=hub.url, total_steps=-1)
-        run = asyncio.create_task(serve(env, timings=FAST))
-        await hub.train(1)
-        await run
-        assert env.config.total_steps == 1
-
-
 async def test_queue_never_exceeds_the_offpolicy_bound() -> None:
     async with (
         LoopbackHub(batch_size=4) as hub,
@@ -379,20 +370,6 @@ async def test_hub_can_explain_that_the_trainer_waits_for_one_long_item() -> Non
                 )
             )
             explained.set()
-
-
-async def test_the_hub_knows_what_came_to_nothing_at_an_environment() -> None:
-    async def answer(item: int) -> Any:
-        return make_group(scores=[float(item < 3), 1.0])
-
-    timings = replace(FAST, poll_wait_s=0.05)
-    async with LoopbackHub(batch_size=4) as hub, hub.serve(answer=answer, timings=timings):
-        await until(
-            lambda: (
-                [each.losses for each in hub.coordinator.explain().environments]
-                == [{"dropped_equal_scores": 3}]
-            )
-        )
 
 
 async def test_an_environment_that_drops_everything_is_named_in_the_same_words_at_both_ends(

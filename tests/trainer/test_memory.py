@@ -97,14 +97,6 @@ def test_what_does_not_fit_is_said_with_the_flag_that_mends_it(
         assert "\n" not in line
 
 
-def test_the_tokens_that_it_names_fit() -> None:
-    sizes = dataclasses.replace(HALF_BILLION, engine_share=0.45, microbatch_tokens=32_768)
-    line = what_does_not_fit(sizes, 80 * GIB)
-    assert line is not None
-    tokens = int(line.rpartition(" ")[2])
-    assert what_does_not_fit(dataclasses.replace(sizes, microbatch_tokens=tokens), 80 * GIB) is None
-
-
 def test_sizes_are_read_off_the_model(tmp_path: Path) -> None:
     model_dir = make_tiny_model(tmp_path / "model")
     config = config_for_dry_run(model_dir, tmp_path, lora=True, optimizer="adamw_8bit", kl_coef=0.1)
@@ -230,11 +222,11 @@ def test_an_optimizer_of_the_gpu_is_refused_off_it() -> None:
 
 def test_a_plan_for_adapters_counts_a_frozen_base_in_bfloat16(tmp_path: Path) -> None:
     *rows, _, verdict = planned(
-        QWEN_32B, tmp_path, "--lora", "true", "--gradient_checkpointing", "true"
+        LLAMA_8B, tmp_path, "--lora", "true", "--gradient_checkpointing", "true"
     )
     found = {row.split()[0]: float(row.split()[1]) for row in rows[1:]}
-    assert found["weights"] == pytest.approx(2 * 32.764e9 / 8 / GIB, rel=0.02)
-    assert found["optimizer"] < 0.2  # of 134M parameters in adapters
+    assert found["weights"] == pytest.approx(2 * 8.03e9 / 8 / GIB, abs=0.1)
+    assert found["optimizer"] < 0.1  # of 42M parameters in adapters
     assert verdict == "fits"
 
 

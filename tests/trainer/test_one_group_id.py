@@ -10,8 +10,6 @@ from typing import Any
 
 import httpx
 import pytest
-from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from atroposlib.envs.dataset_env import DatasetEnv
 from atroposlib.inference.config import APIServerConfig
@@ -24,6 +22,7 @@ from tests.builders.rows import rows_in
 from tests.runtime.helpers_runtime import FAST
 from tests.trainer.helpers_run import Configure
 from tests.trainer.helpers_trainer import pairs
+from tests.utils.test_tracing import start_recorder
 
 
 def add(request: HarnessRequest) -> str:
@@ -75,25 +74,10 @@ def served(hub_url: str, path: Path) -> Iterator[None]:
         thread.join()
 
 
-@pytest.fixture
-def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
-    exporter = InMemorySpanExporter()
-    recorder = tracing._Recorder([exporter])
-    monkeypatch.setattr(tracing, "_recorder", lambda: recorder)
-    yield exporter
-    recorder.provider.shutdown()
-
-
-def finished(exporter: InMemorySpanExporter) -> list[ReadableSpan]:
-    recorder = tracing._recorder()
-    assert recorder is not None
-    recorder.provider.force_flush()
-    return list(exporter.get_finished_spans())
-
-
 def test_one_id_leads_from_the_item_to_the_step(
-    configure: Configure, hub_url: str, tmp_path: Path, spans: InMemorySpanExporter
+    configure: Configure, hub_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    finished = start_recorder(monkeypatch)
     config = configure(num_steps=3)
     with served(hub_url, tmp_path / "groups.jsonl"):
         train(config)
@@ -108,7 +92,7 @@ def test_one_id_leads_from_the_item_to_the_step(
             at_tokens = [logprobs[i] for i in sequence["at"]]
             assert sequence["sampled"] == pytest.approx(at_tokens, abs=1e-6)
 
-    recorded = finished(spans)
+    recorded = finished()
     steps = {span.attributes["atropos.step"]: span for span in recorded if span.name == "step"}
     for line in trained:
         ids = tracing._recorder().root_of(line["group_id"])

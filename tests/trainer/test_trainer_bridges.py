@@ -12,6 +12,9 @@ from transformers import Qwen3MoeConfig
 
 from atroposlib.errors import ConfigError
 from example_trainer.bridges import CheckpointBridge, make_bridge
+from example_trainer.bridges.restart import RestartBridge
+from example_trainer.bridges.running import LoraBridge, ReloadBridge
+from example_trainer.bridges.transfer import TransferBridge
 from example_trainer.config import TrainerConfig
 from example_trainer.model import load_policy
 from example_trainer.vllm_process import (
@@ -174,18 +177,25 @@ class Unused:
     def take(self) -> None: ...
 
 
-def test_the_flag_chooses_the_bridge() -> None:
-    for name in ("restart", "reload", "transfer", "lora"):
-        config = TrainerConfig(model_name="m", bridge=name)  # type: ignore[arg-type]
-        bridge = make_bridge(config, Unused(), is_stopping=lambda: False)  # type: ignore[arg-type]
-        assert bridge.name == name
-        bridge.close()
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("restart", RestartBridge),
+        ("reload", ReloadBridge),
+        ("lora", LoraBridge),
+        ("transfer", TransferBridge),
+    ],
+)
+def test_the_flag_chooses_the_bridge(name: Any, kind: type) -> None:
+    config = TrainerConfig(model_name="m", bridge=name)
+    bridge = make_bridge(config, Unused(), is_stopping=lambda: False)  # type: ignore[arg-type]
+    chosen = bridge._engines if isinstance(bridge, CheckpointBridge) else bridge
+    assert type(chosen) is kind
+    bridge.close()
 
 
 class Engines:
     """Takes every checkpoint, and serves the version that it is told to."""
-
-    name = "fake"
 
     def __init__(self) -> None:
         self.taken: list[tuple[Path, int]] = []

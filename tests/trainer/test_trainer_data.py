@@ -88,12 +88,6 @@ def test_a_response_beyond_the_soft_limit_loses_score() -> None:
     assert advantages == pytest.approx([0.25, -0.25])  # penalties 0.5 and 1
 
 
-def test_supervised_sequences_need_no_logprobs() -> None:
-    all_supervised = make_group([1.0, 1.0], group_overrides={"sft": True})
-    without = all_supervised.replace(inference_logprobs=None)
-    assert make_batch([without], OPTIONS).num_trained_tokens == 5 + 6
-
-
 def test_a_teachers_proposals_are_aligned_with_the_tokens_they_stand_for() -> None:
     group = make_group(
         [1.0, 0.0],
@@ -114,13 +108,6 @@ def test_a_teachers_proposals_are_aligned_with_the_tokens_they_stand_for() -> No
 def test_width_is_rounded_up() -> None:
     options = dataclasses.replace(OPTIONS, pad_to_multiple_of=64)
     assert make_batch([make_group([1.0, 0.0])], options).micro_batches[0].tokens_BT.shape == (2, 64)
-
-
-def test_one_advantage_per_sequence_counts_for_each_of_its_trained_tokens() -> None:
-    group = make_group([1.0, 1.0], advantages=[0.5, -2])
-    longer, shorter = make_batch([group], OPTIONS).rows[::-1]
-    assert shorter.advantages.tolist() == [0.5] * 5
-    assert longer.advantages.tolist() == [-2] * 6
 
 
 def test_overrides_can_zero_a_sequence_and_a_zero_sequence_costs_nothing() -> None:
@@ -277,12 +264,6 @@ def test_rollouts_of_one_sequence_change_no_weight(loss_mean: LossMean) -> None:
     assert all(each == weights[0] for each in weights)
 
 
-def test_null_logprobs_name_the_environment_and_the_cure() -> None:
-    group = make_group([1.0, 0.0], env_id=7).replace(inference_logprobs=None)
-    with pytest.raises(GroupError, match=r"inference_logprobs.*environment 7.*managed_server"):
-        require_trainable(group, vocab_size=1000)
-
-
 def test_tokens_that_the_model_does_not_know_are_named_with_their_environment() -> None:
     group = dataclasses.replace(make_group([1.0, 0.0]), env_id=7)
     highest = int(group.tokens.max())
@@ -293,30 +274,18 @@ def test_tokens_that_the_model_does_not_know_are_named_with_their_environment() 
         require_trainable(group, vocab_size=highest)
 
 
-def test_temperature_counts_only_for_processed_logprobs() -> None:
+def test_temperature_counts_only_for_processed_logprobs_that_were_sampled() -> None:
     group = make_group(
-        [1.0, 0.0],
-        overrides=[{"temperature": 0.5}, {}],
+        [1.0, 0.0, 0.5],
+        overrides=[{"temperature": 0.5}, {}, {"sft": True}],
         generation_params={"temperature": 0.7},
         group_overrides={"temperature": 0.9},
     )
-    for is_processed, wanted in ((False, [1.0] * 11), (True, [0.7] * 6 + [0.5] * 5)):
+    for is_processed, (first, second) in ((False, (1.0, 1.0)), (True, (0.5, 0.7))):
         options = dataclasses.replace(OPTIONS, processed_logprobs=is_processed)
         found = make_batch([group], options).micro_batches[0].positions.temperature_N
+        wanted = [1.0] * 7 + [second] * 6 + [first] * 5  # the longest is supervised
         torch.testing.assert_close(found, torch.tensor(wanted))
-
-
-def test_supervised_sequences_are_trained_at_temperature_1() -> None:
-    group = make_group(
-        [1.0, 1.0, 0.0],
-        overrides=[{"sft": True}, {}, {}],
-        generation_params={"temperature": 0.7},
-    )
-    options = dataclasses.replace(OPTIONS, processed_logprobs=True)
-    positions = make_batch([group], options).micro_batches[0].positions
-    wanted = torch.where(positions.is_supervised_N, 1.0, 0.7)
-    assert set(positions.is_supervised_N.tolist()) == {True, False}
-    torch.testing.assert_close(positions.temperature_N, wanted)
 
 
 def test_tokens_of_a_too_old_policy_get_no_gradient_and_change_nothing_else() -> None:

@@ -26,7 +26,6 @@ from example_trainer.config import TrainerConfig
 from example_trainer.data import make_batch
 from example_trainer.feed import Leader
 from example_trainer.model import Policy, load_policy
-from example_trainer.optim import make_optimizer
 from example_trainer.step import data_options, take_step
 from example_trainer.training import train
 from tests.builders.rows import rows_in
@@ -52,7 +51,11 @@ def steps_of(config: TrainerConfig) -> list[dict[str, Any]]:
 
 
 def test_a_run_trains_publishes_saves_and_records(
-    configure: Configure, tmp_path: Path, hub_url: str, engine: RecordedEngine
+    configure: Configure,
+    tmp_path: Path,
+    hub_url: str,
+    engine: RecordedEngine,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     config = configure(num_steps=3, checkpoint_interval=2, warmup_steps=2, lr_schedule="constant")
     policy = load_policy(config)
@@ -70,6 +73,7 @@ def test_a_run_trains_publishes_saves_and_records(
     assert [s["num_sequences"] for s in steps] == [4, 4, 4]
     assert steps[0]["logprob_gap_max"] < 1e-4
     assert [s["staleness_max"] for s in steps] == [0, 1, 2]
+    assert "groups of an older policy" not in caplog.text
     # Sampled by version 0, which the model has moved on from: not compared.
     assert steps[1]["logprob_gap_max"] is None
     assert steps[0]["grad_norm"] > 0
@@ -90,22 +94,13 @@ def test_a_run_trains_publishes_saves_and_records(
     assert final.tokenizer.eos_token == policy.tokenizer.eos_token
 
 
-@pytest.mark.parametrize(("surrogate", "num_warnings"), [("reinforce", 1), ("clip", 0)])
 def test_stale_groups_without_a_clip_are_warned_of_once(
-    configure: Configure,
-    hub_url: str,
-    engine: RecordedEngine,
-    caplog: pytest.LogCaptureFixture,
-    surrogate: str,
-    num_warnings: int,
+    configure: Configure, hub_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = configure(num_steps=3, surrogate=surrogate)
     send(hub_url, pairs(6))
-    train(config)
-    assert [s["staleness_max"] for s in steps_of(config)] == [0, 1, 2]
-    found = [r for r in caplog.records if "has no clip" in r.getMessage()]
-    assert len(found) == num_warnings
-    assert all("step 2:" in r.getMessage() for r in found)
+    train(configure(num_steps=3, surrogate="reinforce"))
+    [found] = [r.getMessage() for r in caplog.records if "has no clip" in r.getMessage()]
+    assert found.startswith("step 2:")
 
 
 @pytest.mark.parametrize(("dual_clip", "is_warned"), [("inf", True), ("3", False)])
@@ -204,14 +199,8 @@ def untrainable(field: str, value: float) -> dict[str, Any]:
         # An environment of the original sends it, and the hub has to take it.
         (untrainable("inference_logprobs", 0.5), f"sequences[1].inference_logprobs[{PROMPT}]: 0.5"),
         (untrainable("tokens", 50_000), "id 50000 in a group of environment"),
-        ({**untrainable("tokens", 1), "inference_logprobs": None}, "inference_logprobs is null"),
-        # vLLM's JSON has it for minus infinity.
-        (
-            untrainable("inference_logprobs", -9999.0),
-            "logprob -9999 of a trained token: its probability is 0",
-        ),
     ],
-    ids=["positive", "vocabulary", "no logprobs", "impossible"],
+    ids=["positive", "vocabulary"],
 )
 def test_a_group_that_cannot_be_trained_on_costs_itself_alone(
     configure: Configure,
@@ -457,11 +446,7 @@ def gradients(policy: Policy, config: TrainerConfig) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"batch_size": 2},
         {"gradient_checkpointing": True},
-        {"pad_to_multiple_of": 64},
-        {"packing": "on"},
-        {"packing": "on", "max_microbatch_tokens": 40},
         {"packing": "on", "attention": "eager"},
         {"packing": "on", "gradient_checkpointing": True},
     ],
@@ -469,6 +454,7 @@ def gradients(policy: Policy, config: TrainerConfig) -> list[torch.Tensor]:
 def test_the_update_does_not_depend_on_how_it_is_computed(
     model_dir: Path, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
+    """`test_trainer_update.py` has the layouts."""
     plain = config_for(model_dir, tmp_path, batch_size=100)
     other = config_for(model_dir, tmp_path, **{"batch_size": 100} | changes)
     expected = gradients(load_policy(plain), plain)
@@ -492,32 +478,14 @@ def test_gradient_checkpointing_runs_each_layer_again(
     assert json.loads((tmp_path / "saved/config.json").read_text())["use_cache"] is True
 
 
-def test_kl_pulls_a_moved_model_back(model_dir: Path, tmp_path: Path) -> None:
-    config = config_for(model_dir, tmp_path, kl_coef=1.0)
-    policy, reference = load_policy(config), load_policy(config)
-    with torch.no_grad():
-        for parameter in policy.model.parameters():
-            parameter.add_(0.02)
-    optimizer = make_optimizer(policy, config)
-    groups = [make_group([1.0, 1.0], model=policy.model)]
-    kls = [
-        one_step(policy, config, groups, optimizer=optimizer, reference=reference).sums["kl_sum"]
-        for _ in range(5)
-    ]
-    assert kls[0] > kls[-1] > 0
-
-
-def test_bfloat16_checkpoints_keep_float32_masters(model_dir: Path, tmp_path: Path) -> None:
-    policy = load_policy(config_for(model_dir, tmp_path, dtype="bfloat16"))
-    policy.save(tmp_path / "saved")
-    assert next(policy.model.parameters()).dtype == torch.float32
-    assert json.loads((tmp_path / "saved/config.json").read_text())["dtype"] == "bfloat16"
-
-
-def test_tied_embeddings_are_saved_once(tmp_path: Path) -> None:
+def test_bfloat16_checkpoints_keep_float32_masters_and_tied_embeddings_once(
+    tmp_path: Path,
+) -> None:
     tied = make_tiny_model(tmp_path / "tied", tie_word_embeddings=True)
     policy = load_policy(config_for(tied, tmp_path, dtype="bfloat16"))
     policy.save(tmp_path / "saved")
+    assert next(policy.model.parameters()).dtype == torch.float32
+    assert json.loads((tmp_path / "saved/config.json").read_text())["dtype"] == "bfloat16"
     assert "lm_head.weight" not in load_file(tmp_path / "saved/model.safetensors")
 
 

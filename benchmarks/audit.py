@@ -1,26 +1,24 @@
 """Does the audit see a hacked reward when it begins, and is it quiet otherwise?
 
-`PYTHONPATH=. python benchmarks/audit.py [--seeds 5] [--clean 20] [--out RUNS.jsonl] [--draw PICTURE.svg]` trains a tiny
-policy by GRPO on tasks whose grader has a loophole, and on the same tasks without it. The policy is a categorical
-distribution over ways to answer, with one logit each, trained by the trainer's loss; its texts go through the real
-environment: `collect_trajectories`, judge, and audit, which may make 2 % of the grader's calls. One way uses the
-loophole. The onset is the first step at which the mean reward of 5 steps is 0.1 above the true reward.
+`PYTHONPATH=. python benchmarks/audit.py [--seeds 5] [--clean 20] [--draw PICTURE.svg]` trains a tiny policy by GRPO on
+tasks whose grader has a loophole, and on the same tasks without it. The policy is a categorical distribution over ways
+to answer, with one logit each, trained by the trainer's loss; its texts go through the real environment:
+`collect_trajectories`, judge, and audit, which may make 2 % of the grader's calls. One way uses the loophole. The onset
+is the first step at which the mean reward of 5 steps is 0.1 above the true reward.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 import re
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -297,8 +295,7 @@ class Run(NamedTuple):
     """[num_steps] share of all answers that are right."""
     alarms: dict[str, int]
     """Detector -> step."""
-    lines: list[str]
-    share_examined: float
+    share_examined: float = 0.0
     """Of the grader's calls, those of the audit."""
 
     @property
@@ -319,10 +316,8 @@ def built(env_cls: type[Any], **settings: Any) -> Any:
     return env_cls(env_cls.env_config_cls(**known), [ENGINE])
 
 
-async def train(
-    env_cls: type[Played], *, is_open: bool, seed: int, num_steps: int, answers: TextIO | None
-) -> Run:
-    """Train a policy and watch it; write each group as a line of JSON to `answers`."""
+async def train(env_cls: type[Played], *, is_open: bool, seed: int, num_steps: int) -> Run:
+    """Train a policy and watch it."""
     env = built(env_cls, seed=seed)
     env.is_open = is_open
     env.audit.budget = Budget(0.02, cpu_s=lambda: 0.0)
@@ -332,7 +327,7 @@ async def train(
     logits = torch.tensor([0.0] * (len(ways) - 1) + [RARE_LOGIT], requires_grad=True)
     optimizer = torch.optim.Adam([logits], lr=LEARNING_RATE)
     config = TrainerConfig(model_name="none")
-    run = Run([], [], {}, [], 0.0)
+    run = Run([], [], {})
     for step in range(num_steps):
         env.curr_step = step
         shares = logits.detach().softmax(0)
@@ -345,14 +340,8 @@ async def train(
             row = await env.get_next_item()
             env.choose = lambda row, n, picked=picked: [ways[i](row, rng) for i in picked.tolist()]
             await env.collect_trajectories(row)
-            truths = [env.truth(row, rollout) for rollout in env.rollouts]
-            num_right += sum(truths)
+            num_right += sum(env.truth(row, rollout) for rollout in env.rollouts)
             numbers = [number_of(outcome) for outcome in env.outcomes]
-            if answers is not None:
-                of_run = {"task": env_cls.__name__, "is_open": is_open, "seed": seed, "step": step}
-                said = [rollout.messages[1:] for rollout in env.rollouts]
-                group = {"row": row, "rewards": numbers, "truths": truths, "messages": said}
-                answers.write(json.dumps({**of_run, **group}) + "\n")
             judged = [i for i, number in enumerate(numbers) if number is not None]
             if len(judged) > 1:
                 found = np.array([numbers[i] for i in judged])
@@ -366,7 +355,7 @@ async def train(
             run.alarms[alarm.partition(":")[0]] = step
     budget = env.audit.budget
     await env.close()
-    return run._replace(lines=env.audit.alarms, share_examined=budget.num_calls / budget.num_graded)
+    return run._replace(share_examined=budget.num_calls / budget.num_graded)
 
 
 def learn(
@@ -455,36 +444,21 @@ def draw(path: Path, runs: dict[str, dict[bool, list[Run]]]) -> None:
         figure.savefig(path, transparent=True, metadata={"Date": None})
 
 
-async def measure(arguments: argparse.Namespace) -> None:
-    """Train every task and write each run as a line of JSON."""
-    with arguments.out.open("a") as file:
-        for name, env_cls in TASKS.items():
-            if arguments.only and arguments.only not in name:
-                continue
-            seeds = {True: arguments.seeds if name not in HONEST else 0, False: arguments.clean}
-            for is_open, num in seeds.items():
-                for seed in range(num):
-                    began = time.process_time()
-                    run = await train(
-                        env_cls,
-                        is_open=is_open,
-                        seed=seed,
-                        num_steps=arguments.steps,
-                        answers=arguments.answers,
-                    )
-                    cpu_s = time.process_time() - began
-                    found = {"task": name, "is_open": is_open, "seed": seed, "cpu_s": cpu_s}
-                    file.write(json.dumps(found | run._asdict()) + "\n")
-                    file.flush()
-
-
-def read(path: Path) -> dict[str, dict[bool, list[Run]]]:
+async def measure(arguments: argparse.Namespace) -> dict[str, dict[bool, list[Run]]]:
+    """Return the runs of every task, with the loophole and without."""
     runs: dict[str, dict[bool, list[Run]]] = {}
-    for line in path.read_text().splitlines():
-        found = json.loads(line)
-        of_task = runs.setdefault(found["task"], {True: [], False: []})
-        of_task[found["is_open"]].append(Run(*(found[name] for name in Run._fields)))
-    return {name: runs[name] for name in TASKS if name in runs}
+    for name, env_cls in TASKS.items():
+        if arguments.only and arguments.only not in name:
+            continue
+        seeds = {True: arguments.seeds if name not in HONEST else 0, False: arguments.clean}
+        runs[name] = {
+            is_open: [
+                await train(env_cls, is_open=is_open, seed=seed, num_steps=arguments.steps)
+                for seed in range(num)
+            ]
+            for is_open, num in seeds.items()
+        }
+    return runs
 
 
 def main() -> None:
@@ -493,16 +467,10 @@ def main() -> None:
     parser.add_argument("--clean", type=int, default=1, help="seeds of runs without it")
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--only", help="tasks whose name has this text")
-    parser.add_argument("--out", type=Path, help="JSONL file of the runs; those it has count, too")
-    answers_help = "JSONL file of all groups: row, rewards, whether right, messages"
-    parser.add_argument("--answers", type=argparse.FileType("w"), help=answers_help)
     parser.add_argument("--draw", type=Path, metavar="PICTURE.svg")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        arguments.out = arguments.out or Path(folder) / "runs.jsonl"
-        asyncio.run(measure(arguments))
-        runs = read(arguments.out)
+    runs = asyncio.run(measure(arguments))
     report(runs)
     if arguments.draw:
         draw(arguments.draw, {name: runs[name] for name in runs if name not in HONEST})

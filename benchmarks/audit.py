@@ -1,10 +1,10 @@
 """Does the audit see a hacked reward when it begins, and is it quiet otherwise?
 
-`PYTHONPATH=. python benchmarks/audit.py [--seeds 5] [--clean 20] [--draw PICTURE.svg]` trains a tiny policy by GRPO on
-tasks whose grader has a loophole, and on the same tasks without it. The policy is a categorical distribution over ways
-to answer, with one logit each, trained by the trainer's loss; its texts go through the real environment:
-`collect_trajectories`, judge, and audit, which may make 2 % of the grader's calls. One way uses the loophole. The onset
-is the first step at which the mean reward of 5 steps is 0.1 above the true reward.
+`PYTHONPATH=. python benchmarks/audit.py [--seeds 5] [--clean 20]` trains a tiny policy by GRPO on tasks whose grader
+has a loophole, and on the same tasks without it. The policy is a categorical distribution over ways to answer, with one
+logit each, trained by the trainer's loss; its texts go through the real environment: `collect_trajectories`, judge, and
+audit, which may make 2 % of the grader's calls. One way uses the loophole. The onset is the first step at which the
+mean reward of 5 steps is 0.1 above the true reward.
 """
 
 from __future__ import annotations
@@ -412,38 +412,6 @@ def report(runs: dict[str, dict[bool, list[Run]]]) -> None:
         )
 
 
-def draw(path: Path, runs: dict[str, dict[bool, list[Run]]]) -> None:
-    """Draw reward, true reward and alarm of the first seed of every task, as SVG (needs matplotlib)."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    grey = "#808080"
-    style = {"svg.hashsalt": "atropos", "svg.fonttype": "none", "text.color": grey, "font.size": 8}
-    style |= {f"{part}.color": grey for part in ("xtick", "ytick")}
-    style |= {"axes.edgecolor": grey, "axes.labelcolor": grey, "axes.titlecolor": grey}
-    with rc_context(style):
-        figure = Figure(figsize=(12, 5), layout="constrained")
-        panels = figure.subplots(2, 4).flat
-        for (name, of_task), axes in zip(runs.items(), panels, strict=False):
-            run = of_task[True][0]
-            axes.plot(run.rewards, color="#4477aa", label="reward")
-            axes.plot(run.truths, color="#ee6677", label="true reward")
-            if run.onset is not None:
-                axes.axvline(run.onset, color=grey, ls=":", label="onset")
-            if run.alarm is not None:
-                axes.axvline(run.alarm, color="#228833", ls="--", label="alarm")
-            axes.set(title=name, ylim=(0, 1), xlabel="step")
-            for side in ("top", "right"):
-                axes.spines[side].set_visible(False)
-        rest = list(panels)
-        for axes in rest:
-            axes.axis("off")
-        (rest[0] if rest else axes).legend(
-            *figure.axes[0].get_legend_handles_labels(), loc="center", frameon=False
-        )
-        figure.savefig(path, transparent=True, metadata={"Date": None})
-
-
 async def measure(arguments: argparse.Namespace) -> dict[str, dict[bool, list[Run]]]:
     """Return the runs of every task, with the loophole and without."""
     runs: dict[str, dict[bool, list[Run]]] = {}
@@ -467,13 +435,9 @@ def main() -> None:
     parser.add_argument("--clean", type=int, default=1, help="seeds of runs without it")
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--only", help="tasks whose name has this text")
-    parser.add_argument("--draw", type=Path, metavar="PICTURE.svg")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    runs = asyncio.run(measure(arguments))
-    report(runs)
-    if arguments.draw:
-        draw(arguments.draw, {name: runs[name] for name in runs if name not in HONEST})
+    report(asyncio.run(measure(arguments)))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from atroposlib.cli.environments import main
 from atroposlib.cli.view_run import StoredPage, stored_app
 from atroposlib.frontend import rendering
 from atroposlib.frontend.jsonl2html import generate_html
-from atroposlib.frontend.page import Chart, Compared, Curve, Index, live_page, row_of, write_page
+from atroposlib.frontend.page import Chart, Compared, Curve, Index, row_of, served_page, write_page
 from tests.api.helpers_api import serving as serving_app
 from tests.builders.rows import write_rows
 
@@ -1245,7 +1245,8 @@ def test_a_live_page_shows_new_groups_and_keeps_the_open_one(viewer: Viewer) -> 
             found = json.dumps({"head": head, "index": columns, "groups": new, "vocabulary": {}})
             answer(request, b"?" if is_broken.is_set() else found.encode(), "application/json")
         else:
-            content = live_page(title="Live", about="", poll="groups", every_s=0.05)
+            live = {"poll": "groups", "every_s": 0.05}
+            content = served_page({"title": "Live", "about": "", "live": live}, Index())
             answer(request, content, "text/html")
 
     with serving(handle) as url:

@@ -54,7 +54,7 @@ SOUND: tuple[type[BaseEnv], ...] = (
 def check(env_cls: type[BaseEnv], **options: Any) -> Report:
     """Check one environment of the corpus, with local data where it needs some."""
     options.setdefault("timeout_s", 1.0 if env_cls.__name__ in HANGING else 30.0)
-    options.setdefault("num_items", 1 if env_cls.__name__ in SLOW else 2)
+    options.setdefault("num_items", 1 if env_cls.__name__ in HANGING + SLOW else 2)
     quiet = redirect_stdout(io.StringIO())  # tables of evaluate()
     with tidied(), quiet, tempfile.TemporaryDirectory() as folder:
         if env_cls.__name__ == "JunkInOneTask":

@@ -157,9 +157,9 @@ def test_rewards_that_say_nothing_about_a_rule_are_named(
 
 def test_what_an_environment_declares_is_not_judged() -> None:
     methods = {"runs_model_code": True, "is_isolated": lambda self: False}
-    plain = type("WithoutSandbox", (broken("Evaluated"),), {"__module__": __name__, **methods})
+    plain = type("WithoutSandbox", (Products,), {"__module__": __name__, **methods})
     reason = "programs of the model are not isolated on this machine"
-    assert check(plain).finding("answer_runs_no_code").reason == reason
+    assert check(plain, num_items=1).finding("answer_runs_no_code").reason == reason
     assert report_of(Terms).finding("restatement_unrewarded").reason == "allows_restating is set"
 
 
@@ -172,7 +172,7 @@ def test_a_tool_that_hangs_is_called_once() -> None:
         await asyncio.sleep(60)
 
     env_cls = type("Hanging", (Calculator,), {"__module__": __name__, "tools": (hanging,)})
-    report = check(env_cls, timeout_s=2.0)
+    report = check(env_cls, timeout_s=2.0, num_items=1)
     assert report.failed == ["tools_work"]
     assert asked == [(1, 2)]
     assert "hanging(a=1): hanging did not end within 2 s" in report.to_text()

@@ -1072,18 +1072,15 @@ def test_a_finger_points_at_a_step_first_and_then_opens_it(viewer: Viewer, page:
     viewer.until(lambda: "Step 15" in viewer.texts("h2"))
 
 
-@pytest.mark.parametrize(
-    "state",
-    [
-        *("", "view=run", "view=step&at=0", "view=lengths", "where=score+%3C%3C+1"),
-        *("view=items", "view=items&first=g1&second=g2"),
-        *("group=g1", "group=g1&view=tokens", "group=g1&view=diff", "group=g1&view=rewards"),
-    ],
+STATES = (
+    *("", "view=run", "view=step&at=0", "view=lengths", "where=score+%3C%3C+1"),
+    *("view=items", "view=items&first=g1&second=g2"),
+    *("group=g1", "group=g1&view=tokens", "group=g1&view=diff", "group=g1&view=rewards"),
 )
+
+
 @pytest.mark.parametrize("width", [390, 1280])
-def test_nothing_is_wider_than_the_screen(
-    viewer: Viewer, tmp_path: Path, state: str, width: int
-) -> None:
+def test_nothing_is_wider_than_the_screen(viewer: Viewer, tmp_path: Path, width: int) -> None:
     shown = group_with_tokens(1)
     shown["sequences"][1]["messages"][-1]["content"] = "x" * 3000
     shown["sequences"][1] |= {
@@ -1092,13 +1089,16 @@ def test_nothing_is_wider_than_the_screen(
     }
     screen = {"width": width, "height": 844, "deviceScaleFactor": 1, "mobile": width < 900}
     viewer.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
-    charts = [curves("reward", [0.5, 1.0], [1.0])]
-    viewer.open(written(tmp_path, shown, group(2), decode=decode, charts=charts), state)
-    viewer.until(lambda: viewer.all("#detail *"))
-    assert viewer.run("return document.scrollingElement.scrollWidth") == width
-    is_list = not state.startswith(("view", "group"))
-    assert viewer.one("#list").is_displayed() == (width == 1280 or is_list)
-    assert viewer.one("#detail").is_displayed() == (width == 1280 or not is_list)
+    page = written(
+        tmp_path, shown, group(2), decode=decode, charts=[curves("reward", [0.5, 1.0], [1.0])]
+    )
+    for state in STATES:
+        viewer.open(page, state)
+        viewer.until(lambda: viewer.all("#detail *"))
+        assert viewer.run("return document.scrollingElement.scrollWidth") == width, state
+        is_list = not state.startswith(("view", "group"))
+        assert viewer.one("#list").is_displayed() == (width == 1280 or is_list), state
+        assert viewer.one("#detail").is_displayed() == (width == 1280 or not is_list), state
 
 
 def test_the_page_is_dark_where_the_system_is(viewer: Viewer, page: Path) -> None:

@@ -33,7 +33,11 @@ def broken(name: str) -> type[BaseEnv]:
 
 
 HANGING = ("ItemsNeverCome", "ItemsSpin", "SpinsInATask", "EvaluateHangs")
-SLOW = ("SleepsInScoring", "ComputesInScoring")
+SLOW = (
+    *("SleepsInScoring", "ComputesInScoring", "CallsSleeping"),
+    *("EvaluatedInAWorker", "YamlObjects", "CallsMisspelt", "CallsRenamed"),
+)
+"""Those of which one item shows the fault."""
 
 SOUND: tuple[type[BaseEnv], ...] = (
     *(

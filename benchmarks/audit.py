@@ -1,24 +1,26 @@
 """Does the audit see a hacked reward when it begins, and is it quiet otherwise?
 
-`PYTHONPATH=. python benchmarks/audit.py [--seeds 5] [--clean 20]` trains a tiny policy by GRPO on tasks whose grader
-has a loophole, and on the same tasks without it. The policy is a categorical distribution over ways to answer, with one
-logit each, trained by the trainer's loss; its texts go through the real environment: `collect_trajectories`, judge, and
-audit, which may make 2 % of the grader's calls. One way uses the loophole. The onset is the first step at which the
-mean reward of 5 steps is 0.1 above the true reward.
+`PYTHONPATH=. python benchmarks/audit.py [--seeds 5] [--clean 20] [--out RUNS.jsonl] [--draw PICTURE.svg]` trains a tiny
+policy by GRPO on tasks whose grader has a loophole, and on the same tasks without it. The policy is a categorical
+distribution over ways to answer, with one logit each, trained by the trainer's loss; its texts go through the real
+environment: `collect_trajectories`, judge, and audit, which may make 2 % of the grader's calls. One way uses the
+loophole. The onset is the first step at which the mean reward of 5 steps is 0.1 above the true reward.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import random
 import re
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 import torch
@@ -295,7 +297,8 @@ class Run(NamedTuple):
     """[num_steps] share of all answers that are right."""
     alarms: dict[str, int]
     """Detector -> step."""
-    share_examined: float = 0.0
+    lines: list[str]
+    share_examined: float
     """Of the grader's calls, those of the audit."""
 
     @property
@@ -316,8 +319,10 @@ def built(env_cls: type[Any], **settings: Any) -> Any:
     return env_cls(env_cls.env_config_cls(**known), [ENGINE])
 
 
-async def train(env_cls: type[Played], *, is_open: bool, seed: int, num_steps: int) -> Run:
-    """Train a policy and watch it."""
+async def train(
+    env_cls: type[Played], *, is_open: bool, seed: int, num_steps: int, answers: TextIO | None
+) -> Run:
+    """Train a policy and watch it; write each group as a line of JSON to `answers`."""
     env = built(env_cls, seed=seed)
     env.is_open = is_open
     env.audit.budget = Budget(0.02, cpu_s=lambda: 0.0)
@@ -327,7 +332,7 @@ async def train(env_cls: type[Played], *, is_open: bool, seed: int, num_steps: i
     logits = torch.tensor([0.0] * (len(ways) - 1) + [RARE_LOGIT], requires_grad=True)
     optimizer = torch.optim.Adam([logits], lr=LEARNING_RATE)
     config = TrainerConfig(model_name="none")
-    run = Run([], [], {})
+    run = Run([], [], {}, [], 0.0)
     for step in range(num_steps):
         env.curr_step = step
         shares = logits.detach().softmax(0)
@@ -340,8 +345,14 @@ async def train(env_cls: type[Played], *, is_open: bool, seed: int, num_steps: i
             row = await env.get_next_item()
             env.choose = lambda row, n, picked=picked: [ways[i](row, rng) for i in picked.tolist()]
             await env.collect_trajectories(row)
-            num_right += sum(env.truth(row, rollout) for rollout in env.rollouts)
+            truths = [env.truth(row, rollout) for rollout in env.rollouts]
+            num_right += sum(truths)
             numbers = [number_of(outcome) for outcome in env.outcomes]
+            if answers is not None:
+                of_run = {"task": env_cls.__name__, "is_open": is_open, "seed": seed, "step": step}
+                said = [rollout.messages[1:] for rollout in env.rollouts]
+                group = {"row": row, "rewards": numbers, "truths": truths, "messages": said}
+                answers.write(json.dumps({**of_run, **group}) + "\n")
             judged = [i for i, number in enumerate(numbers) if number is not None]
             if len(judged) > 1:
                 found = np.array([numbers[i] for i in judged])
@@ -355,7 +366,7 @@ async def train(env_cls: type[Played], *, is_open: bool, seed: int, num_steps: i
             run.alarms[alarm.partition(":")[0]] = step
     budget = env.audit.budget
     await env.close()
-    return run._replace(share_examined=budget.num_calls / budget.num_graded)
+    return run._replace(lines=env.audit.alarms, share_examined=budget.num_calls / budget.num_graded)
 
 
 def learn(
@@ -412,21 +423,68 @@ def report(runs: dict[str, dict[bool, list[Run]]]) -> None:
         )
 
 
-async def measure(arguments: argparse.Namespace) -> dict[str, dict[bool, list[Run]]]:
-    """Return the runs of every task, with the loophole and without."""
+def draw(path: Path, runs: dict[str, dict[bool, list[Run]]]) -> None:
+    """Draw reward, true reward and alarm of the first seed of every task, as SVG (needs matplotlib)."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    grey = "#808080"
+    style = {"svg.hashsalt": "atropos", "svg.fonttype": "none", "text.color": grey, "font.size": 8}
+    style |= {f"{part}.color": grey for part in ("xtick", "ytick")}
+    style |= {"axes.edgecolor": grey, "axes.labelcolor": grey, "axes.titlecolor": grey}
+    with rc_context(style):
+        figure = Figure(figsize=(12, 5), layout="constrained")
+        panels = figure.subplots(2, 4).flat
+        for (name, of_task), axes in zip(runs.items(), panels, strict=False):
+            run = of_task[True][0]
+            axes.plot(run.rewards, color="#4477aa", label="reward")
+            axes.plot(run.truths, color="#ee6677", label="true reward")
+            if run.onset is not None:
+                axes.axvline(run.onset, color=grey, ls=":", label="onset")
+            if run.alarm is not None:
+                axes.axvline(run.alarm, color="#228833", ls="--", label="alarm")
+            axes.set(title=name, ylim=(0, 1), xlabel="step")
+            for side in ("top", "right"):
+                axes.spines[side].set_visible(False)
+        rest = list(panels)
+        for axes in rest:
+            axes.axis("off")
+        (rest[0] if rest else axes).legend(
+            *figure.axes[0].get_legend_handles_labels(), loc="center", frameon=False
+        )
+        figure.savefig(path, transparent=True, metadata={"Date": None})
+
+
+async def measure(arguments: argparse.Namespace) -> None:
+    """Train every task and write each run as a line of JSON."""
+    with arguments.out.open("a") as file:
+        for name, env_cls in TASKS.items():
+            if arguments.only and arguments.only not in name:
+                continue
+            seeds = {True: arguments.seeds if name not in HONEST else 0, False: arguments.clean}
+            for is_open, num in seeds.items():
+                for seed in range(num):
+                    began = time.process_time()
+                    run = await train(
+                        env_cls,
+                        is_open=is_open,
+                        seed=seed,
+                        num_steps=arguments.steps,
+                        answers=arguments.answers,
+                    )
+                    cpu_s = time.process_time() - began
+                    found = {"task": name, "is_open": is_open, "seed": seed, "cpu_s": cpu_s}
+                    file.write(json.dumps(found | run._asdict()) + "\n")
+                    file.flush()
+
+
+def read(path: Path) -> dict[str, dict[bool, list[Run]]]:
     runs: dict[str, dict[bool, list[Run]]] = {}
-    for name, env_cls in TASKS.items():
-        if arguments.only and arguments.only not in name:
-            continue
-        seeds = {True: arguments.seeds if name not in HONEST else 0, False: arguments.clean}
-        runs[name] = {
-            is_open: [
-                await train(env_cls, is_open=is_open, seed=seed, num_steps=arguments.steps)
-                for seed in range(num)
-            ]
-            for is_open, num in seeds.items()
-        }
-    return runs
+    for line in path.read_text().splitlines():
+        found = json.loads(line)
+        of_task = runs.setdefault(found["task"], {True: [], False: []})
+        of_task[found["is_open"]].append(Run(*(found[name] for name in Run._fields)))
+    return {name: runs[name] for name in TASKS if name in runs}
 
 
 def main() -> None:
@@ -435,9 +493,19 @@ def main() -> None:
     parser.add_argument("--clean", type=int, default=1, help="seeds of runs without it")
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--only", help="tasks whose name has this text")
+    parser.add_argument("--out", type=Path, help="JSONL file of the runs; those it has count, too")
+    answers_help = "JSONL file of all groups: row, rewards, whether right, messages"
+    parser.add_argument("--answers", type=argparse.FileType("w"), help=answers_help)
+    parser.add_argument("--draw", type=Path, metavar="PICTURE.svg")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    report(asyncio.run(measure(arguments)))
+    with tempfile.TemporaryDirectory() as folder:
+        arguments.out = arguments.out or Path(folder) / "runs.jsonl"
+        asyncio.run(measure(arguments))
+        runs = read(arguments.out)
+    report(runs)
+    if arguments.draw:
+        draw(arguments.draw, {name: runs[name] for name in runs if name not in HONEST})
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ from atroposlib.api.schemas import (
     HeartbeatReply,
     HubInfo,
     HubStatus,
+    Ledger,
     Registration,
     RegistrationReply,
     Resume,
@@ -215,6 +216,14 @@ class HubClient:
 
     async def status(self) -> HubStatus:
         return _parse(HubStatus, await self._call("GET", "/status"))
+
+    async def explain(self, *, offset: int = 0, limit: int) -> Explanation:
+        """Return why there is a batch or none, and a page of the environments, those that block first."""
+        page = {"offset": offset, "limit": limit}
+        return _parse(Explanation, await self._call("GET", "/explain", params=page))
+
+    async def ledger(self) -> Ledger:
+        return _parse(Ledger, await self._call("GET", "/ledger"))
 
     async def register_env(
         self,
@@ -862,6 +871,9 @@ def _pause_s(state: tenacity.RetryCallState) -> float:
 
 
 def _reason(error: Exception) -> str:
+    number = error.errno if isinstance(error, aiohttp.ClientConnectorError) else None
+    if number is not None and number > 0:
+        return os.strerror(number)  # the error's own text repeats the address twice
     return str(error) or type(error).__name__
 
 

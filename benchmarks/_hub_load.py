@@ -186,9 +186,9 @@ class Site:
                 self.is_leasing = taken is not None and "lease_id" in taken.lease
 
 
-async def get(connection: Connection, path: str, accepted: Sequence[int] = (200,)) -> Reply:
+async def get(connection: Connection, path: str) -> Reply:
     reply = await connection.request("GET", path)
-    if reply.status not in accepted:
+    if reply.status != 200:
         raise Failed(f"GET {path}: {reply.status} {reply.body[:300]!r}")
     return reply
 

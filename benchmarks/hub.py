@@ -294,7 +294,7 @@ async def ask_memory(site: Site, options: Options, findings: Findings) -> None:
 async def ask_status(site: Site, options: Options, findings: Findings) -> None:
     table = Table(
         f"GET /status-env, {site.hub.store} store",
-        "groups queued", "connection", "CPU ms per request", "p50 / p99 ms",
+        "groups queued", "CPU ms per request", "p50 / p99 ms",
     )  # fmt: skip
     num_requests = 200 if options.quick else 1000
     with site.connect() as connection:
@@ -303,26 +303,17 @@ async def ask_status(site: Site, options: Options, findings: Findings) -> None:
         headers = {"Content-Type": "application/json", "Accept-Encoding": "gzip, deflate"}
         for num_queued in (0, 10_000):
             await fill_small(site, connection, env_ids, num_groups=num_queued)
-            for is_kept in (True, False):
-                latencies_ms = []
-                async with Cost(site.hub) as cost:
-                    for _ in range(num_requests):
-                        began = time.perf_counter()
-                        reply = await connection.request("GET", "/status-env", body, headers)
-                        latencies_ms.append(1e3 * (time.perf_counter() - began))
-                        if reply.status != 200:
-                            raise Failed(f"GET /status-env: {reply.status} {reply.body[:300]!r}")
-                        if not is_kept:
-                            connection.close()
-                cost_ms = 1e3 * cost.server_s / num_requests
-                if is_kept:
-                    findings.status_ms.append(cost_ms)
-                table.row(
-                    f"{num_queued:,}",
-                    "kept" if is_kept else "one each",
-                    cost_ms,
-                    quantiles(latencies_ms),
-                )
+            latencies_ms = []
+            async with Cost(site.hub) as cost:
+                for _ in range(num_requests):
+                    began = time.perf_counter()
+                    reply = await connection.request("GET", "/status-env", body, headers)
+                    latencies_ms.append(1e3 * (time.perf_counter() - began))
+                    if reply.status != 200:
+                        raise Failed(f"GET /status-env: {reply.status} {reply.body[:300]!r}")
+            cost_ms = 1e3 * cost.server_s / num_requests
+            findings.status_ms.append(cost_ms)
+            table.row(f"{num_queued:,}", cost_ms, quantiles(latencies_ms))
 
 
 MIXED_SIZES = range(1, 17)
@@ -424,7 +415,7 @@ async def ask_blocks(site: Site, options: Options, findings: Findings) -> None:
         "How long others wait: GET /healthz 200 times a second during another request,"
         f" {site.hub.store} store, ms",
         "meanwhile", "answer", "wall p50 / p99", "wall max", "net max",
-        "loop CPU max", "own lag figure", "server CPU s", "peak RSS growth MB",
+        "loop CPU max", "server CPU s", "peak RSS growth MB",
     )  # fmt: skip
 
     async def observe(
@@ -432,7 +423,6 @@ async def ask_blocks(site: Site, options: Options, findings: Findings) -> None:
     ) -> None:
         site.hub.forget_peak()
         resident = site.hub.memory_bytes()
-        lags = await loop_lags(site)
         began_s = site.hub.cpu_s()
         with probing(site.hub, token=site.token) as waits:
             answer = await work()
@@ -451,7 +441,6 @@ async def ask_blocks(site: Site, options: Options, findings: Findings) -> None:
             max(waits.wall_ms, default=math.nan),
             worst,
             max(waits.loop_cpu_ms, default=math.nan) if is_known else math.nan,
-            worst_lag(lags, await loop_lags(site)),
             site.hub.cpu_s() - began_s,
             growth / 1e6,
         )
@@ -548,25 +537,6 @@ def bomb(size_mb: int, filler: bytes, tail: bytes) -> bytes:
     block = filler * MEBI
     pieces = [packer.compress(block) for _ in range(size_mb)]
     return b"".join([*pieces, packer.compress(tail), packer.flush()])
-
-
-async def loop_lags(site: Site) -> dict[float, float]:
-    """Return the hub's histogram of its event loop's lateness: observations up to each bound in seconds."""
-    with site.connect() as connection:
-        reply = await get(connection, "/metrics", (200, 404))
-    found = re.findall(
-        rb'^atropos_event_loop_lag_seconds_bucket{le="(.*)"} (\S+)$', reply.body, re.M
-    )
-    return {float(bound): float(count) for bound, count in found}
-
-
-def worst_lag(before: Mapping[float, float], after: Mapping[float, float]) -> str:
-    """Return the bound in ms that no observation between two readings exceeded; "-" without observations."""
-    added = {bound: count - before.get(bound, 0.0) for bound, count in after.items()}
-    total = added.get(math.inf, 0.0)
-    if not total:
-        return "-"
-    return f"<= {1e3 * min(bound for bound, count in added.items() if count == total):g}"
 
 
 QUESTIONS = {

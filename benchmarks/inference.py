@@ -6,9 +6,6 @@
 answers and latencies are the same for all. All requests start together; the engine's answers are spread over time.
 `loop` is the CPU time of the event loop's thread between two ticks 10 ms apart, `late` the lateness of a tick minus the
 time without a core.
-
-`--turns 200` instead measures one session of an agent at an engine in this process that answers at once: CPU of a turn,
-and the bytes that the session holds. `--template` is the file of another chat template.
 """
 
 from __future__ import annotations
@@ -17,12 +14,10 @@ import argparse
 import asyncio
 import contextlib
 import gc
-import itertools
 import os
 import statistics
 import tempfile
 import time
-import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -31,18 +26,12 @@ from typing import NamedTuple
 import aiohttp
 import msgspec
 
-from atroposlib.inference.answerer import Answers, Completion, InProcessServer
-from atroposlib.inference.answerer import Ask as AnswererAsk
 from atroposlib.inference.config import APIServerConfig
 from atroposlib.inference.manager import ServerManager
 from atroposlib.inference.scripted_engine import ByteTokenizer, Latency, Script
-from atroposlib.inference.servers.api_server import in_process_config
 from atroposlib.inference.servers.vllm import NEUTRAL_SAMPLING
-from atroposlib.inference.sessions.managed_server import ManagedServer
 from atroposlib.utils.event_loop import collect_less_often, loop_with_short_rounds
-from atroposlib.utils.tokenizers import load_tokenizer
 from benchmarks._env_process import Probe
-from benchmarks._env_text import corpus, save_tokenizer
 from benchmarks._hub_process import listening, running
 from benchmarks._table import Table
 
@@ -230,62 +219,6 @@ async def compare(args: argparse.Namespace, url: str, num_tokens: int, table: Ta
         report(table, f"{name}, {num_tokens}", found, first, num_requests)
 
 
-class Text(InProcessServer):
-    """Answers with the next tokens of the corpus, numbers of its own as an engine's."""
-
-    def __init__(self, template: Path | None) -> None:
-        super().__init__(in_process_config("text"))
-        with tempfile.TemporaryDirectory() as directory:
-            save_tokenizer(Path(directory))
-            self.tokenizer = load_tokenizer(directory)
-        if template is not None:
-            self.tokenizer.chat_template = template.read_text()
-        self._tokens = itertools.cycle(self.tokenizer.encode(corpus()))
-
-    def take(self) -> list[int]:
-        """Return the next 150 tokens."""
-        return list(itertools.islice(self._tokens, 150))
-
-    async def answer(self, ask: AnswererAsk) -> Answers:
-        tokens = msgspec.json.decode(
-            msgspec.json.encode([*self.take(), self.tokenizer.eos_token_id])
-        )
-        logprobs = [-0.001 * token for token in tokens]
-        sampled = Completion(tokens=tokens, logprobs=logprobs, finish_reason="stop", text=None)
-        return Answers(ask.prompt_tokens or [], [sampled])
-
-
-async def converse(managed: ManagedServer, engine: Text, num_turns: int) -> list[float]:
-    """Return the CPU seconds of each turn of a session."""
-    messages = [{"role": "user", "content": engine.tokenizer.decode(engine.take())}]
-    spent = []
-    for _ in range(num_turns):
-        began = time.process_time()
-        reply = await managed.chat_completion(messages=messages)
-        spent.append(time.process_time() - began)
-        answer = {"role": "assistant", "content": reply.choices[0].message.content}
-        result = {"role": "user", "content": engine.tokenizer.decode(engine.take())}
-        messages = [*messages, answer, result]
-    return spent
-
-
-def measure_session(num_turns: int, template: Path | None, repeats: int) -> None:
-    engine = Text(template)
-    sessions = [ManagedServer(engine) for _ in range(repeats + 1)]
-    rows = [asyncio.run(converse(managed, engine, num_turns)) for managed in sessions[:-1]]
-    tracemalloc.start()
-    asyncio.run(converse(sessions[-1], engine, num_turns))
-    gc.collect()
-    held, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    [node] = sessions[-1].nodes
-    title = f"One session of {num_turns} turns, {len(node.tokens):,} tokens; it holds {held / 1e6:.1f} MB"
-    table = Table(title, "turn", "CPU ms, median", "CPU ms, least")
-    for turn in (num_turns // 20, num_turns // 2, num_turns):
-        last = [1e3 * seconds for row in rows for seconds in row[:turn][-10:]]
-        table.row(turn, f"{statistics.median(last):.2f}", f"{min(last):.2f}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--concurrency", type=int, default=2000)
@@ -294,13 +227,8 @@ def main() -> None:
     parser.add_argument("--latency", type=float, default=3.0, help="median seconds of an answer")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", default="", help="one of the kinds, for a profiler")
-    parser.add_argument("--turns", type=int, default=0, help="measure one session of so many turns")
-    parser.add_argument("--template", type=Path, help="chat template of the session")
     args = parser.parse_args()
     collect_less_often()  # like the commands of an environment, as is the event loop
-    if args.turns:
-        measure_session(args.turns, args.template, args.repeats)
-        return
     script = Script(latency=Latency(first_token_s=args.latency, sigma=SIGMA))
     title = (
         f"{args.concurrency} requests in flight, answers after {args.latency:g} s,"

@@ -75,16 +75,17 @@ async def show_status(
     from rich.console import Console, Group
     from rich.live import Live
 
-    from atroposlib.cli.launch.status import HubReader, render_view
+    from atroposlib.cli.launch.status import TIMEOUT_S, read_hub, render_view
+    from atroposlib.client import HubClient
     from atroposlib.frontend.run_files import fates_of, find_run_files
 
     console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
-    async with HubReader(url) as hub:
+    async with HubClient(url, timeout_s=TIMEOUT_S) as hub:
 
         async def read() -> Group:
-            view = await hub.read(num_environments=num_environments)
+            view = await read_hub(hub, num_environments=num_environments)
             fates = None if run is None else await asyncio.to_thread(fates_of, find_run_files(run))
-            return render_view(view, url=hub.url, fates=fates)
+            return render_view(view, url=url, fates=fates)
 
         page = await read()
         if not watch:

@@ -33,7 +33,7 @@ from atroposlib.client import TrainerClient, TrainerNotRegistered, TrainerRegist
 from atroposlib.config import parse_flags
 from atroposlib.errors import ConfigError, GroupError, HubError, HubRejected, cli_boundary, require
 from atroposlib.frontend.indexed_run import IndexedRun
-from atroposlib.frontend.page import Index, IndexRow, live_page, row_of
+from atroposlib.frontend.page import Index, IndexRow, row_of, served_page
 from atroposlib.frontend.rendering import render
 from atroposlib.frontend.run_files import find_run_files, write_run_page
 from atroposlib.frontend.view_groups import view_of_group
@@ -258,13 +258,9 @@ def build_page(gradio: Any, seen: SeenGroups, *, config: ViewConfig) -> Any:
 
 def live_routes(seen: SeenGroups, config: ViewConfig) -> list[Route]:
     """Return the routes of the viewer and of the groups it asks for."""
-    page = live_page(
-        title=without_users(f"Run at {config.api_url}"),
-        about=NOTHING_YET,
-        poll="newest-groups",
-        every_s=POLL_EVERY_S,
-        render="render",
-    )
+    head = {"title": without_users(f"Run at {config.api_url}"), "about": NOTHING_YET}
+    live = {"poll": "newest-groups", "every_s": POLL_EVERY_S}
+    page = served_page({**head, "live": live, "render": "render"}, Index())
 
     def viewer(request: Request) -> Response:
         return Response(page, media_type="text/html")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from atroposlib.errors import ConfigError
-from atroposlib.frontend.page import GROUPS_PER_CHUNK, Index, indexed_page, row_of
+from atroposlib.frontend.page import GROUPS_PER_CHUNK, Index, row_of, served_page
 from atroposlib.frontend.run_files import RunFiles, Trained, decode_of, in_run, shown_of
 from atroposlib.frontend.view_groups import quick_view, view_of_row
 from atroposlib.frontend.vocabulary import Vocabulary
@@ -69,7 +69,9 @@ class IndexedRun:
 
     def page(self, chunks: str, *, render: str) -> bytes:
         """Return the page, which asks the URL `chunks` and a number for that chunk; `render` as in `write_page`."""
-        return indexed_page(self._index, chunks=chunks, render=render, **self._shown)
+        about = self._index.told(self._shown["about"])
+        head = {**self._shown, "about": about, "chunks": chunks, "render": render}
+        return served_page(head, self._index)
 
     def chunk(self, number: int) -> bytes:
         """Return the JSON of a chunk's groups and the texts of their tokens."""

@@ -118,9 +118,13 @@ def write_page(
                 logger.info("%s: %d groups so far", target, len(index.columns["id"]))
         if evaluation is not None:
             index.evaluation = evaluation.content()
-        head = _head(
-            index, title=title, about=about, charts=charts, compared=compared, render=render
-        )
+        head = {
+            "title": title,
+            "about": index.told(about),
+            "charts": charts,
+            "compared": compared,
+            "render": render,
+        }
         with replacing(target) as file:
             for piece in _template():
                 if piece == "$chunks":
@@ -132,35 +136,12 @@ def write_page(
     logger.info("%s: %d groups, %.1f MB", target, len(index.columns["id"]), size / 1e6)
 
 
-def live_page(
-    *, title: str, about: str, poll: str, every_s: float, render: str | None = None
-) -> bytes:
-    """Return a page without groups that asks the URL `poll` for them."""
-    live = {"poll": poll, "every_s": every_s}
-    head = {"title": title, "about": about, "live": live, "render": render}
-    return _page(head, Index())
+def served_page(head: Mapping[str, Any], index: Index) -> bytes:
+    """Return a page without its groups.
 
-
-def indexed_page(
-    index: Index,
-    *,
-    title: str,
-    about: str,
-    chunks: str,
-    charts: Sequence[Chart],
-    compared: Compared | None,
-    render: str,
-) -> bytes:
-    """Return a page whose groups the viewer gets from the URL `chunks` and a chunk's number."""
-    head = _head(index, title=title, about=about, charts=charts, compared=compared, render=render)
-    return _page({**head, "chunks": chunks}, index)
-
-
-def _head(index: Index, *, about: str, **shown: Any) -> dict[str, Any]:
-    return {**shown, "about": ". ".join(filter(None, [about, index.summary()]))}
-
-
-def _page(head: Mapping[str, Any], index: Index) -> bytes:
+    The viewer gets them from the URL in `head["chunks"]` and a chunk's number, or asks `head["live"]["poll"]` for new
+    ones every `every_s` seconds. The other keys are those of `write_page`.
+    """
     return b"".join(_filled(piece, head=head, index=index) for piece in _template())
 
 
@@ -253,8 +234,8 @@ class Index:
             values_of.append(values[column])
         return name
 
-    def summary(self) -> str:
-        """Return the numbers of groups, sequences and, if they are fewer, rollouts, and the mean score."""
+    def told(self, about: str) -> str:
+        """Add to a line the numbers of groups, sequences and, if they are fewer, rollouts, and the mean score."""
         rollouts, sequences = (
             sum(self.columns[f"num_{kind}"]) for kind in ("rollouts", "sequences")
         )
@@ -265,7 +246,7 @@ class Index:
         ]
         if self._num_scores:
             parts.append(f"mean score {self._score_sum / self._num_scores:.3f}")
-        return ", ".join(parts)
+        return ". ".join(filter(None, [about, ", ".join(parts)]))
 
     def content(self) -> dict[str, Any]:
         """Return the columns and the names that two of them refer to."""

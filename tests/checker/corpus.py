@@ -1,7 +1,6 @@
 """The corpus of the check: broken environments with the rule that must fail and its hint, and sound environments.
 
-`python -m tests.checker.rates` prints how many broken ones their own rule catches and how often a rule fires on a sound
-one. Where two rules could see a fault, the environment is written so that only one does: the corpus measures that the
+Where two rules could see a fault, the environment is written so that only one does: the corpus measures that the
 check names the cause, not a consequence. Environments that are not declared as broken are sound.
 """
 
@@ -34,7 +33,11 @@ def broken(name: str) -> type[BaseEnv]:
 
 
 HANGING = ("ItemsNeverCome", "ItemsSpin", "SpinsInATask", "EvaluateHangs")
-SLOW = ("SleepsInScoring", "ComputesInScoring")
+SLOW = (
+    *("SleepsInScoring", "ComputesInScoring", "CallsSleeping"),
+    *("EvaluatedInAWorker", "YamlObjects", "CallsMisspelt", "CallsRenamed"),
+)
+"""Those of which one item shows the fault."""
 
 SOUND: tuple[type[BaseEnv], ...] = (
     *(
@@ -55,7 +58,7 @@ SOUND: tuple[type[BaseEnv], ...] = (
 def check(env_cls: type[BaseEnv], **options: Any) -> Report:
     """Check one environment of the corpus, with local data where it needs some."""
     options.setdefault("timeout_s", 1.0 if env_cls.__name__ in HANGING else 30.0)
-    options.setdefault("num_items", 1 if env_cls.__name__ in SLOW else 2)
+    options.setdefault("num_items", 1 if env_cls.__name__ in HANGING + SLOW else 2)
     quiet = redirect_stdout(io.StringIO())  # tables of evaluate()
     with tidied(), quiet, tempfile.TemporaryDirectory() as folder:
         if env_cls.__name__ == "JunkInOneTask":

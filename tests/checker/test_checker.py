@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import functools
 import json
 import multiprocessing
@@ -27,7 +26,6 @@ from atroposlib.envs.base import BaseEnv
 from atroposlib.errors import ConfigError, EnvError
 from atroposlib.runtime.env_command import run_environment
 from atroposlib.utils.loop_watch import LoopBlocked, LoopWatch
-from tests.checker import rates
 from tests.checker.broken_environments import (
     NOTED,
     SLEEP,
@@ -91,15 +89,6 @@ def test_a_strict_reward_is_noted_and_no_fault(case: Broken) -> None:
     report = check(case.env_cls)
     assert report.failed == [], report.to_text()
     assert case.hint in "".join(report.finding(case.rule).notes)
-
-
-@pytest.mark.drill
-@pytest.mark.timeout(300)
-def test_the_rates_of_the_corpus_are_full(capsys: pytest.CaptureFixture[str]) -> None:
-    rates.main()
-    printed = capsys.readouterr().out
-    assert f"their own rule alone: {len(BROKEN)} of {len(BROKEN)}\n" in printed
-    assert f"a rule fires: 0 of {len(SOUND)}\n" in printed
 
 
 def test_every_rule_has_an_environment_that_breaks_it() -> None:
@@ -168,9 +157,9 @@ def test_rewards_that_say_nothing_about_a_rule_are_named(
 
 def test_what_an_environment_declares_is_not_judged() -> None:
     methods = {"runs_model_code": True, "is_isolated": lambda self: False}
-    plain = type("WithoutSandbox", (broken("Evaluated"),), {"__module__": __name__, **methods})
+    plain = type("WithoutSandbox", (Products,), {"__module__": __name__, **methods})
     reason = "programs of the model are not isolated on this machine"
-    assert check(plain).finding("answer_runs_no_code").reason == reason
+    assert check(plain, num_items=1).finding("answer_runs_no_code").reason == reason
     assert report_of(Terms).finding("restatement_unrewarded").reason == "allows_restating is set"
 
 
@@ -183,7 +172,7 @@ def test_a_tool_that_hangs_is_called_once() -> None:
         await asyncio.sleep(60)
 
     env_cls = type("Hanging", (Calculator,), {"__module__": __name__, "tools": (hanging,)})
-    report = check(env_cls, timeout_s=2.0)
+    report = check(env_cls, timeout_s=2.0, num_items=1)
     assert report.failed == ["tools_work"]
     assert asked == [(1, 2)]
     assert "hanging(a=1): hanging did not end within 2 s" in report.to_text()
@@ -318,41 +307,6 @@ def compute_for(duration_s: float) -> None:
         pass
 
 
-STOPPED = """
-import asyncio, time
-from atroposlib.utils.loop_watch import LoopWatch
-
-def compute():
-    print("computing", flush=True)
-    until = time.thread_time() + 0.03
-    while time.thread_time() < until:
-        pass
-
-async def main():
-    watch = LoopWatch({"<string>"}, patience_s=30.0)
-    with watch:
-        for watch.run in (1, 2):
-            await asyncio.sleep(0.1)
-            compute()
-    print(sorted(watch.stalls.items()))
-
-asyncio.run(main())
-"""
-
-
-def test_time_without_a_cpu_is_no_stall() -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", STOPPED], stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        for _ in range(2):
-            assert process.stdout.readline() == "computing\n"
-            process.send_signal(signal.SIGSTOP)
-            time.sleep(0.3)
-            process.send_signal(signal.SIGCONT)
-        assert process.stdout.read() == "[]\n"
-
-
 def test_a_script_does_not_block_the_loop_that_it_starts() -> None:
     watch = LoopWatch({__file__}, patience_s=30.0)
 
@@ -362,18 +316,6 @@ def test_a_script_does_not_block_the_loop_that_it_starts() -> None:
             await asyncio.sleep(0.4)
 
     asyncio.run(main())
-    assert watch.stalls == {}
-
-
-async def test_c_code_that_waits_with_the_gil_is_no_stall() -> None:
-    """As a start of a process does, until the new process has a CPU: agents are started one right after another."""
-    usleep = ctypes.PyDLL(None).usleep  # PyDLL keeps the GIL
-    watch = LoopWatch({__file__}, patience_s=30.0)
-    with watch:
-        for watch.run in range(3):
-            await asyncio.sleep(0.1)
-            for _ in range(10):
-                usleep(50_000)
     assert watch.stalls == {}
 
 

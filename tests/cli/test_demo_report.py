@@ -60,17 +60,6 @@ def test_a_long_run_prints_few_lines_but_always_the_first_and_the_last() -> None
     assert lines[-1].startswith("step  150/150")
 
 
-def test_on_a_terminal_the_latest_step_and_the_curve_are_live() -> None:
-    out = io.StringIO()
-    display = Display(Console(file=out, width=120, force_terminal=True), num_steps=2)
-    with display:
-        display.show_step(metrics(0.0))
-        display.show_step(metrics(1.0))
-    assert "reward 1.000" in out.getvalue()
-    assert "2/2" in out.getvalue()
-    assert "\u2588" in out.getvalue()
-
-
 def test_a_sparkline_never_exceeds_its_width() -> None:
     assert len(sparkline([0.5] * 1000, width=40)) == 40
     assert sparkline([], width=40) == ""

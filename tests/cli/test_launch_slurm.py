@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -165,23 +164,17 @@ SERVER = {"command": ["python", "-m", "http.server", "${PORT}"], "ready": "/"}
 
 
 @pytest.mark.parametrize(
-    "how",
-    [
-        *("fails", "cancelled", "hub cancelled", "hub killed"),
-        pytest.param("time", marks=pytest.mark.slow),
-    ],
+    "how", ["cancelled", "hub killed", pytest.param("time", marks=pytest.mark.slow)]
 )
 def test_no_job_of_a_run_is_left_when_one_ends(
     slurm: dict[str, str], tmp_path: Path, how: str
 ) -> None:
-    """Also: a second `submit.sh` while jobs live is refused, and a trainer that is queued again ends nothing."""
-    program = (
-        ["bash", "-c", "exit 3"]
-        if how == "fails"
-        else ["bash", "-c", "echo >> ${RUN_DIR}/starts; sleep 1000"]
-    )
-    trainer: dict[str, Any] = {"command": program, "time": "00:01:00"}
-    trainer |= {"restart": "never"} if how == "fails" else {}
+    """Also: a second `submit.sh` while jobs live is refused, and a trainer that is queued again ends nothing.
+
+    `test_launch_ends.py` has the other ways to end.
+    """
+    program = ["bash", "-c", "echo >> ${RUN_DIR}/starts; sleep 1000"]
+    trainer = {"command": program, "time": "00:01:00"}
     hub, engine = ({**SERVER, "port": free_port()} for _ in range(2))
     run_file = write_run(
         tmp_path / "run.yaml",
@@ -194,11 +187,10 @@ def test_no_job_of_a_run_is_left_when_one_ends(
     run_dir = tmp_path / "runs" / "short"
     names = ("hub", "engine", "trainer", "clean-up")
     jobs = dict(zip(names, (run_dir / "jobs").read_text().split(), strict=True))
-    if how != "fails":
-        wait_for((run_dir / "starts").exists, what="the trainer", run_dir=run_dir)
-        again = subprocess.run([submit], env=slurm, capture_output=True, text=True)
-        assert (again.returncode, "has jobs already" in again.stderr) == (1, True)
-        assert (run_dir / "jobs").read_text().split() == list(jobs.values())
+    wait_for((run_dir / "starts").exists, what="the trainer", run_dir=run_dir)
+    again = subprocess.run([submit], env=slurm, capture_output=True, text=True)
+    assert (again.returncode, "has jobs already" in again.stderr) == (1, True)
+    assert (run_dir / "jobs").read_text().split() == list(jobs.values())
     if how == "cancelled":
         run(slurm, "scontrol", "requeue", jobs["trainer"])
         wait_for(
@@ -207,10 +199,9 @@ def test_no_job_of_a_run_is_left_when_one_ends(
             run_dir=run_dir,
         )
         assert len(run(slurm, "squeue", "-h").splitlines()) == 4
+        run(slurm, "scancel", jobs["trainer"])
     if how == "hub killed":
         run(slurm, "scancel", "--full", "--signal=KILL", jobs["hub"])
-    elif "cancelled" in how:
-        run(slurm, "scancel", jobs["hub" if how.startswith("hub") else "trainer"])
     wait_for(lambda: not run(slurm, "squeue", "-h"), what="the jobs' end", run_dir=run_dir)
 
 

@@ -16,9 +16,10 @@ from atroposlib.api.schemas import Ledger
 from atroposlib.cli.atropos import main
 from atroposlib.cli.launch import status as status_module
 from atroposlib.cli.launch import view as view_module
-from atroposlib.cli.launch.status import HubReader, is_closed
+from atroposlib.cli.launch.status import is_closed
 from atroposlib.cli.launch.supervisor import Program, launched
 from atroposlib.cli.launch.view import RunView
+from atroposlib.client import HubClient
 from atroposlib.utils.json_lines import LineTail
 from tests.api.helpers_api import serving
 from tests.builders.rows import write_rows
@@ -90,7 +91,9 @@ def test_the_status_shows_as_many_environments_as_asked_for_page_by_page(
 
 def test_a_hub_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "http://127.0.0.1:9"]) == 1
-    assert "error: no answer from the hub at http://127.0.0.1:9" in capsys.readouterr().err
+    said = " ".join(capsys.readouterr().err.split())
+    assert "error: GET http://127.0.0.1:9/explain: Connection refused" in said
+    assert said.endswith("; run-api starts a hub")
 
 
 def test_an_address_that_is_no_hub_is_named(
@@ -98,15 +101,14 @@ def test_an_address_that_is_no_hub_is_named(
 ) -> None:
     assert main(["status", f"{hub.url}/elsewhere"]) == 1
     said = capsys.readouterr().err
-    assert "/elsewhere/explain answered 404" in said
-    assert "is this a hub" in said
+    assert "/elsewhere/explain: 404" in said
 
 
 def test_a_server_that_answers_anything_is_no_hub(capsys: pytest.CaptureFixture[str]) -> None:
     app = FastAPI(routes=[Route("/{path:path}", lambda request: PlainTextResponse("Welcome"))])
     with serving(app) as url:
         assert main(["status", url]) == 1
-    assert "/explain is not what a hub answers: Welcome" in capsys.readouterr().err
+    assert "this is not a hub's Explanation: b'Welcome'" in capsys.readouterr().err
 
 
 def ledger(**counts: int) -> Ledger:
@@ -134,7 +136,7 @@ async def test_logs_have_the_parts_name_and_a_terminal_has_a_table(
     metrics.write_text(of_another_trainer + step)
     program = Program(name="judge", argv=["sh", "-c", "echo hello; sleep 600"])
     with RunView(console, log_dir=tmp_path, names=["judge", "engine"]) as view:
-        async with HubReader(hub.url) as reader, launched(log_dir=tmp_path, env=os.environ) as all_:
+        async with HubClient(hub.url) as reader, launched(log_dir=tmp_path, env=os.environ) as all_:
             all_.start(program)
             showing = asyncio.gather(
                 view.show(all_, metrics=LineTail(metrics)), view.read_hub(reader)

@@ -249,19 +249,6 @@ os.execv({python!r}, [{python!r}, *argv])
 
 
 @pytest.mark.e2e
-def test_the_limiter_is_compared_with_no_limit_and_the_best_fixed_number() -> None:
-    def rows_of(*options: str) -> dict[str, dict[str, dict[str, str]]]:
-        tables = run_script("concurrency.py", "--seeds", "1", *options)
-        return {title: {row[""]: row for row in rows} for title, rows in tables.items()}
-
-    [slow] = rows_of("--only", "slows down").values()
-    rates = slow["completions per second"]
-    assert list(rates) == ["", "adaptive", "none", "fixed, 64"]
-    assert 1.5 * float(rates["none"]) < float(rates["adaptive"]) <= float(rates["fixed, 64"])
-    assert slow["requests given up"]["none"] == "0"
-
-
-@pytest.mark.e2e
 @pytest.mark.timeout(900)  # eleven processes import torch
 def test_all_parts_of_a_day_with_a_gpu_run_on_the_cpu_and_one_that_fails_ends_no_other(
     tmp_path: Path,

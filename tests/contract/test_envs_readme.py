@@ -1,4 +1,7 @@
-"""The classes of the guides in envs/guides run as they stand, on a scripted engine, and have at most 25 lines each."""
+"""The classes of the guides in envs/guides run as they stand, on a scripted engine, and have at most 25 lines each.
+
+`tests/cli/test_environments_command.py` checks the copies that `atropos-env new` makes of them.
+"""
 
 import asyncio
 import itertools
@@ -12,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from atroposlib.checker import check_env
 from atroposlib.cli.environments import main as atropos_env
 from atroposlib.inference.harness import ByteTokenizer, HarnessRequest, ServerHarness
 from atroposlib.runtime.process import process
@@ -135,16 +137,6 @@ async def test_example_evaluates(name: str, tmp_path: Path) -> None:
     assert 0 <= metrics["eval/pass@1"] <= 1
     samples = (tmp_path / "samples.jsonl").read_text().splitlines()
     assert len(samples) == len(env.eval_rows) > 0
-
-
-@pytest.mark.parametrize(
-    "name",
-    # Every probe runs agents: 6 s of CPU. In every run the checker's own tests check an agent.
-    [pytest.param(n, marks=[pytest.mark.drill] * (n == "Doubling")) for n in ENVIRONMENTS],
-)
-def test_example_passes_check(name: str) -> None:
-    report = check_env(namespace_of(name)[name], num_items=2)
-    assert report.failed == [], report
 
 
 async def test_test_of_the_readme_passes() -> None:

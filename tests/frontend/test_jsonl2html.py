@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from atroposlib.errors import ConfigError
 from atroposlib.frontend.jsonl2html import (
     create_html_for_group,
     generate_html,
@@ -137,16 +136,3 @@ def test_characters_that_only_look_like_line_ends_are_text(tmp_path: Path, separ
     assert [each["sequences"][0]["messages"][0]["content"] for each in groups] == [
         f"a{separator}b"
     ] * 2
-
-
-@pytest.mark.parametrize(
-    ("line", "message"), [("{\n", "line 1: not JSON"), ("[]\n", "line 1: expected a JSON object")]
-)
-def test_broken_line_is_named(tmp_path: Path, line: str, message: str) -> None:
-    path = tmp_path / "g.jsonl"
-    path.write_text(line)
-    with pytest.raises(ConfigError, match=message):
-        generate_html(path)
-    assert not (tmp_path / "g.html").exists()
-    with pytest.raises(ConfigError, match="no such file"):
-        generate_html(tmp_path / "absent.jsonl")

@@ -23,7 +23,7 @@ from atroposlib.inference.servers.api_server import (
     TokenCompletions,
     token_counts,
 )
-from benchmarks._simulated_servers import run_virtually
+from tests.builders.simulated_servers import run_virtually
 
 HELLO = [{"role": "user", "content": "hello"}]
 

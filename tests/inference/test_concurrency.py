@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from atroposlib.inference.servers.admission import ConcurrencyController
-from benchmarks._simulated_servers import TOKEN_TIME_S, Behaviour, Client, Simulation
+from tests.builders.simulated_servers import TOKEN_TIME_S, Behaviour, Client, Simulation
 
 CAP = 160
 

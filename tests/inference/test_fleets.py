@@ -18,7 +18,7 @@ from atroposlib.inference.manager import ServerManager
 from atroposlib.inference.servers.admission import MAX_ATTEMPTS, best
 from atroposlib.inference.servers.api_server import TokenCompletions
 from atroposlib.inference.servers.http_peer import EngineHttpRejected
-from benchmarks._simulated_servers import (
+from tests.builders.simulated_servers import (
     Behaviour,
     batching,
     most_free_slots,

@@ -46,7 +46,8 @@ def blocked_s(*intervals: Interval) -> float:
         ([Interval(used=LOOK_S)] * 3, 0.15),  # it computes
         ([Interval(), Interval(passed=0.12, own_waited=0.07)], 0.17),  # a look without a CPU
         ([Interval(passed=0.3, own_waited=0.25)], 0.0),  # the first one says nothing of before
-        ([Interval(), Interval(passed=0.3)], 0.0),  # C code kept the GIL, or a signal stopped it
+        # C code kept the GIL, or a signal stopped it, again and again.
+        ([Interval(), *[Interval(passed=0.3)] * 3], 0.0),
         # Code without the GIL waits for a CPU; the kernel counts the wait at its end.
         ([*[Interval(is_runnable=True)] * 5, Interval(loop_waited=0.25)], 0.0),
         ([Interval(used=0.03, loop_waited=0.02)] * 5, 0.15),

@@ -15,7 +15,7 @@ from atroposlib.cli.launch.parts import Part, parts_of
 from atroposlib.cli.launch.run_file import EnvironmentPart, HubPart, TrainerPart, read_run
 from atroposlib.cli.launch.skypilot import render_skypilot
 from atroposlib.cli.launch.slurm import render_slurm
-from atroposlib.cli.launch.status import TOKEN_VARIABLE
+from atroposlib.client import TOKEN_VARIABLE
 
 _NOT_ENCRYPTED = (
     "The hub's token and the groups cross the network unencrypted. Use a private network, or give the hub "

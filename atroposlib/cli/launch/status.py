@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import ssl
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Self, TypeVar
 
-import httpx
-from pydantic import BaseModel, ValidationError
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from atroposlib.api.schemas import MAX_PAGE, Explanation, HubStatus, Ledger, ReplicaStatus
-from atroposlib.errors import HubRejected, HubUnavailable
+from atroposlib.api.schemas import MAX_PAGE, Explanation, Ledger, ReplicaStatus
+from atroposlib.client import HubClient
+from atroposlib.errors import HubUnavailable
 from atroposlib.frontend.run_files import Fate
 from atroposlib.runtime.losses import listed
 from atroposlib.utils.wording import counted, without_users
 
-M = TypeVar("M", bound=BaseModel)
-
-TOKEN_VARIABLE = "ATROPOS_HUB_TOKEN"
 TIMEOUT_S = 5.0
 
 
@@ -37,80 +30,21 @@ class HubView:
     """The hubs of a shared database, and which runs each serves; empty without one."""
 
 
-class HubReader:
-    """Reads one hub; as an `async with` block."""
-
-    def __init__(self, url: str, *, token: str | None = None) -> None:
-        """`url` may name a run (`http://hub:8000/runs/NAME`); `token` None: that of ATROPOS_HUB_TOKEN."""
-        self.url = url.rstrip("/")
-        token = token or os.environ.get(TOKEN_VARIABLE)
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._http = httpx.AsyncClient(
-            headers=headers,
-            timeout=TIMEOUT_S,
-            trust_env=False,
-            verify=ssl.create_default_context(),  # httpx alone does not read SSL_CERT_FILE then
-        )
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self._http.aclose()
-
-    async def read(self, *, num_environments: int = 0) -> HubView:
-        """Return the state now, with the `num_environments` worst environments, read in pages.
-
-        Raises HubUnavailable or HubRejected.
-        """
-        explanation = await self._explanation(offset=0, num_left=num_environments)
+async def read_hub(hub: HubClient, *, num_environments: int = 0) -> HubView:
+    """Return the state now, with the `num_environments` worst environments, read in pages. Raises `HubError`."""
+    try:
+        explanation = await hub.explain(limit=min(num_environments, MAX_PAGE))
         found = explanation.environments
         while len(found) < min(num_environments, explanation.num_environments):
-            page = await self._explanation(
-                offset=len(found), num_left=num_environments - len(found)
-            )
+            limit = min(num_environments - len(found), MAX_PAGE)
+            page = await hub.explain(offset=len(found), limit=limit)
             if not page.environments:
                 break  # the run was reset
             found += page.environments
-        return HubView(
-            explanation=explanation,
-            ledger=await self._get("/ledger", Ledger),
-            replicas=(await self._get("/status", HubStatus)).replicas or [],
-        )
-
-    async def _explanation(self, *, offset: int, num_left: int) -> Explanation:
-        page = {"offset": offset, "limit": min(num_left, MAX_PAGE)}
-        return await self._get("/explain", Explanation, params=page)
-
-    async def _get(
-        self, path: str, model: type[M], *, params: Mapping[str, int] | None = None
-    ) -> M:
-        try:
-            answer = await self._http.get(f"{self.url}{path}", params=params)
-        except httpx.HTTPError as error:
-            reason = str(error) or type(error).__name__
-            raise HubUnavailable(
-                f"no answer from the hub at {self.url}: {reason}; run-api starts one"
-            ) from error
-        if answer.status_code != httpx.codes.OK:
-            detail = answer.text[:200]
-            if answer.status_code >= 500:
-                raise HubUnavailable(f"{self.url}{path} answered {answer.status_code}: {detail}")
-            raise HubRejected(
-                f"{self.url}{path} answered {answer.status_code}: {detail}; is this a hub, and is "
-                f"{TOKEN_VARIABLE} set to a token with the right to read?",
-                status=answer.status_code,
-                detail=detail,
-            )
-        try:
-            return model.model_validate_json(answer.content)
-        except ValidationError as error:
-            detail = answer.text[:200]
-            raise HubRejected(
-                f"{self.url}{path} is not what a hub answers: {detail}",
-                status=answer.status_code,
-                detail=detail,
-            ) from error
+        ledger, replicas = await hub.ledger(), (await hub.status()).replicas or []
+    except HubUnavailable as error:
+        raise HubUnavailable(f"{error}; run-api starts a hub") from error
+    return HubView(explanation=explanation, ledger=ledger, replicas=replicas)
 
 
 def describe_ledger(ledger: Ledger) -> str:

@@ -14,9 +14,10 @@ from rich.console import Console
 
 from atroposlib.cli.launch.parts import Part, fill, parts_of, servers
 from atroposlib.cli.launch.run_file import VARIABLE, RunFile, read_run
-from atroposlib.cli.launch.status import TOKEN_VARIABLE, HubReader, describe_ledger, is_closed
+from atroposlib.cli.launch.status import TIMEOUT_S, describe_ledger, is_closed
 from atroposlib.cli.launch.supervisor import Launcher, Program, launched, locked
 from atroposlib.cli.launch.view import RunView
+from atroposlib.client import TOKEN_VARIABLE, HubClient
 from atroposlib.errors import AtroposError, ConfigError
 from atroposlib.utils.json_lines import LineTail
 
@@ -114,10 +115,10 @@ async def _run(run: RunFile, programs: list[Program], run_dir: Path, console: Co
                 await _close_books(reader, run_dir, console)
 
 
-def _reader(hub: Program | None) -> contextlib.AbstractAsyncContextManager[HubReader | None]:
+def _reader(hub: Program | None) -> contextlib.AbstractAsyncContextManager[HubClient | None]:
     if hub is None or hub.url is None:
         return contextlib.nullcontext(None)
-    return HubReader(hub.url, token=hub.env.get(TOKEN_VARIABLE))
+    return HubClient(hub.url, token=hub.env.get(TOKEN_VARIABLE), timeout_s=TIMEOUT_S)
 
 
 async def _until_end(run: RunFile, launcher: Launcher) -> None:
@@ -129,9 +130,9 @@ async def _until_end(run: RunFile, launcher: Launcher) -> None:
         await running.has_ended.wait()
 
 
-async def _close_books(reader: HubReader, run_dir: Path, console: Console) -> None:
+async def _close_books(reader: HubClient, run_dir: Path, console: Console) -> None:
     """Store and print where every group is; AtroposError if one is missing."""
-    ledger = (await reader.read()).ledger
+    ledger = await reader.ledger()
     (run_dir / "ledger.json").write_text(ledger.model_dump_json(indent=2) + "\n", encoding="utf-8")
     console.print(f"ledger: {describe_ledger(ledger)}", highlight=False, soft_wrap=True)
     if not is_closed(ledger):

@@ -12,9 +12,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from atroposlib.cli.launch.status import HubReader, HubView, describe_queue
+from atroposlib.cli.launch.status import HubView, describe_queue, read_hub
 from atroposlib.cli.launch.step_metrics import describe_step, sparkline, step_of
 from atroposlib.cli.launch.supervisor import Launcher
+from atroposlib.client import HubClient
 from atroposlib.errors import HubError
 from atroposlib.utils.json_lines import LineTail
 
@@ -69,11 +70,11 @@ class RunView:
                 self._live.update(self._page(launcher), refresh=True)
             await asyncio.sleep(REFRESH_S)
 
-    async def read_hub(self, hub: HubReader) -> None:
+    async def read_hub(self, hub: HubClient) -> None:
         """Read the hub again and again, until cancelled."""
         while True:
             try:
-                self._seen = await hub.read()
+                self._seen = await read_hub(hub)
             except HubError:
                 self._seen = None  # its row shows that it is not ready
             await asyncio.sleep(READ_HUB_S)

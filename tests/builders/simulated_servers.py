@@ -1,4 +1,4 @@
-"""Inference servers in virtual time behind the real door (`admission.py`), for `concurrency.py`, `fleet.py` and tests.
+"""Inference servers in virtual time behind the real door (`admission.py`).
 
 The clock of the event loop, and `time.monotonic` with it, jumps to the next timer: nothing waits, and results depend on
 the seed alone. All running requests of a server advance at one rate that depends on their number, as in continuous
@@ -11,11 +11,10 @@ import asyncio
 import contextlib
 import heapq
 import itertools
-import math
 import random
 import selectors
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
@@ -212,8 +211,6 @@ class Client:
     starts_at: float = 0.0
     doors: list[Door] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
-    began: dict[int, float] = field(default_factory=dict)
-    """Start time of each unfinished request: at the server, queued, or between attempts."""
     num_refused: int = 0
     num_timed_out: int = 0
     num_failed: int = 0
@@ -230,7 +227,7 @@ class Client:
 
         while number < self.num_workers:
             size = engine_of[self.doors[0]].draw()
-            self.began[number] = began = time.monotonic()
+            began = time.monotonic()
             try:
                 await ask(self.doors, "train", send)
             except (EngineUnavailable, TimeoutError):
@@ -238,8 +235,6 @@ class Client:
             else:
                 now = time.monotonic()
                 self.answers.append(Answer(now, now - began, size.num_tokens))
-            finally:
-                del self.began[number]
 
 
 class Simulation:
@@ -296,10 +291,6 @@ class Simulation:
         """Run a call to its end."""
         return self._runner.run(call)
 
-    def ages(self) -> list[float]:
-        """Return the age of each open request."""
-        return [self.now - began for one in self.clients for began in one.began.values()]
-
 
 class Sample(NamedTuple):
     """Of the answers in a time span."""
@@ -317,99 +308,13 @@ def sample(answers: Sequence[Answer], began: float, end: float) -> Sample:
     return Sample(tokens / (end - began), waits[len(waits) // 2], waits[len(waits) * 99 // 100])
 
 
-# Groups: sessions whose prompts have a long beginning in common.
-
-
-class CachingEngine(Engine):
-    """A server that reads a prompt's beginning once while it keeps it; meanwhile nothing else advances.
-
-    A chunk of a prompt fills vLLM's steps, so the answers beside it get a token per chunk instead of per step.
-    """
-
-    PREFILL_S = 1 / 20_000
-    """Per token: about an 8B model on an H100."""
-    CACHE_TOKENS = 400_000
-
-    def __init__(self, behaviour: Behaviour, *, seed: str, loop: asyncio.AbstractEventLoop) -> None:
-        super().__init__(behaviour, seed=seed, loop=loop)
-        self._cached: OrderedDict[object, int] = OrderedDict()
-        self._reader = asyncio.Lock()
-
-    async def read(self, beginning: object, num_tokens: int) -> None:
-        """Return when the cache holds a beginning; the one that was used longest ago leaves it."""
-        async with self._reader:
-            if beginning not in self._cached:
-                token_time = self.behaviour.token_time
-                self.change(token_time=lambda running, slots: 1e6)
-                await asyncio.sleep(num_tokens * self.PREFILL_S)
-                self.change(token_time=token_time)
-                self._cached[beginning] = num_tokens
-            self._cached.move_to_end(beginning)
-            while sum(self._cached.values()) > self.CACHE_TOKENS:
-                self._cached.popitem(last=False)
-
-
-def groups_per_minute(
-    behaviours: Sequence[Behaviour],
-    num_groups: int,
-    *,
-    num_tokens: int,
-    group_size: int = 8,
-    minutes: int = 10,
-    seed: int = 0,
-) -> float:
-    """Return the rate of finished groups after two minutes; `num_groups` are in flight.
-
-    Each member is a session of five turns at one server, with a tool's second between them; `num_tokens` begin the
-    prompts of a group.
-    """
-    rng = random.Random(seed)
-    ended: list[float] = []
-
-    async def turns(group: object, near: list[Door], engine_of: dict[Door, CachingEngine]) -> None:
-        doors = list(engine_of)
-        door = admission.best(doors, "train", after=(), near=near, now=time.monotonic())
-        near.append(door)
-        with door.assigned("train"):
-            for _ in range(5):
-                await engine_of[door].read(group, num_tokens)
-                length, began = round(5 + rng.lognormvariate(math.log(150), 0.7)), time.monotonic()
-                await engine_of[door].generate(Client(), length)
-                door.answered(length, began=began, now=time.monotonic())
-                await asyncio.sleep(rng.uniform(0, 2))
-
-    async def groups(number: int, engine_of: dict[Door, CachingEngine]) -> None:
-        for i in itertools.count():
-            near: list[Door] = []
-            members = (turns((number, i), near, engine_of) for _ in range(group_size))
-            await asyncio.gather(*members)
-            ended.append(time.monotonic())
-
-    async def main(loop: asyncio.AbstractEventLoop) -> None:
-        config = APIServerConfig(base_url="http://h", health_check=False)
-        doors = [Door(config) for _ in behaviours]
-        engine_of = {}
-        for i, (door, behaviour) in enumerate(zip(doors, behaviours, strict=True)):
-            door.fleet = doors
-            engine_of[door] = CachingEngine(behaviour, seed=f"{seed} {i}", loop=loop)
-        tasks = [asyncio.create_task(groups(number, engine_of)) for number in range(num_groups)]
-        await asyncio.sleep(60 * (minutes + 2))
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    with virtual_time() as runner:
-        runner.run(main(runner.get_loop()))
-    return sum(at > 120 for at in ended) / minutes
-
-
 # Fleets: servers of unequal speed.
 
 
-def with_slots(slowness: float = 1.0, *, slots: int = 16) -> Behaviour:
-    """Return a server whose requests run at full speed or wait for a slot."""
+def with_slots(slowness: float = 1.0) -> Behaviour:
+    """Return a server of 16 slots, whose requests run at full speed or wait for one."""
     return Behaviour(
-        slots=slots,
+        slots=16,
         token_time=lambda n, slots: slowness * TOKEN_TIME_S,
         lengths=lambda rng: rng.randint(20, 60),
         delay_s=NETWORK_S,
@@ -442,16 +347,13 @@ def most_free_slots(
     return max(servers, key=rank)
 
 
-Choice = Callable[..., Any]
-
-
 def simulate(
     behaviours: Sequence[Behaviour],
     num_requests: int,
     *,
     spans: Sequence[tuple[float, float]],
     changes: Mapping[float, Behaviour] | None = None,
-    choice: Choice = admission.best,
+    choice: Callable[..., Any] = admission.best,
     num_clients: int = 1,
     seed: int = 0,
 ) -> list[Sample]:

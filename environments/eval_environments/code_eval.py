@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from pydantic import Field
@@ -28,7 +27,6 @@ from atroposlib.envs.eval_run import hash_of
 from atroposlib.envs.program_env import ProgramEnv, ProgramEnvConfig, program_in
 from atroposlib.envs.program_tests import judge_function, judge_packed
 from atroposlib.envs.rows import HubRows
-from atroposlib.errors import ConfigError
 
 _LCB = "hf://datasets/livecodebench/code_generation_lite/test{}.jsonl"
 BENCHMARKS = {
@@ -80,18 +78,12 @@ class CodeEvalEnv(BenchmarkEnv, ProgramEnv):
     name = "code_eval"
     env_config_cls = CodeEvalConfig
     config: CodeEvalConfig
-    part_key = "benchmark"
+    all_parts = BENCHMARKS
+    part_key, part_setting = "benchmark", "benchmarks"
 
     def __init__(self, config: CodeEvalConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         self.tests: dict[str, str | list[str]] = {}
-
-    def parts(self) -> Mapping[str, HubRows]:
-        """Return the configured benchmarks."""
-        if unknown := set(self.config.benchmarks) - BENCHMARKS.keys():
-            known = ", ".join(BENCHMARKS)
-            raise ConfigError(f"--env.benchmarks: there is no {min(unknown)}, only {known}")
-        return {name: BENCHMARKS[name] for name in self.config.benchmarks}
 
     def parse_row(self, row: dict[str, Any]) -> Task | None:
         """Return the task of a row of any benchmark; None outside of the dates."""

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from atroposlib.envs.answers import solution_of
-from atroposlib.envs.benchmark_env import BenchmarkEnv, Question, mean_of
+from atroposlib.envs.benchmark_env import BenchmarkEnv, Question, means_of
 from atroposlib.envs.dataset_env import Row
 from atroposlib.envs.eval_run import Sample
 from atroposlib.envs.rows import HubRows
@@ -66,12 +66,8 @@ class DROPEvalEnv(BenchmarkEnv):
 
     def summarize_samples(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Add the means of F1 and exact match."""
-        metrics = super().summarize_samples(samples)
-        means = {
-            "avg_f1": mean_of(samples, "score"),
-            "exact_match": mean_of(samples, "exact_match"),
-        }
-        return metrics | {f"eval/{name}": mean for name, mean in means.items() if mean is not None}
+        means = means_of(samples, {"avg_f1": "score", "exact_match": "exact_match"})
+        return super().summarize_samples(samples) | means
 
 
 def spans_of(answer: dict[str, Any]) -> list[str]:

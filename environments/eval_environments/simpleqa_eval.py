@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from atroposlib.envs.answers import solution_of, words_of
-from atroposlib.envs.benchmark_env import BenchmarkConfig, BenchmarkEnv, Question, Reading, mean_of
+from atroposlib.envs.benchmark_env import BenchmarkConfig, BenchmarkEnv, Question, Reading, means_of
 from atroposlib.envs.dataset_env import Outcome
 from atroposlib.envs.eval_run import Sample
 from atroposlib.envs.judge_env import JudgeEnv, JudgeEnvConfig, judge_prompt, last_verdict
@@ -90,16 +90,16 @@ class SimpleQAEvalEnv(BenchmarkEnv, JudgeEnv):
     def summarize_samples(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Add the figures of the reference, and how the texts compare."""
         metrics = super().summarize_samples(samples)
-        for key in ("exact_match", "fuzzy_match"):
-            if (mean := mean_of(samples, key)) is not None:
-                metrics[f"eval/{key}_accuracy"] = mean
+        keys = {f"{key}_accuracy": key for key in ("exact_match", "fuzzy_match")}
+        metrics |= means_of(samples, keys)
         graded = [{**s, **marks_of(s["score"])} for s in samples if s["correct"] is not None]
         attempted = [sample for sample in graded if sample["is_given_attempted"]]
-        figures = {mark: mean_of(graded, mark) or 0.0 for mark in marks_of(None)}
-        given = figures["accuracy_given_attempted"] = mean_of(attempted, "is_correct") or 0.0
-        both = figures["is_correct"] + given
-        figures["f1"] = 2 * figures["is_correct"] * given / both if both else 0.0
-        metrics |= {f"eval/{name}": value for name, value in figures.items()}
+        names = [*marks_of(None), "accuracy_given_attempted"]
+        metrics |= dict.fromkeys((f"eval/{name}" for name in names), 0.0)
+        metrics |= means_of(graded, {name: name for name in marks_of(None)})
+        metrics |= means_of(attempted, {"accuracy_given_attempted": "is_correct"})
+        right, given = metrics["eval/is_correct"], metrics["eval/accuracy_given_attempted"]
+        metrics["eval/f1"] = 2 * right * given / (right + given) if right + given else 0.0
         return metrics
 
 

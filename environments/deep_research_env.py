@@ -14,7 +14,6 @@ Needs: extras datasets.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -26,7 +25,7 @@ from atroposlib.envs.dataset_env import Split
 from atroposlib.envs.multi_turn_env import Episode, Step, in_turns
 from atroposlib.envs.rows import HubRows, read_jsonl
 from atroposlib.envs.search import LocalPages, SearchEngine, WebPages
-from atroposlib.envs.tool_env import ToolEnv, ToolEnvConfig, ToolFailure, tool_from
+from atroposlib.envs.tool_env import ToolEnv, ToolEnvConfig, ToolFailure, hermes_call, tool_from
 
 ANSWER_SCORE = 0.5
 """Score of a right answer without citations; the rest is for these."""
@@ -126,16 +125,9 @@ class DeepResearchEnv(ToolEnv):
 
     def example_answers(self, item: Topic) -> list[Callable[[str], str]]:
         """Return a call for every source, then the answer with citations."""
-        calls = [json.dumps({"name": "read", "arguments": {"title": t}}) for t in item.sources]
+        calls = [hermes_call("read", title=title) for title in item.sources]
         citations = " ".join(f"[[{title}]]" for title in item.sources)
-        return [
-            in_turns(
-                [
-                    *(f"<tool_call>{call}</tool_call>" for call in calls),
-                    f"<answer>{item.answer}</answer> {citations}",
-                ]
-            )
-        ]
+        return [in_turns([*calls, f"<answer>{item.answer}</answer> {citations}"])]
 
     async def step(self, episode: Episode, answer: str) -> Step:
         """Run the calls, or judge the final answer."""

@@ -15,7 +15,6 @@ Needs: bubblewrap or Docker.
 
 from __future__ import annotations
 
-import json
 import random
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +24,7 @@ from atroposlib.envs.multi_turn_env import Episode
 from atroposlib.envs.sandbox import DockerSandbox, Sandbox, SandboxLimits, local_sandbox
 from atroposlib.envs.shell import Folder
 from atroposlib.envs.shell_env import ShellEnv, ShellEnvConfig
+from atroposlib.envs.tool_env import hermes_call
 
 NUM_TASKS = 2000
 """Generated training tasks."""
@@ -86,10 +86,7 @@ class TerminalEnv(ShellEnv):
 
     def example_answers(self, item: Task) -> list[str]:
         """Return the call that solves the task, if the row has it."""
-        if item.solution is None:
-            return []
-        call = json.dumps({"name": "shell", "arguments": {"command": item.solution}})
-        return [f"<tool_call>\n{call}\n</tool_call>"]
+        return [] if item.solution is None else [hermes_call("shell", command=item.solution)]
 
     def machine(self, row: Task) -> Folder:
         """Return the task's files."""

@@ -395,6 +395,11 @@ def _check_killable(function: Callable[..., Any]) -> None:
         raise ConfigError(f"tool {name}: a worker takes positional arguments only")
 
 
+def hermes_call(name: str, /, **arguments: Any) -> str:
+    """Return a call as `parse_hermes_calls` reads it."""
+    return _HERMES.render([Call(name, json.dumps(arguments))])
+
+
 def parse_hermes_calls(answer: str) -> list[ToolCall | MalformedCall]:
     """Read `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` after the thinking, in order.
 

@@ -139,10 +139,8 @@ class ToolEnv(MultiTurnEnv):
     tool_role: ClassVar[str] = "tool"
     """Role of the results. "user" for chat templates without tools: results are then wrapped in <tool_response>."""
 
-    def __init__(
-        self, config: ToolEnvConfig, server_configs: Any, slurm: bool = False, testing: bool = False
-    ) -> None:
-        super().__init__(config, server_configs, slurm, testing)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.tools_by_name: dict[str, Tool] = {}
         self._mcp_sessions: list[McpSession] = []
         self._mcp_tools: list[str] = []

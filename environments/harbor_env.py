@@ -139,7 +139,6 @@ class HarborEnv(ShellEnv):
         )
 
     async def final_score(self, episode: Episode) -> Outcome:
-        """Run the tests and return what they write."""
         reward = await asyncio.to_thread(self._reward, episode.row, episode.state["machine"])
         if reward is None:
             self.counts["no_reward"] += 1
@@ -156,7 +155,6 @@ class HarborEnv(ShellEnv):
             return None
 
     def example_answers(self, item: Task) -> list[str | Callable[[str], str]]:
-        """Return a call that runs the solution, if the task has one."""
         if item.solution is None:
             return []
         command = f"bash <<'END_OF_SOLUTION'\n{item.solution}\nEND_OF_SOLUTION"

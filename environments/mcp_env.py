@@ -92,7 +92,6 @@ class McpEnv(ToolEnv):
         return row.question
 
     def example_answers(self, item: Task) -> list[Callable[[str], str]]:
-        """Return the call, then its result."""
         call = hermes_call(item.call.name, **item.call.arguments)
         return [in_turns([call, f"<answer>{item.answer}</answer>"])]
 

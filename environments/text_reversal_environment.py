@@ -61,13 +61,11 @@ class TextReversalEnv(DatasetEnv):
         return [*thinking, {"role": "user", "content": task + row}]
 
     def gold_answer(self, row: str) -> str:
-        """Return the reversed text in the required form."""
         thinking = "<think>I go from the end to the start.</think>"
         answer = f"<reversed_text>{row[::-1]}</reversed_text>"
         return thinking + answer if self.config.thinking_mode else answer
 
     def score(self, row: str, answer: str) -> float:
-        """Return 1 for exactly the reversed text in the required form, else 0."""
         given = self.read(answer)
         self.counts["format_errors"] += given is None
         self.record("train/format_error_rate", given is None)

@@ -58,7 +58,6 @@ class SingleToolCallingEnv(DatasetEnv):
         return Request(said.get("system", ""), said["human"], readable)
 
     def prompt(self, row: Request) -> list[dict[str, Any]]:
-        """Return the tools with the request to think first, and the question."""
         system = f"{THINK_FIRST}\n\n{row.tools}".strip()
         return [
             {"role": "system", "content": system},
@@ -66,12 +65,10 @@ class SingleToolCallingEnv(DatasetEnv):
         ]
 
     def gold_answer(self, row: Request) -> str:
-        """Return the expected calls in the required form."""
         calls = [hermes_call(call.name, **call.arguments) for call in row.calls]
         return "\n".join(["<think>These tools fit.</think>", *calls])
 
     def score(self, row: Request, answer: str) -> float:
-        """Return 1 if the calls after the thinking match, else -1."""
         solution = after_thinking_once(answer)
         if solution is None or "<tool_call>" in solution.rpartition("</tool_call>")[2]:
             return -1.0

@@ -117,7 +117,6 @@ class InterleavedInlineEnv(ToolEnv):
         return Problem(row["problem"], answer) if compare(answer, answer) else None
 
     def conversation(self, row: Problem) -> list[dict[str, Any]]:
-        """Return the rules with the tools, and the problem."""
         schemas = [tool.schema()["function"] for tool in self.tools_by_name.values()]
         return [
             {"role": "system", "content": SYSTEM % "\n".join(map(json.dumps, schemas))},
@@ -125,7 +124,6 @@ class InterleavedInlineEnv(ToolEnv):
         ]
 
     def example_answers(self, item: Problem) -> list[Callable[[str], str]]:
-        """Return a call, then the answer."""
         answer = f"That is it.</think> \\boxed{{{item.answer}}}"
         return [in_turns([hermes_call("calculator", expr="1 + 1"), answer])]
 

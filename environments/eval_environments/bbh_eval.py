@@ -69,7 +69,6 @@ class BBHEvalEnv(BenchmarkEnv):
         return found
 
     def grade(self, row: Question, answer: str) -> float:
-        """Return 1 for the gold answer, else 0."""
         return float(plain(last_answer(answer) or answer) == plain(row["answer"]))
 
     def rates_of_parts(self, rows: Sequence[Row], samples: Sequence[Sample]) -> dict[str, float]:

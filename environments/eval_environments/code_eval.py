@@ -102,14 +102,12 @@ class CodeEvalEnv(BenchmarkEnv, ProgramEnv):
         return task
 
     def prompt(self, row: Row) -> str:
-        """Return the problem and the required form of the program."""
         return f"{row['question']}\n\nGive the whole program in one block:\n```python\n# code\n```"
 
     def gold_answer(self, row: Row) -> None:
         """Return None: a reference that fails makes its row faulty, not the benchmark."""
 
     def example_answers(self, item: Row) -> list[str]:
-        """Return the reference, if there is one."""
         return [f"```python\n{item['answer']}\n```"] if item["answer"] else []
 
     def read(self, row: Row, text: str) -> Reading:
@@ -122,7 +120,6 @@ class CodeEvalEnv(BenchmarkEnv, ProgramEnv):
         return Reading(row.get("before", "") + ("" if has_head else stub) + program, "code_block")
 
     async def grade(self, row: Row, answer: str) -> Outcome:
-        """Return 1 if all tests pass, else 0."""
         tests, function = self.tests[row["tests"]], row["function"]
         if isinstance(tests, list):
             return await self.judge_in_worker(judge_packed, answer, tests, function)

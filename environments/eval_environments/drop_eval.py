@@ -50,22 +50,18 @@ class DROPEvalEnv(BenchmarkEnv):
         return Passage(question=question, answer="; ".join(golds[0]), golds=golds)
 
     def prompt(self, row: Row) -> str:
-        """Return the passage, the question and the required form of the answer."""
         return f"{super().prompt(row)} Separate several answers by semicolons."
 
     def grade(self, row: Row, answer: str) -> float:
-        """Return the best F1."""
         return max(f1(spans_in(answer), gold) for gold in row["golds"])
 
     def sample_fields(self, row: Row, answer: str) -> dict[str, Any]:
-        """Add whether the answer equals that of an annotator."""
         found = self.read(row, solution_of(answer)).answer
         stated = normal_set(spans_in(found or ""))
         exact = any(stated == normal_set(gold) for gold in row["golds"])
         return {**super().sample_fields(row, answer), "exact_match": exact}
 
     def summarize_samples(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Add the means of F1 and exact match."""
         means = means_of(samples, {"avg_f1": "score", "exact_match": "exact_match"})
         return super().summarize_samples(samples) | means
 

@@ -56,7 +56,6 @@ class SimpleQAEvalEnv(BenchmarkEnv, JudgeEnv):
     }
 
     def parse_row(self, row: dict[str, Any]) -> Question:
-        """Return the question with its topic."""
         metadata = row.get("metadata") or {}
         topic = (ast.literal_eval(metadata) if isinstance(metadata, str) else metadata).get("topic")
         groups = {"topic": topic} if topic else {}

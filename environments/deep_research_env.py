@@ -14,7 +14,6 @@ Needs: extras datasets.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -26,7 +25,7 @@ from atroposlib.envs.dataset_env import Split
 from atroposlib.envs.multi_turn_env import Episode, Step, in_turns
 from atroposlib.envs.rows import HubRows, read_jsonl
 from atroposlib.envs.search import LocalPages, SearchEngine, WebPages
-from atroposlib.envs.tool_env import ToolEnv, ToolEnvConfig, ToolFailure, tool_from
+from atroposlib.envs.tool_env import ToolEnv, ToolEnvConfig, ToolFailure, hermes_call, tool_from
 
 ANSWER_SCORE = 0.5
 """Score of a right answer without citations; the rest is for these."""
@@ -95,12 +94,10 @@ class DeepResearchEnv(ToolEnv):
             self._found = LocalPages({t: text for row in rows for t, text in row.pages.items()})
 
     def load_rows(self, split: Split) -> list[Topic] | None:
-        """Return the first rows of a split."""
         rows: list[Topic] | None = super().load_rows(split)
         return rows and rows[: self.config.num_rows]
 
     def parse_row(self, row: dict[str, Any]) -> Topic:
-        """Return the topic, with its pages as texts."""
         context = row["context"]
         texts = ["".join(sentences).strip() for sentences in context["sentences"]]
         sources = sorted(set(row["supporting_facts"]["title"]))
@@ -125,20 +122,11 @@ class DeepResearchEnv(ToolEnv):
         return text
 
     def example_answers(self, item: Topic) -> list[Callable[[str], str]]:
-        """Return a call for every source, then the answer with citations."""
-        calls = [json.dumps({"name": "read", "arguments": {"title": t}}) for t in item.sources]
+        calls = [hermes_call("read", title=title) for title in item.sources]
         citations = " ".join(f"[[{title}]]" for title in item.sources)
-        return [
-            in_turns(
-                [
-                    *(f"<tool_call>{call}</tool_call>" for call in calls),
-                    f"<answer>{item.answer}</answer> {citations}",
-                ]
-            )
-        ]
+        return [in_turns([*calls, f"<answer>{item.answer}</answer> {citations}"])]
 
     async def step(self, episode: Episode, answer: str) -> Step:
-        """Run the calls, or judge the final answer."""
         if self.parse_calls(answer):
             return await super().step(episode, answer)
         read = episode.state.get("read", set())

@@ -71,7 +71,6 @@ class FundamentalPredictionEnv(DatasetEnv):
         return Report(row["context"], row["fundamental_metric"], direction, size)
 
     def prompt(self, row: Report) -> str:
-        """Return the task, the report and the required last line."""
         return (
             f"Predict whether the company's {row.metric} will be maintained, raised or reduced, and by how many "
             f"percent.\n\n{row.context}\n\n"
@@ -79,7 +78,6 @@ class FundamentalPredictionEnv(DatasetEnv):
         )
 
     def gold_answer(self, row: Report) -> str:
-        """Return the right prediction in the required form."""
         sign = "-" if row.direction == "reduced" else "+"
         line = f"The {row.metric} will be: {row.direction}, {sign}{row.size:g}%"
         return f"<think>The report says so.</think>\n{line}"
@@ -105,12 +103,10 @@ class FundamentalPredictionEnv(DatasetEnv):
         return group
 
     def summarize(self, scores: Sequence[Sequence[float | None]]) -> dict[str, float]:
-        """Add the accuracy of direction and size."""
         judged = [score for row in scores for score in row if score is not None]
         return {**super().summarize(scores), **accuracies(judged, prefix="eval")}
 
     def train_metrics(self) -> dict[str, float]:
-        """Return the accuracy of direction and size."""
         return accuracies(self.train_scores, prefix="train")
 
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -38,6 +37,7 @@ from atroposlib.envs.rows import SAMPLE
 from atroposlib.envs.sandbox import BubblewrapSandbox, SandboxLimits
 from atroposlib.envs.shell import Container, Folder, Machine, docker
 from atroposlib.envs.shell_env import ShellEnv, ShellEnvConfig
+from atroposlib.envs.tool_env import hermes_call
 from atroposlib.errors import ConfigError, EnvError
 
 logger = logging.getLogger(__name__)
@@ -139,7 +139,6 @@ class HarborEnv(ShellEnv):
         )
 
     async def final_score(self, episode: Episode) -> Outcome:
-        """Run the tests and return what they write."""
         reward = await asyncio.to_thread(self._reward, episode.row, episode.state["machine"])
         if reward is None:
             self.counts["no_reward"] += 1
@@ -156,12 +155,10 @@ class HarborEnv(ShellEnv):
             return None
 
     def example_answers(self, item: Task) -> list[str | Callable[[str], str]]:
-        """Return a call that runs the solution, if the task has one."""
         if item.solution is None:
             return []
         command = f"bash <<'END_OF_SOLUTION'\n{item.solution}\nEND_OF_SOLUTION"
-        call = json.dumps({"name": "shell", "arguments": {"command": command}})
-        return [in_turns([f"<tool_call>\n{call}\n</tool_call>", "Done."])]
+        return [in_turns([hermes_call("shell", command=command), "Done."])]
 
 
 def _run_tests(task: Task, machine: Machine) -> float | None:

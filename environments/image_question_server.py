@@ -81,7 +81,6 @@ class ImageQuestionEnv(DatasetEnv):
         )
 
     def parse_row(self, row: dict[str, Any]) -> Question:
-        """Return a question of a file, with its image as a data URI."""
         image = row["image"]
         if not image.startswith("data:"):
             image = data_uri(Path(image))
@@ -99,21 +98,17 @@ class ImageQuestionEnv(DatasetEnv):
         ]
 
     def gold_answer(self, row: Question) -> str:
-        """Return the answer in its tag."""
         return f"<answer>{row.answer}</answer>"
 
     def score(self, row: Question, answer: str) -> float:
-        """Return 1 if the tagged answer is right, else -1."""
         given = only_tagged(answer, "answer")
         return 1.0 if given is not None and plain(given) == plain(row.answer) else -1.0
 
     def shape_group(self, row: Question, group: ScoredDataGroup) -> ScoredDataGroup:
-        """Add the image of every sequence."""
         group["images"] = [row.image] * len(group["scores"])
         return group
 
     def parts_of(self, row: Question) -> list[str]:
-        """Return the name of the accuracy of the row's kind of question."""
         return [f"eval/percent_correct_{row.kind}"]
 
 

@@ -111,12 +111,10 @@ class InstructionFollowingEnv(DatasetEnv):
         return row.prompt
 
     def gold_answer(self, row: Instruction) -> str | None:
-        """Return the row's own example, if it has one."""
         example = row.raw.get("answer")
         return None if example is None else f"<think>I keep to the constraint.</think>{example}"
 
     def score(self, row: Instruction, answer: str) -> float:
-        """Return 1 if the text after the thinking keeps the constraint, else 0."""
         text = (after_thinking_once(answer) or "").strip()
         return float(bool(text) and RLVR[row.function](text, **row.args))
 

@@ -137,7 +137,6 @@ class MathEnv(VerifiedMathEnv):
     judges_text = False  # to score a verdict samples retries
 
     def parse_row(self, row: dict[str, Any]) -> Task | None:
-        """Return the problem as an item."""
         problem = super().parse_row(row)
         if problem is None:
             return None
@@ -152,7 +151,6 @@ class MathEnv(VerifiedMathEnv):
         return row.text()
 
     def example_answers(self, item: Task) -> list[str]:
-        """Return a right and a wrong answer, for `check`."""
         return [f"<think>Let me see.</think> \\boxed{{{item.answer}}}", "\\boxed{0.123}"]
 
     async def collect_trajectories(self, item: Task) -> tuple[Any, list[Any]]:
@@ -274,7 +272,6 @@ class MathEnv(VerifiedMathEnv):
         return group if group["scores"] else None
 
     def train_metrics(self) -> dict[str, float]:
-        """Add the numbers of groups of verdicts and of retries."""
         names = ("judge_rollouts", "selfcorrect_rollouts")
         numbers = {f"judge_train/{name}": self.counts[name] for name in names}
         return {**super().train_metrics(), **numbers}

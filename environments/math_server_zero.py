@@ -54,11 +54,9 @@ class MathZeroEnv(VerifiedMathEnv):
     }
 
     def prompt(self, row: Problem) -> str:
-        """Return the text that the model continues."""
         return PROMPT.format(question=row.question)
 
     def example_answers(self, item: Problem) -> list[str]:
-        """Return a right and a wrong continuation, for `check`."""
         form = "I see.</think> <answer>\\boxed{{{}}}</answer>".format
         return [form(item.answer), form("0.123")]
 
@@ -100,13 +98,11 @@ class MathZeroEnv(VerifiedMathEnv):
         return min(room, start + int((longest - start) * progress))
 
     async def score_group(self, row: Problem, rollouts: Sequence[Rollout]) -> list[Outcome]:
-        """Judge the answers, and record how many are right."""
         outcomes = await super().score_group(row, rollouts)
         self.record_answers(rollouts, outcomes)
         return outcomes
 
     async def score(self, row: Problem, answer: str) -> Outcome:
-        """Return 1 if the box in the last answer block is right, else -1."""
         blocks = all_tagged(answer, "answer")
         return await self.verify(row, blocks[-1] if blocks else "")
 

@@ -14,7 +14,6 @@ Needs: extras mcp.
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from atroposlib.envs.answers import only_tagged, solution_of
 from atroposlib.envs.gold_calls import calls_match
 from atroposlib.envs.mcp_tools import McpServer
 from atroposlib.envs.multi_turn_env import Episode, Step, in_turns
-from atroposlib.envs.tool_env import ToolCall, ToolEnv, ToolEnvConfig
+from atroposlib.envs.tool_env import ToolCall, ToolEnv, ToolEnvConfig, hermes_call
 from atroposlib.errors import ConfigError
 
 SAMPLE_SERVER = McpServer(
@@ -93,9 +92,8 @@ class McpEnv(ToolEnv):
         return row.question
 
     def example_answers(self, item: Task) -> list[Callable[[str], str]]:
-        """Return the call, then its result."""
-        call = json.dumps({"name": item.call.name, "arguments": item.call.arguments})
-        return [in_turns([f"<tool_call>{call}</tool_call>", f"<answer>{item.answer}</answer>"])]
+        call = hermes_call(item.call.name, **item.call.arguments)
+        return [in_turns([call, f"<answer>{item.answer}</answer>"])]
 
     async def step(self, episode: Episode, answer: str) -> Step:
         """Make the expected call, or judge the final answer."""

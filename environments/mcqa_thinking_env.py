@@ -51,15 +51,12 @@ class MCQAThinkingEnv(DatasetEnv):
         return ChoiceQuestion(text, options, row["ground_truth"])
 
     def prompt(self, row: ChoiceQuestion) -> str:
-        """Return the question and the required last line."""
         return f'{row.text}\n\nEnd with "The best answer is: " and one letter.'
 
     def gold_answer(self, row: ChoiceQuestion) -> str:
-        """Return the right choice in the required form."""
         return f"<think>One option fits.</think> The best answer is: {row.letter}"
 
     def score(self, row: ChoiceQuestion, answer: str) -> float:
-        """Return 1 for the right choice, else -1."""
         solution = after_thinking_once(answer)
         is_right = solution is not None and read_choice(solution, row.options)[0] == row.letter
         return 1.0 if is_right else -1.0

@@ -37,32 +37,26 @@ class MMLUEnv(DatasetEnv):
     system_prompt = "Answer the multiple-choice question. Think it through first."
 
     def load_rows(self, split: Split) -> list[ChoiceQuestion] | None:
-        """Return the questions of a split, in evaluation those of the configured subjects."""
         rows: list[ChoiceQuestion] | None = super().load_rows(split)
         if split == "train" or rows is None or self.config.subjects is None:
             return rows
         return [row for row in rows if row.subject in self.config.subjects]
 
     def parse_row(self, row: dict[str, Any]) -> ChoiceQuestion:
-        """Return the question with the letter of its answer."""
         letter = string.ascii_uppercase[row["answer"]]
         return ChoiceQuestion(row["question"], row["choices"], letter, row.get("subject") or "none")
 
     def prompt(self, row: ChoiceQuestion) -> str:
-        """Return the question, its choices and the required last line."""
         question = f"{row.text}\n\n{lettered(row.options)}"
         return f'{question}\n\nEnd with "The best answer is: " and one letter.'
 
     def gold_answer(self, row: ChoiceQuestion) -> str:
-        """Return the right choice in the required form."""
         return f"The best answer is: {row.letter}"
 
     def score(self, row: ChoiceQuestion, answer: str) -> float:
-        """Return 1 for the right choice, else 0."""
         return float(read_choice(solution_of(answer), row.options)[0] == row.letter)
 
     def parts_of(self, row: ChoiceQuestion) -> list[str]:
-        """Return the name of the accuracy of the row's subject."""
         return [f"eval/percent_correct_{row.subject}"]
 
 

@@ -55,7 +55,6 @@ class RewardModelEnv(ChatRows, DatasetEnv):
         self._model: RewardModel | None = None
 
     async def setup(self) -> None:
-        """Load the model and the rows."""
         name, device = self.config.reward_model, self.config.reward_device
         self._model = await self._in_thread(RewardModel, name, device)
         await super().setup()

@@ -62,11 +62,9 @@ class RLAIFEnv(ChatRows, JudgeEnv):
         self.rubric = f"Which answer follows this preference better? {config.preference}"  # type: ignore[misc]
 
     def request_of(self, row: ChatPrompt) -> str:
-        """Return the whole conversation for the judge."""
         return row.text()
 
     def reference(self, row: ChatPrompt) -> str | None:
-        """Return the data set's answer."""
         return row.answer
 
     async def roll_out(self, row: ChatPrompt, n: int, *, split: Split) -> list[Rollout]:

@@ -156,7 +156,6 @@ class SFTEnv(DatasetEnv):
         return metrics
 
     def train_metrics(self) -> dict[str, float]:
-        """Return the number of rows sent."""
         return {"train/idx": self.num_items}
 
 

@@ -15,13 +15,12 @@ Needs: --user.base_url for a user that is not scripted.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
 from atroposlib.envs.multi_turn_env import Episode, in_turns
 from atroposlib.envs.simulated_user import SimulatedUserConfig, SimulatedUserEnv
-from atroposlib.envs.tool_env import ToolFailure
+from atroposlib.envs.tool_env import ToolFailure, hermes_call
 
 POLICY = """\
 - First find the customer by the e-mail address. Show or change only orders of this customer.
@@ -110,16 +109,10 @@ class ShopEnv(SimulatedUserEnv):
     def example_answers(self, item: dict[str, Any]) -> list[Callable[[str], str]]:
         """Return a player that asks who the user is, does what is expected, and says what must be said."""
         criteria = item["evaluation_criteria"]
-        calls = [
-            json.dumps({"name": action["name"], "arguments": action["arguments"]})
-            for action in criteria["actions"]
-        ]
+        calls = [hermes_call(each["name"], **each["arguments"]) for each in criteria["actions"]]
         told = ", ".join(criteria["communicate_info"]) or "It is done"
-        turns = [
-            "What is your e-mail address?",
-            *(f"<tool_call>\n{c}\n</tool_call>" for c in calls),
-        ]
-        return [in_turns([*turns, f"Here is what you need to know: {told}."])]
+        last = f"Here is what you need to know: {told}."
+        return [in_turns(["What is your e-mail address?", *calls, last])]
 
 
 if __name__ == "__main__":

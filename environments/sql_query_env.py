@@ -117,7 +117,6 @@ class SQLQueryEnv(DatasetEnv):
         return Question(row["question"], columns, row["types"], row["rows"], query)
 
     def prompt(self, row: Question) -> str:
-        """Return the table's schema, three of its rows, and the question."""
         rows = "\n".join(json.dumps(values) for values in row.rows[:3])
         return (
             f"{schema_of(row.columns, row.types)}\n\nSome of its rows:\n{rows}\n\n"

@@ -34,7 +34,7 @@ from atroposlib.envs.rewards import RewardFailure
 from atroposlib.envs.rows import HubRows
 from atroposlib.envs.shell import Files, Machine
 from atroposlib.envs.shell_env import ShellEnv, ShellEnvConfig
-from atroposlib.envs.tool_env import MalformedCall, ToolCall
+from atroposlib.envs.tool_env import MalformedCall, ToolCall, hermes_call
 from atroposlib.errors import EnvError
 
 MAX_KNOWN_VERDICTS = 256
@@ -195,8 +195,7 @@ class SWEEnv(ShellEnv):
         texts = {path: "\n".join(after.get(path, [])) for path in patches.changed(before, after)}
         write = f"python - <<'END'\nfor path, text in {texts!r}.items():\n"
         command = f"{write}    open(path, 'w').write(text)\nEND"
-        call = json.dumps({"name": "shell", "arguments": {"command": command}})
-        return [in_turns([f"<tool_call>\n{call}\n</tool_call>", "I repaired it."])]
+        return [in_turns([hermes_call("shell", command=command), "I repaired it."])]
 
     async def final_score(self, episode: Episode) -> Outcome:
         """Return 1 if the tests pass with the change, else 0."""

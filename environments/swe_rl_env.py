@@ -112,7 +112,6 @@ class SWERLEnv(DatasetEnv):
         self.shows_example = config.use_curriculum_learning
 
     def load_rows(self, split: Split) -> list[Issue] | None:
-        """Return the configured number of issues."""
         rows: list[Issue] | None = super().load_rows(split)
         is_train = split == "train"
         limit = self.config.max_train_samples if is_train else self.config.max_test_samples
@@ -138,7 +137,6 @@ class SWERLEnv(DatasetEnv):
         return f"Resolve this issue:\n{row.text}\n\nFiles:\n{files}\n\n{EDIT_FORM}{example}"
 
     def example_answers(self, item: Issue) -> list[str]:
-        """Return the real patch as edits of whole files."""
         edits = edits_for(item.files, item.repaired)
         return [f"<think>I see the cause.</think>\n{edits}"]
 

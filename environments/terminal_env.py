@@ -15,7 +15,6 @@ Needs: bubblewrap or Docker.
 
 from __future__ import annotations
 
-import json
 import random
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +24,7 @@ from atroposlib.envs.multi_turn_env import Episode
 from atroposlib.envs.sandbox import DockerSandbox, Sandbox, SandboxLimits, local_sandbox
 from atroposlib.envs.shell import Folder
 from atroposlib.envs.shell_env import ShellEnv, ShellEnvConfig
+from atroposlib.envs.tool_env import hermes_call
 
 NUM_TASKS = 2000
 """Generated training tasks."""
@@ -61,7 +61,6 @@ class TerminalEnv(ShellEnv):
         return self.config.docker_image is not None or super().is_isolated()
 
     def sandbox(self) -> Sandbox:
-        """Return where commands run."""
         image = self.config.docker_image
         return local_sandbox() if image is None else DockerSandbox(image)
 
@@ -80,23 +79,16 @@ class TerminalEnv(ShellEnv):
         return None if trimmed(task.files) == trimmed(task.wanted) else task
 
     def prompt(self, row: Task) -> str:
-        """Return the task and the names of the files."""
         names = "\n".join(sorted(row.files))
         return f"{row.task} Leave no other new files.\n\nThe folder has these files:\n{names}"
 
     def example_answers(self, item: Task) -> list[str]:
-        """Return the call that solves the task, if the row has it."""
-        if item.solution is None:
-            return []
-        call = json.dumps({"name": "shell", "arguments": {"command": item.solution}})
-        return [f"<tool_call>\n{call}\n</tool_call>"]
+        return [] if item.solution is None else [hermes_call("shell", command=item.solution)]
 
     def machine(self, row: Task) -> Folder:
-        """Return the task's files."""
         return Folder(row.files, sandbox=self.sandbox(), limits=SandboxLimits())
 
     def final_score(self, episode: Episode) -> float:
-        """Return 1 if the folder has the files that the task asks for, else 0."""
         return float(trimmed(episode.state["machine"].files) == trimmed(episode.row.wanted))
 
 

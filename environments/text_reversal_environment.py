@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from atroposlib.envs.answers import THINK_FIRST, after_thinking_once, only_tagged
-from atroposlib.envs.benchmark_env import mean_of
+from atroposlib.envs.benchmark_env import means_of
 from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig
 from atroposlib.envs.eval_run import Sample
 from atroposlib.envs.rows import HubRows
@@ -61,13 +61,11 @@ class TextReversalEnv(DatasetEnv):
         return [*thinking, {"role": "user", "content": task + row}]
 
     def gold_answer(self, row: str) -> str:
-        """Return the reversed text in the required form."""
         thinking = "<think>I go from the end to the start.</think>"
         answer = f"<reversed_text>{row[::-1]}</reversed_text>"
         return thinking + answer if self.config.thinking_mode else answer
 
     def score(self, row: str, answer: str) -> float:
-        """Return 1 for exactly the reversed text in the required form, else 0."""
         given = self.read(answer)
         self.counts["format_errors"] += given is None
         self.record("train/format_error_rate", given is None)
@@ -99,11 +97,10 @@ class TextReversalEnv(DatasetEnv):
     def summarize_samples(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Add the means of length and form, and the numbers of rows, answers and scores."""
         names = ("avg_response_length", "thinking_utilization_rate", "format_compliance_rate")
-        means = {f"eval/{name}": mean_of(samples, name) for name in names}
         lengths = [sample["avg_response_length"] for sample in samples]
         return {
             **super().summarize_samples(samples),
-            **{name: mean for name, mean in means.items() if mean is not None},
+            **means_of(samples, {name: name for name in names}),
             "eval/response_length_std": statistics.pstdev(lengths) if lengths else 0.0,
             "eval/total_dataset_items": float(len(self.eval_rows)),
             "eval/evaluated_items": float(len(samples)),

@@ -12,7 +12,6 @@ Needs: extras datasets.
 
 from __future__ import annotations
 
-import json
 from typing import Any, NamedTuple
 
 from atroposlib.envs.answers import THINK_FIRST, after_thinking_once
@@ -21,7 +20,7 @@ from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig
 from atroposlib.envs.gold_calls import calls_match
 from atroposlib.envs.lengths import prefer_shorter
 from atroposlib.envs.rows import HubRows
-from atroposlib.envs.tool_env import ToolCall, parse_hermes_calls
+from atroposlib.envs.tool_env import ToolCall, hermes_call, parse_hermes_calls
 
 
 class Request(NamedTuple):
@@ -59,7 +58,6 @@ class SingleToolCallingEnv(DatasetEnv):
         return Request(said.get("system", ""), said["human"], readable)
 
     def prompt(self, row: Request) -> list[dict[str, Any]]:
-        """Return the tools with the request to think first, and the question."""
         system = f"{THINK_FIRST}\n\n{row.tools}".strip()
         return [
             {"role": "system", "content": system},
@@ -67,13 +65,10 @@ class SingleToolCallingEnv(DatasetEnv):
         ]
 
     def gold_answer(self, row: Request) -> str:
-        """Return the expected calls in the required form."""
-        calls = [json.dumps({"name": call.name, "arguments": call.arguments}) for call in row.calls]
-        lines = [f"<tool_call>\n{call}\n</tool_call>" for call in calls]
-        return "\n".join(["<think>These tools fit.</think>", *lines])
+        calls = [hermes_call(call.name, **call.arguments) for call in row.calls]
+        return "\n".join(["<think>These tools fit.</think>", *calls])
 
     def score(self, row: Request, answer: str) -> float:
-        """Return 1 if the calls after the thinking match, else -1."""
         solution = after_thinking_once(answer)
         if solution is None or "<tool_call>" in solution.rpartition("</tool_call>")[2]:
             return -1.0

@@ -26,7 +26,14 @@ from atroposlib.envs.multi_turn_env import Episode, in_turns
 from atroposlib.envs.rows import HubRows
 from atroposlib.envs.sandbox import SandboxLimits, run_code
 from atroposlib.envs.search import SearchEngine
-from atroposlib.envs.tool_env import FAILED, Killable, ToolEnv, ToolEnvConfig, tool_from
+from atroposlib.envs.tool_env import (
+    FAILED,
+    Killable,
+    ToolEnv,
+    ToolEnvConfig,
+    hermes_call,
+    tool_from,
+)
 
 TOOL_USAGE_BONUS = 0.2
 NUM_HITS = 5
@@ -110,7 +117,6 @@ class InterleavedInlineEnv(ToolEnv):
         return Problem(row["problem"], answer) if compare(answer, answer) else None
 
     def conversation(self, row: Problem) -> list[dict[str, Any]]:
-        """Return the rules with the tools, and the problem."""
         schemas = [tool.schema()["function"] for tool in self.tools_by_name.values()]
         return [
             {"role": "system", "content": SYSTEM % "\n".join(map(json.dumps, schemas))},
@@ -118,10 +124,8 @@ class InterleavedInlineEnv(ToolEnv):
         ]
 
     def example_answers(self, item: Problem) -> list[Callable[[str], str]]:
-        """Return a call, then the answer."""
-        call = json.dumps({"name": "calculator", "arguments": {"expr": "1 + 1"}})
         answer = f"That is it.</think> \\boxed{{{item.answer}}}"
-        return [in_turns([f"<tool_call>{call}{CALL_END}", answer])]
+        return [in_turns([hermes_call("calculator", expr="1 + 1"), answer])]
 
     async def roll_out(self, row: Problem, n: int, *, split: Split) -> list[Rollout]:
         """Run `n` episodes; the last sequence of each contains all its turns."""

@@ -100,11 +100,9 @@ class BridgedEnv(AgentEnv):
         return row
 
     def score(self, row: Any, answer: Any) -> float:
-        """Return the library's reward."""
         return float(answer["reward"])
 
     def train_metrics(self) -> dict[str, float]:
-        """Return the crashes of the child."""
         return {"train/bridge_ended": self.bridge.num_ended}
 
     async def close(self) -> None:

@@ -72,7 +72,6 @@ class VerifiersEnv(BridgedEnv):
         return await super().roll_out(row, n, split=split)
 
     def shape_group(self, row: Any, group: ScoredDataGroup) -> ScoredDataGroup:
-        """Count the groups, and those of equal scores."""
         is_identical = len(set(group["scores"])) == 1
         self.counts["groups"] += 1
         self.counts["identical_groups"] += is_identical
@@ -80,7 +79,6 @@ class VerifiersEnv(BridgedEnv):
         return group
 
     def call_arguments(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Add the group and the time limit."""
         return {**row, **GROUP.get()._asdict(), "timeout_s": self.config.agent_timeout_s}
 
 

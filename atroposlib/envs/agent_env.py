@@ -92,14 +92,8 @@ class AgentEnv(DatasetEnv):
     agent_failure_score: ClassVar[float | None] = None
     """Score of a run in which the agent failed. None: no score, see `on_reward_failure`."""
 
-    def __init__(
-        self,
-        config: AgentEnvConfig,
-        server_configs: Any,
-        slurm: bool = False,
-        testing: bool = False,
-    ) -> None:
-        super().__init__(config, server_configs, slurm, testing)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._proxy = AsyncExitStack()
         self._sessions: Sessions | None = None
         self._url = ""

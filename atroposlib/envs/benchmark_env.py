@@ -12,7 +12,7 @@ import random
 import re
 import string
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib import metadata
 from typing import Any, ClassVar, Literal, NamedTuple, TypedDict
@@ -90,17 +90,39 @@ class BenchmarkEnv(DatasetEnv):
 
     benchmark_data: ClassVar[HubRows]
     """The benchmark's rows without `--env.dataset_path`."""
+    all_parts: ClassVar[Mapping[str, HubRows]] = {}
+    """The data sets by the names of their parts; {}: `benchmark_data` alone."""
     part_key: ClassVar[str] = "subset"
     """Field in which a raw row has the name of its part, if there are several."""
+    part_setting: ClassVar[str] = ""
+    """Setting that lists the parts to evaluate (None: all); "": all are evaluated."""
     trains_on_evaluation: ClassVar[bool] = True
     grader_packages: ClassVar[tuple[str, ...]] = ()
     """Packages that decide which answers are right; their versions are in `metrics.json`."""
     accuracy_name: ClassVar[str] = "accuracy"
     """Name of the share of right answers."""
 
-    def parts(self) -> Mapping[str, HubRows]:
-        """Return the data sets by the names of their parts; default: `benchmark_data` alone."""
-        return {"": self.benchmark_data}
+    def parts(self) -> dict[str, HubRows]:
+        """Return the data sets that are asked for, by the names of their parts; ConfigError for an unknown part."""
+        if not self.all_parts:
+            return {"": self.benchmark_data}
+        asked = self.asked_parts
+        chosen = self.all_parts.keys() if asked is None else asked
+        if unknown := set(chosen) - self.all_parts.keys():
+            what = f"there is no {min(unknown)}, only {', '.join(self.all_parts)}"
+            raise ConfigError(f"--env.{self.part_setting}: {what}")
+        return {name: self.all_parts[name] for name in chosen}
+
+    @property
+    def asked_parts(self) -> list[str] | None:
+        """The parts to evaluate; None: all."""
+        return getattr(self.config, self.part_setting) if self.part_setting else None
+
+    def parsed(self, raw: Iterable[dict[str, Any]]) -> list[Question]:
+        """Return the questions of raw rows, without those whose part is not asked for."""
+        asked, key = self.asked_parts, self.part_key
+        chosen = [each for each in raw if asked is None or str(each.get(key, "")) in (*asked, "")]
+        return [row for each in chosen if (row := self.parse_row(each)) is not None]
 
     def load_rows(self, split: Split) -> list[Question]:
         """Return the benchmark's rows, the same for both splits."""
@@ -119,7 +141,7 @@ class BenchmarkEnv(DatasetEnv):
                 for part, rows in self.parts().items()
                 for row in replace(rows, **given).load()
             ]
-        parsed = [row for each in raw if (row := self.parse_row(each)) is not None]
+        parsed = self.parsed(raw)
         if not parsed:
             raise ConfigError(
                 f"{self.registered_name}: the settings of --env select none of {len(raw)} rows"
@@ -206,27 +228,24 @@ class BenchmarkEnv(DatasetEnv):
         """Return the accuracy, in all and of every group, and how the answers looked."""
         sound = [sample for sample in samples if sample["correct"] is not None]
         judged = [sample for sample in sound if sample["score"] is not None]
-        metrics: dict[str, float] = {}
         k = self.config.num_eval_samples
-        if (accuracy := mean_of(samples, "correct")) is not None:
-            metrics[f"eval/{self.accuracy_name}"] = accuracy
-            if k > 1:
-                metrics[f"eval/avg@{k}"] = accuracy
-            among_judged = mean_of(judged, "correct")
-            if len(judged) < len(sound) and among_judged is not None:
-                metrics[f"eval/{self.accuracy_name}_judged"] = among_judged
+        names = [self.accuracy_name, *([f"avg@{k}"] if k > 1 else [])]
+        metrics: dict[str, float] = {**means_of(samples, dict.fromkeys(names, "correct"))}
+        if len(judged) < len(sound):
+            metrics |= means_of(judged, {f"{self.accuracy_name}_judged": "correct"})
         metrics |= super().summarize_samples(samples)
         for name in ("percent_correct", "percent_correct_judged"):
             metrics.pop(f"eval/{name}", None)  # the accuracy under another name
         metrics["eval/total_questions"] = float(len({s["item_index"] for s in samples}))
         metrics["eval/total_correct"] = float(sum(bool(s["correct"]) for s in samples))
-        for name, key in (
-            ("format_compliance_rate", "format_valid"),
-            ("thinking_utilization_rate", "has_thinking"),
-            ("avg_response_length", "response_length"),
-        ):
-            if (mean := mean_of(samples, key)) is not None:
-                metrics[f"eval/{name}"] = mean
+        metrics |= means_of(
+            samples,
+            {
+                "format_compliance_rate": "format_valid",
+                "thinking_utilization_rate": "has_thinking",
+                "avg_response_length": "response_length",
+            },
+        )
         methods = Counter(sample["extraction_method"] for sample in samples)
         metrics["eval/answer_extraction_rate"] = 1 - methods["none"] / max(1, len(samples))
         metrics |= {f"eval/extraction_{name}_count": float(n) for name, n in methods.items()}
@@ -267,7 +286,7 @@ class ChoiceBenchmarkEnv(BenchmarkEnv):
                 raise ConfigError(
                     f"--env.num_few_shot: {self.registered_name} has no examples; give --env.few_shot_path"
                 )
-            self.examples = [row for each in raw if (row := self.parse_row(each)) is not None]
+            self.examples = self.parsed(raw)
         await super().setup()
 
     def prompt(self, row: Question) -> str:
@@ -345,13 +364,15 @@ def question_with_choices(row: Question) -> str:
     return f"{row['question']}\n\n{lettered(row['choices'])}"
 
 
-def mean_of(samples: Sequence[Sample], key: str) -> Estimate | None:
-    """Return the mean of a field over the samples that have it; the answers of a row are one cluster.
+def means_of(samples: Sequence[Sample], keys: Mapping[str, str]) -> dict[str, Estimate]:
+    """Return the metrics `eval/<name>`: the mean of a field, by name, over the samples that have it.
 
-    None if no sample has it.
+    The answers of a row are one cluster. A field that no sample has gives no metric.
     """
-    having = [sample for sample in samples if sample.get(key) is not None]
-    if not having:
-        return None
-    rows = [sample["item_index"] for sample in having]
-    return estimate_mean([float(sample[key]) for sample in having], clusters=rows)
+    found = {}
+    for name, key in keys.items():
+        if having := [sample for sample in samples if sample.get(key) is not None]:
+            rows = [sample["item_index"] for sample in having]
+            values = [float(sample[key]) for sample in having]
+            found[f"eval/{name}"] = estimate_mean(values, clusters=rows)
+    return found

@@ -28,10 +28,8 @@ _CLOSE_GRACE_S = 3.0
 """For the file's own cleanup, after the parent has closed the pipe."""
 
 
-def _serve(script: str) -> None:
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    os.dup2(os.open(os.devnull, os.O_RDWR), 0)
-    os.dup2(2, 1)
+def _serve(script: str, keeper: ModuleType) -> None:
+    requests, replies = keeper.reserve_pipes(2)
     sys.path[0] = ""  # the working directory, as for `python -m`, instead of this file's folder
     asyncio.run(_Server(requests, replies).run(script))
 
@@ -115,4 +113,4 @@ def _described(error: BaseException) -> str:
 if __name__ == "__main__":
     # By its path: in this interpreter the package cannot be imported.
     keeper = _load("atropos_keeper", os.path.join(os.path.dirname(__file__), "keeper.py"))
-    keeper.run_kept(functools.partial(_serve, sys.argv[1]), grace_s=_CLOSE_GRACE_S)
+    keeper.run_kept(functools.partial(_serve, sys.argv[1], keeper), grace_s=_CLOSE_GRACE_S)

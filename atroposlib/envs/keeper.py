@@ -16,11 +16,13 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from typing import IO
 
 IS_LINUX = sys.platform == "linux"
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
 """Both from linux/prctl.h."""
+_libc = ctypes.CDLL(None)
 
 
 def run_kept(serve: Callable[[], None], *, grace_s: float = 0.0) -> None:
@@ -32,19 +34,32 @@ def run_kept(serve: Callable[[], None], *, grace_s: float = 0.0) -> None:
         serve()
         return
     keeper = os.getpid()
-    prctl = ctypes.CDLL(None).prctl
-    prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
     # This process may be terminated before it has installed its handlers.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     child = os.fork()
     if child == 0:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         os.setpgid(0, 0)
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == keeper:  # else the keeper died before prctl
             serve()
     else:
         _end_as(_keep(child, grace_s))
+
+
+def prctl(option: int, value: int) -> None:
+    """Change an attribute of this process; only Linux has these."""
+    if IS_LINUX:
+        _libc.prctl(option, value)
+
+
+def reserve_pipes(output: int) -> tuple[IO[bytes], IO[bytes]]:
+    """Return this process's standard input and output, and put /dev/null and `output`, a descriptor, in their place."""
+    pipes = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_RDWR), 0)
+    os.dup2(output, 1)
+    return pipes
 
 
 def _keep(child: int, grace_s: float) -> int:
@@ -74,10 +89,7 @@ def _keep(child: int, grace_s: float) -> int:
             break
         status = _collect(child)
     kill_group(child)  # first: processes may fork faster than they can be listed
-    while (left := children()) or status is None:
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    while kill_children() or status is None:
         ended, code = os.waitpid(-1, 0)
         status = code if ended == child else status
     signal.set_wakeup_fd(-1)
@@ -111,8 +123,8 @@ def kill_group(leader: int) -> None:
         os.killpg(leader, signal.SIGKILL)
 
 
-def children() -> list[int]:
-    """Return this process's children, unreaped dead ones included."""
+def kill_children() -> bool:
+    """Kill this process's children; return whether there were any, unreaped dead ones included."""
     found: list[int] = []
     for task in os.listdir("/proc/self/task"):
         # A thread may have just ended, and some kernels lack this file.
@@ -121,4 +133,7 @@ def children() -> list[int]:
             open(f"/proc/self/task/{task}/children") as file,
         ):
             found += map(int, file.read().split())
-    return found
+    for pid in found:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return bool(found)

@@ -7,7 +7,6 @@ the list of `verdicts`, one per answer. Subclasses define the reward: `turn_rewa
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from atroposlib.envs.base import BaseEnvConfig, ScoredDataGroup
 from atroposlib.envs.gold_calls import call_matches
 from atroposlib.envs.lengths import length_penalties
 from atroposlib.envs.multi_turn_env import Episode, MultiTurnEnv, MultiTurnEnvConfig, Step, in_turns
-from atroposlib.envs.tool_env import ToolCall, parse_hermes_calls
+from atroposlib.envs.tool_env import ToolCall, hermes_call, parse_hermes_calls
 
 Scenario: TypeAlias = Literal["all", "single", "multistep", "multiturn", "relevance"]
 Verdict: TypeAlias = Literal["valid", "unparsable", "mismatch"]
@@ -261,5 +260,5 @@ def cut(turns: Sequence[GoldTurn], num_tool_turns: int | None) -> list[GoldTurn]
 
 def text_of(turn: GoldTurn) -> str:
     """Return a turn as a model writes it, without thinking."""
-    calls = [json.dumps({"name": call.name, "arguments": call.arguments}) for call in turn.calls]
-    return "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls) or turn.text
+    calls = [hermes_call(call.name, **call.arguments) for call in turn.calls]
+    return "\n".join(calls) or turn.text

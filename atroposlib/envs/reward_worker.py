@@ -9,7 +9,6 @@ value is known: another value means that the call changed its grader. `keeper.py
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import gc
 import importlib
@@ -29,7 +28,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any
 
-from atroposlib.envs.keeper import IS_LINUX, children, kill_group, run_kept
+from atroposlib.envs.keeper import (
+    IS_LINUX,
+    PR_SET_CHILD_SUBREAPER,
+    PR_SET_PDEATHSIG,
+    kill_children,
+    kill_group,
+    prctl,
+    reserve_pipes,
+    run_kept,
+)
 from atroposlib.envs.sandbox import hide_this_process
 from atroposlib.errors import EnvError
 
@@ -39,16 +47,12 @@ MAX_LOGGED_LINES = 10
 """Limit of this library's warnings in one reply, and of those that a pool logs."""
 _EXIT_GRACE_S = 2.0
 """To exit after the pipe was closed; a process still running then has closed the pipe itself."""
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
-"""Both from linux/prctl.h."""
-_libc = ctypes.CDLL(None)
 
 
 def _serve(settings: dict[str, Any]) -> None:
     """Answer requests until the parent closes the pipe."""
-    requests, replies = _reserve_pipes()
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    requests, replies = reserve_pipes(os.open(os.devnull, os.O_WRONLY))
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
     try:
         for name in settings["preload"]:
             module, _, function = name.partition(":")
@@ -147,7 +151,7 @@ class _WorkerProcess:
         if self._pid == 0:
             try:
                 os.setpgid(0, 0)
-                _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+                prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
                 if os.getppid() == parent:  # else it ended before prctl
                     for pipe in own_pipes:
                         os.close(pipe.fileno())
@@ -223,10 +227,7 @@ class _WorkerProcess:
         kill_group(self._pid)
         if not ended:
             os.waitpid(self._pid, 0)
-        while IS_LINUX and (orphans := children()):
-            for pid in orphans:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        while IS_LINUX and kill_children():
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(-1, 0)
         while self._keep_stderr_tail():
@@ -266,15 +267,6 @@ class _Warnings(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if len(self.texts) < MAX_LOGGED_LINES:
             self.texts.append(record.getMessage()[:1000])
-
-
-def _reserve_pipes() -> tuple[IO[bytes], IO[bytes]]:
-    """Reserve the pipes for the protocol: stdin and stdout of the scoring code are /dev/null."""
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    null = os.open(os.devnull, os.O_RDWR)
-    os.dup2(null, 0)
-    os.dup2(null, 1)
-    return requests, replies
 
 
 def _answer(call: Mapping[str, Any], *, max_output_bytes: int) -> dict[str, Any]:
@@ -330,11 +322,6 @@ def _import(module_name: str, file: str | None) -> ModuleType:
 def _reply(replies: IO[bytes], reply: dict[str, Any]) -> None:
     replies.write(json.dumps(reply).encode() + b"\n")
     replies.flush()
-
-
-def _prctl(option: int, value: int) -> None:
-    if IS_LINUX:
-        _libc.prctl(option, value)
 
 
 def _describe(error: BaseException) -> str:

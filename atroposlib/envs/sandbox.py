@@ -27,7 +27,6 @@ killed with all sandboxes at its deadline, or with `asyncio.to_thread`.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import itertools
 import logging
@@ -48,7 +47,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from atroposlib.envs import sandbox_child
 from atroposlib.envs.child_variables import child_variables
-from atroposlib.envs.keeper import kill_group
+from atroposlib.envs.keeper import kill_group, prctl
 from atroposlib.envs.sandbox_child import READY
 from atroposlib.errors import EnvError
 
@@ -176,8 +175,7 @@ def isolated_command(argv: Sequence[str], *, readable: Iterable[str]) -> list[st
 
 def hide_this_process() -> None:
     """Prevent processes of the same user from opening this one's memory and descriptors or tracing it (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0)
+    prctl(_PR_SET_DUMPABLE, 0)
 
 
 def hide_if_programs_share_the_user() -> None:

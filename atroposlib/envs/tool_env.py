@@ -139,10 +139,8 @@ class ToolEnv(MultiTurnEnv):
     tool_role: ClassVar[str] = "tool"
     """Role of the results. "user" for chat templates without tools: results are then wrapped in <tool_response>."""
 
-    def __init__(
-        self, config: ToolEnvConfig, server_configs: Any, slurm: bool = False, testing: bool = False
-    ) -> None:
-        super().__init__(config, server_configs, slurm, testing)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.tools_by_name: dict[str, Tool] = {}
         self._mcp_sessions: list[McpSession] = []
         self._mcp_tools: list[str] = []
@@ -393,6 +391,11 @@ def _check_killable(function: Callable[..., Any]) -> None:
         raise ConfigError(f"tool {name}: the episode cannot be sent to a worker process")
     if any(p.kind is p.KEYWORD_ONLY for p in inspect.signature(function).parameters.values()):
         raise ConfigError(f"tool {name}: a worker takes positional arguments only")
+
+
+def hermes_call(name: str, /, **arguments: Any) -> str:
+    """Return a call as `parse_hermes_calls` reads it."""
+    return _HERMES.render([Call(name, json.dumps(arguments))])
 
 
 def parse_hermes_calls(answer: str) -> list[ToolCall | MalformedCall]:

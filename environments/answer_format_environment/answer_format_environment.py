@@ -138,7 +138,6 @@ class AnswerFormatEnv(DatasetEnv):
         return found
 
     def parse_row(self, row: dict[str, Any]) -> Question:
-        """Return a row of a file."""
         return Question(row["prompt"], row.get("dataset_type", "generic"))
 
     def formats_for(self, row: Question) -> list[AnswerFormat]:
@@ -176,12 +175,10 @@ class AnswerFormatEnv(DatasetEnv):
         ]
 
     def example_answers(self, item: Item) -> list[str]:
-        """Return an answer in the required form."""
         example = FORMATS[item.answer_format].example
         return [f"<think>A or B?</think>\n{example.replace(BLANK, 'A')}"]
 
     async def score(self, row: Item, answer: str) -> Outcome:
-        """Return 1 for a text in the required format, else 0."""
         text = after_thinking_once(answer) or ""
         # YAML and some patterns take seconds on a hostile text: not on the event loop.
         follows: Outcome = await self.in_worker(is_in_format, text, row.answer_format)

@@ -109,7 +109,6 @@ class CodingEnv(ProgramEnv):
         return f"{row.text}\n\n{form}\nGive the whole program in one block:\n```python\n# code\n```"
 
     def example_answers(self, item: Problem) -> list[str]:
-        """Return the row's solution, if it has one."""
         return [] if item.solution is None else [f"```python\n{item.solution}\n```"]
 
     async def score(self, row: Problem, answer: str) -> Outcome:
@@ -137,7 +136,6 @@ class CodingEnv(ProgramEnv):
         return group
 
     def parts_of(self, row: Problem) -> list[str]:
-        """Return the name of the success rate of the row's difficulty."""
         return [f"eval/{row.difficulty}_pass_1"] if row.difficulty else []
 
 

@@ -114,7 +114,6 @@ class DatasetEnv(RowsEnv):
         return [f"\\boxed{{{gold_answer(answer)}}}", answer]
 
     async def score(self, row: dict[str, Any], answer: str) -> Outcome:
-        """Return the reward of one answer."""
         [value] = await self.rewards(row, [answer])
         return value
 
@@ -149,14 +148,12 @@ class DatasetEnv(RowsEnv):
             yield replace(chat, max_tokens=limit)
 
     def summarize(self, scores: Sequence[Sequence[float | None]]) -> dict[str, float]:
-        """Add the highest and lowest score."""
         metrics = super().summarize(scores)
         if judged := [score for row in scores for score in row if score is not None]:
             metrics |= {"eval/max_score": max(judged), "eval/min_score": min(judged)}
         return metrics
 
     def train_metrics(self) -> dict[str, float]:
-        """Return the statistics of every reward."""
         return self.reward_metrics
 
 

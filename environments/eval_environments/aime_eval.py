@@ -10,19 +10,12 @@ Needs: extras datasets, math.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from pydantic import Field
 
 from atroposlib.envs.benchmark_env import BenchmarkConfig, MathBenchmarkEnv, Question
 from atroposlib.envs.rows import HubRows
-from atroposlib.errors import ConfigError
-
-YEARS = {
-    "2024": HubRows(path="HuggingFaceH4/aime_2024"),
-    "2025": HubRows(path="yentinglin/aime_2025"),
-}
 
 
 class AIMEEvalConfig(BenchmarkConfig):
@@ -37,22 +30,16 @@ class AIMEEvalEnv(MathBenchmarkEnv):
     name = "aime_eval"
     env_config_cls = AIMEEvalConfig
     config: AIMEEvalConfig
-    part_key = "year"
+    all_parts = {
+        "2024": HubRows(path="HuggingFaceH4/aime_2024"),
+        "2025": HubRows(path="yentinglin/aime_2025"),
+    }
+    part_key, part_setting = "year", "years"
 
-    def parts(self) -> Mapping[str, HubRows]:
-        """Return the configured years."""
-        if unknown := set(self.config.years) - YEARS.keys():
-            raise ConfigError(f"--env.years: there is no {min(unknown)}, only {', '.join(YEARS)}")
-        return {year: YEARS[year] for year in self.config.years}
-
-    def parse_row(self, row: dict[str, Any]) -> Question | None:
-        """Return the problem with its answer without leading zeros, unless its year is not asked for."""
-        year = str(row.get("year", "none"))
-        if year not in (*self.config.years, "none"):
-            return None
-        return Question(
-            question=row["problem"], answer=str(int(row["answer"])), groups={"year": year}
-        )
+    def parse_row(self, row: dict[str, Any]) -> Question:
+        """Return the problem with its answer without leading zeros."""
+        groups = {"year": str(row.get("year", "none"))}
+        return Question(question=row["problem"], answer=str(int(row["answer"])), groups=groups)
 
     def lm_eval_prompt(self, row: Question) -> str:
         """Return the prompt of `aime24`."""

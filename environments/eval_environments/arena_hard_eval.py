@@ -73,23 +73,19 @@ class ArenaHardEnv(BenchmarkEnv, JudgeEnv):
     """Against the baseline, not against each other."""
 
     def parse_row(self, row: dict[str, Any]) -> Question:
-        """Return the request; the answer is the baseline's."""
         groups = {"category": row.get("category", "none")}
         return Question(question=row["prompt"], answer=row["baseline"], groups=groups)
 
     def prompt(self, row: Row) -> str:
-        """Return the request."""
         return str(row["question"])
 
     def gold_answer(self, row: Row) -> None:
         """Return None: no answer always wins."""
 
     def reference(self, row: Row) -> str:
-        """Return the baseline's answer."""
         return str(row["answer"])
 
     def read(self, row: Row, text: str) -> Reading:
-        """Return the whole text."""
         return Reading(text.strip() or None, "whole_text" if text.strip() else "none")
 
     async def grade(self, row: Row, answer: str) -> Outcome:

@@ -13,7 +13,7 @@ Needs: extras datasets.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
@@ -22,7 +22,6 @@ from atroposlib.envs.benchmark_env import BenchmarkConfig, BenchmarkEnv, Questio
 from atroposlib.envs.dataset_env import Row
 from atroposlib.envs.eval_run import Sample
 from atroposlib.envs.rows import HubRows
-from atroposlib.errors import ConfigError
 
 SUBSETS = """boolean_expressions causal_judgement date_understanding disambiguation_qa dyck_languages formal_fallacies
 geometric_shapes hyperbaton logical_deduction_five_objects logical_deduction_seven_objects
@@ -43,22 +42,14 @@ class BBHEvalEnv(BenchmarkEnv):
     name = "bbh_eval"
     env_config_cls = BBHEvalConfig
     config: BBHEvalConfig
+    all_parts = {
+        name: HubRows(path="SaylorTwift/bbh", config=name, split="test") for name in SUBSETS.split()
+    }
+    part_setting = "subsets"
 
-    def parts(self) -> Mapping[str, HubRows]:
-        """Return the configured tasks."""
-        chosen = self.config.subsets or SUBSETS.split()
-        if unknown := set(chosen) - set(SUBSETS.split()):
-            raise ConfigError(
-                f"--env.subsets: there is no {min(unknown)}, only {', '.join(SUBSETS.split())}"
-            )
-        return {name: HubRows(path="SaylorTwift/bbh", config=name, split="test") for name in chosen}
-
-    def parse_row(self, row: dict[str, Any]) -> Question | None:
-        """Return the question, unless its task is not asked for."""
-        subset = row.get("subset", "none")
-        if self.config.subsets is not None and subset not in self.config.subsets:
-            return None
-        return Question(question=row["input"], answer=row["target"], groups={"subset": subset})
+    def parse_row(self, row: dict[str, Any]) -> Question:
+        groups = {"subset": row.get("subset", "none")}
+        return Question(question=row["input"], answer=row["target"], groups=groups)
 
     def lm_eval_prompt(self, row: Question) -> str:
         """Return the prompt of `bbh_cot_zeroshot` without the description of the task that precedes it there."""
@@ -78,7 +69,6 @@ class BBHEvalEnv(BenchmarkEnv):
         return found
 
     def grade(self, row: Question, answer: str) -> float:
-        """Return 1 for the gold answer, else 0."""
         return float(plain(last_answer(answer) or answer) == plain(row["answer"]))
 
     def rates_of_parts(self, rows: Sequence[Row], samples: Sequence[Sample]) -> dict[str, float]:

@@ -107,20 +107,13 @@ class BfclEnv(BenchmarkEnv):
     name = "bfcl_eval"
     env_config_cls = BfclConfig
     config: BfclConfig
-    part_key = "category"
+    all_parts = {
+        name: BfclRows(path="gorilla-llm/Berkeley-Function-Calling-Leaderboard", category=name)
+        for name in CATEGORIES
+    }
+    part_key, part_setting = "category", "categories"
 
-    def parts(self) -> Mapping[str, HubRows]:
-        """Return the configured categories."""
-        if unknown := set(self.config.categories) - set(CATEGORIES):
-            known = ", ".join(CATEGORIES)
-            raise ConfigError(f"--env.categories: there is no {min(unknown)}, only {known}")
-        path = "gorilla-llm/Berkeley-Function-Calling-Leaderboard"
-        return {name: BfclRows(path=path, category=name) for name in self.config.categories}
-
-    def parse_row(self, row: dict[str, Any]) -> Request | None:
-        """Return the question of a row, unless its category is not asked for."""
-        if row["category"] not in self.config.categories:
-            return None
+    def parse_row(self, row: dict[str, Any]) -> Request:
         [messages] = row["question"]
         return Request(
             question=messages[-1]["content"],

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from pydantic import Field
@@ -28,7 +27,6 @@ from atroposlib.envs.eval_run import hash_of
 from atroposlib.envs.program_env import ProgramEnv, ProgramEnvConfig, program_in
 from atroposlib.envs.program_tests import judge_function, judge_packed
 from atroposlib.envs.rows import HubRows
-from atroposlib.errors import ConfigError
 
 _LCB = "hf://datasets/livecodebench/code_generation_lite/test{}.jsonl"
 BENCHMARKS = {
@@ -80,18 +78,12 @@ class CodeEvalEnv(BenchmarkEnv, ProgramEnv):
     name = "code_eval"
     env_config_cls = CodeEvalConfig
     config: CodeEvalConfig
-    part_key = "benchmark"
+    all_parts = BENCHMARKS
+    part_key, part_setting = "benchmark", "benchmarks"
 
     def __init__(self, config: CodeEvalConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         self.tests: dict[str, str | list[str]] = {}
-
-    def parts(self) -> Mapping[str, HubRows]:
-        """Return the configured benchmarks."""
-        if unknown := set(self.config.benchmarks) - BENCHMARKS.keys():
-            known = ", ".join(BENCHMARKS)
-            raise ConfigError(f"--env.benchmarks: there is no {min(unknown)}, only {known}")
-        return {name: BENCHMARKS[name] for name in self.config.benchmarks}
 
     def parse_row(self, row: dict[str, Any]) -> Task | None:
         """Return the task of a row of any benchmark; None outside of the dates."""
@@ -110,14 +102,12 @@ class CodeEvalEnv(BenchmarkEnv, ProgramEnv):
         return task
 
     def prompt(self, row: Row) -> str:
-        """Return the problem and the required form of the program."""
         return f"{row['question']}\n\nGive the whole program in one block:\n```python\n# code\n```"
 
     def gold_answer(self, row: Row) -> None:
         """Return None: a reference that fails makes its row faulty, not the benchmark."""
 
     def example_answers(self, item: Row) -> list[str]:
-        """Return the reference, if there is one."""
         return [f"```python\n{item['answer']}\n```"] if item["answer"] else []
 
     def read(self, row: Row, text: str) -> Reading:
@@ -130,7 +120,6 @@ class CodeEvalEnv(BenchmarkEnv, ProgramEnv):
         return Reading(row.get("before", "") + ("" if has_head else stub) + program, "code_block")
 
     async def grade(self, row: Row, answer: str) -> Outcome:
-        """Return 1 if all tests pass, else 0."""
         tests, function = self.tests[row["tests"]], row["function"]
         if isinstance(tests, list):
             return await self.judge_in_worker(judge_packed, answer, tests, function)

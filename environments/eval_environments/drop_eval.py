@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from atroposlib.envs.answers import solution_of
-from atroposlib.envs.benchmark_env import BenchmarkEnv, Question, mean_of
+from atroposlib.envs.benchmark_env import BenchmarkEnv, Question, means_of
 from atroposlib.envs.dataset_env import Row
 from atroposlib.envs.eval_run import Sample
 from atroposlib.envs.rows import HubRows
@@ -50,28 +50,20 @@ class DROPEvalEnv(BenchmarkEnv):
         return Passage(question=question, answer="; ".join(golds[0]), golds=golds)
 
     def prompt(self, row: Row) -> str:
-        """Return the passage, the question and the required form of the answer."""
         return f"{super().prompt(row)} Separate several answers by semicolons."
 
     def grade(self, row: Row, answer: str) -> float:
-        """Return the best F1."""
         return max(f1(spans_in(answer), gold) for gold in row["golds"])
 
     def sample_fields(self, row: Row, answer: str) -> dict[str, Any]:
-        """Add whether the answer equals that of an annotator."""
         found = self.read(row, solution_of(answer)).answer
         stated = normal_set(spans_in(found or ""))
         exact = any(stated == normal_set(gold) for gold in row["golds"])
         return {**super().sample_fields(row, answer), "exact_match": exact}
 
     def summarize_samples(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Add the means of F1 and exact match."""
-        metrics = super().summarize_samples(samples)
-        means = {
-            "avg_f1": mean_of(samples, "score"),
-            "exact_match": mean_of(samples, "exact_match"),
-        }
-        return metrics | {f"eval/{name}": mean for name, mean in means.items() if mean is not None}
+        means = means_of(samples, {"avg_f1": "score", "exact_match": "exact_match"})
+        return super().summarize_samples(samples) | means
 
 
 def spans_of(answer: dict[str, Any]) -> list[str]:

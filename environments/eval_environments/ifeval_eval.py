@@ -62,21 +62,17 @@ class IFEvalEnv(BenchmarkEnv):
         )
 
     def prompt(self, row: Row) -> str:
-        """Return the instruction unchanged."""
         return str(row["question"])
 
     lm_eval_prompt = prompt
 
     def gold_answer(self, row: Row) -> str | None:
-        """Return the row's own example, if it has one."""
         return row["answer"] or None
 
     def read(self, row: Row, text: str) -> Reading:
-        """Take the whole text."""
         return Reading(text.strip() or None, "whole_text" if text.strip() else "none")
 
     def grade(self, row: Row, answer: str) -> float:
-        """Return 1 if the text keeps all constraints, else 0."""
         return float(all(kept(row, answer)))
 
     def sample_fields(self, row: Row, answer: str) -> dict[str, Any]:

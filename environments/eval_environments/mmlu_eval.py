@@ -52,11 +52,10 @@ class MMLUEvalEnv(ChoiceBenchmarkEnv):
     benchmark_data = HubRows(path="cais/mmlu", config="all", split="test")
     few_shot_data = HubRows(path="cais/mmlu", config="all", split="dev")
 
-    def parse_row(self, row: dict[str, Any]) -> Question | None:
-        """Return the question, unless its subject is not asked for."""
+    part_key, part_setting = "subject", "subjects"
+
+    def parse_row(self, row: dict[str, Any]) -> Question:
         subject = row["subject"]
-        if self.config.subjects is not None and subject not in self.config.subjects:
-            return None
         return Question(
             question=row["question"],
             choices=row["choices"],

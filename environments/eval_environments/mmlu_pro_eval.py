@@ -32,16 +32,14 @@ class MMLUProEvalEnv(ChoiceBenchmarkEnv):
     benchmark_data = HubRows(path="TIGER-Lab/MMLU-Pro", split="test")
     few_shot_data = HubRows(path="TIGER-Lab/MMLU-Pro", split="validation")
 
-    def parse_row(self, row: dict[str, Any]) -> Question | None:
-        """Return the question, unless its category is not asked for."""
-        category = row["category"]
-        if self.config.categories is not None and category not in self.config.categories:
-            return None
+    part_key, part_setting = "category", "categories"
+
+    def parse_row(self, row: dict[str, Any]) -> Question:
         question = Question(
             question=row["question"],
             choices=row["options"],
             answer=string.ascii_uppercase[row["answer_index"]],
-            groups={"category": category},
+            groups={"category": row["category"]},
         )
         shown = row.get("cot_content", "").removeprefix("A: Let's think step by step.").strip()
         return Question(**question, reasoning=shown) if shown else question

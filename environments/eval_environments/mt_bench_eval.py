@@ -45,7 +45,6 @@ class MTBenchEnv(MultiTurnEnv, JudgeEnv):
     )
 
     def prompt(self, row: Row) -> str:
-        """Return the first question."""
         return str(row["prompt"][0])
 
     def request_of(self, row: Row) -> str:
@@ -84,7 +83,6 @@ class MTBenchEnv(MultiTurnEnv, JudgeEnv):
         return metrics
 
     def parts_of(self, row: Row) -> list[str]:
-        """Return the name of the success rate of the category."""
         return [f"eval/category_{row.get('category', 'none')}_success"]
 
 

@@ -87,7 +87,6 @@ class CrosswordsEnv(WordGameEnv):
         )
 
     def example_answers(self, item: Sequence[Entry]) -> list[str]:
-        """Return the solution."""
         lines = "\n".join(f"{entry.label}: {entry.word}" for entry in item)
         return [f"<answers>\n{lines}\n</answers>"]
 

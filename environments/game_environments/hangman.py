@@ -35,7 +35,6 @@ class HangmanEnv(WordGameEnv):
     min_letters = 4
 
     def prompt(self, row: Word) -> str:
-        """Return the rules and the hidden word."""
         return (
             "Find a hidden English noun. In every turn guess one letter, or the whole word, inside <guess> </guess> "
             f"tags. After {MAX_MISTAKES} mistakes you lose.\nWord: {shown(row.word, set())} ({len(row.word)} letters)"
@@ -65,7 +64,6 @@ class HangmanEnv(WordGameEnv):
         )
 
     def final_score(self, episode: Episode) -> Outcome:
-        """Return the score by mistakes, or by the letters found."""
         state = episode.state
         if state.get("found"):
             return 1.0 - COST_OF_A_MISTAKE * int(state["mistakes"])

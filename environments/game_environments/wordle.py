@@ -58,7 +58,6 @@ class WordleEnv(WordGameEnv):
         return Step(f"{reply}\nGuesses left: {num_left}.", done=is_last, reason="not_found")
 
     def final_score(self, episode: Episode) -> Outcome:
-        """Return the reward for the word, else for the letters found."""
         share = episode.state.get("best", 0) / LENGTH
         return sum(episode.rewards) or SCORE_OF_LETTERS * share
 

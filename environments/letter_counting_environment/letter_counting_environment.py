@@ -124,7 +124,6 @@ class LetterCountingEnv(DatasetEnv):
         return [make_question(rng, words[cut:], level) for level in levels]
 
     def parse_row(self, row: dict[str, Any]) -> Any:
-        """Return the word of a row; a row of the evaluation data as it is."""
         return row.get("word", row)
 
     async def get_next_item(self) -> Question:
@@ -152,7 +151,6 @@ class LetterCountingEnv(DatasetEnv):
         return f"<think>I count.</think> <answer>{json.dumps(row.answer)}</answer>"
 
     def score(self, row: Question, answer: str) -> float:
-        """Return 1 for exactly the right counts in the required form, else 0."""
         return float(counts_of(answer) == row.answer)
 
     async def roll_out(self, row: Question, n: int, *, split: Split) -> list[Rollout]:
@@ -190,7 +188,6 @@ class LetterCountingEnv(DatasetEnv):
             self.level, self.recent_scores = self.level - 1, []
 
     def parts_of(self, row: Question) -> list[str]:
-        """Return the name of the accuracy at the row's level."""
         return [f"eval/percent_correct_L{row.level}"]
 
     def train_metrics(self) -> dict[str, float]:

@@ -138,7 +138,6 @@ class PydanticSchemaFollowingEnv(DatasetEnv):
         return self.with_form(task, random.Random(f"{self.config.seed}:{self.num_items}"))
 
     def item_class(self, item: SchemaTask) -> str:
-        """Return what the task and its forms share."""
         return super().item_class(item.prompt)
 
     def prompt(self, row: SchemaTask) -> list[dict[str, Any]]:
@@ -157,12 +156,10 @@ class PydanticSchemaFollowingEnv(DatasetEnv):
         return [f"<think>Which fields?</think>\n{contained(json.dumps(item.gold), item)}"]
 
     async def score(self, row: SchemaTask, answer: str) -> Outcome:
-        """Return 1 if the answer has the required form and fits the model, else 0."""
         [outcome] = await self.scores(row, [answer])
         return outcome
 
     async def score_group(self, row: SchemaTask, rollouts: Sequence[Rollout]) -> list[Outcome]:
-        """Judge the answers of a group in one run of the sandbox."""
         outcomes = await self.scores(row, [rollout.completion for rollout in rollouts])
         is_cut = [rollout.finish_reason == "length" for rollout in rollouts]
         return [0.0 if cut else each for cut, each in zip(is_cut, outcomes, strict=True)]

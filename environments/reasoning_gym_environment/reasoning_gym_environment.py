@@ -171,13 +171,11 @@ class ReasoningGymEnv(DatasetEnv):
         return row.question
 
     def example_answers(self, item: Puzzle) -> list[str]:
-        """Return the library's answer in the required form, if there is one."""
         if item.answer is None:
             return []
         return [f"<think>I reason.</think> <answer>{item.answer}</answer>"]
 
     async def score(self, row: Puzzle, answer: str) -> Outcome:
-        """Return the task's score of the tagged answer."""
         tagged = only_tagged(solution_of(answer), "answer")
         if not tagged:
             return 0.0

@@ -47,8 +47,13 @@ def build(env_cls: type[BaseEnv], mode: str, *argv: str) -> BaseEnv:
     return command_class(env_cls, mode).from_argv([*argv, "--testing"], prog="env.py").build()
 
 
-@pytest.mark.parametrize("flag", ["--require-isolation", "--require_isolation", "yaml", "variable"])
-@pytest.mark.parametrize("mode", ["serve", "process", "evaluate"])
+@pytest.mark.parametrize(
+    ("mode", "flag"),
+    [
+        *(("serve", flag) for flag in ("--require-isolation", "--require_isolation", "yaml")),
+        *((mode, "variable") for mode in ("serve", "process", "evaluate")),
+    ],
+)
 def test_without_namespaces_a_run_that_requires_them_does_not_start(
     mode: str, flag: str, plain: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

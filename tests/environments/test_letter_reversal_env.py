@@ -67,12 +67,7 @@ async def test_an_answer_cut_at_the_limit_is_wrong(started: Any) -> None:
     assert group["policy_version"] == 0
 
 
-async def test_nothing_is_asked_between_a_batch_and_its_weights(started: Any) -> None:
-    env = await started()
-    env.curr_step, env.status_dict = 3, {"policy_version": 2}
-    assert await env.get_next_item() is None
-    env.status_dict = {"policy_version": 3}
-    assert await env.get_next_item() is not None
+async def test_an_environment_that_may_lag_asks_before_the_weights_are_there(started: Any) -> None:
     lagging = await started(strictly_on_policy=False)
     lagging.curr_step, lagging.status_dict = 3, {"policy_version": 2}
     assert await lagging.get_next_item() is not None

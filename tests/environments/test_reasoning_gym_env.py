@@ -42,12 +42,6 @@ async def test_only_one_tagged_answer_after_the_thinking_is_scored(started: Any)
     assert await env.score(puzzle, f"<answer>1 2 3 4 5 6 {puzzle.answer}</answer>") == 0.0
 
 
-async def test_an_answer_that_a_task_cannot_parse_is_wrong(started: Any) -> None:
-    env = await started(tasks=["prime_factorization"])
-    puzzle = await env.get_next_item()
-    assert await env.score(puzzle, "<answer>I do not know</answer>") == 0.0
-
-
 def made(task: str, seed: int = 5) -> Any:
     """Return a function of an answer: its score by `score_answer`, in this process; with the puzzle."""
     pytest.importorskip("reasoning_gym", reason="reasoning-gym (extra reasoning) is not installed")

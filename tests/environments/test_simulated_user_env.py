@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from atroposlib.envs.tool_env import hermes_call as call
 from atroposlib.errors import EngineRejected, EnvError
 from atroposlib.inference.harness import ByteTokenizer, ServerHarness, create_chat_completion
 from tests.environments.helpers_environments import load
@@ -37,10 +38,6 @@ TASK: dict[str, Any] = {
         "reward_basis": ["DB", "COMMUNICATE"],
     },
 }
-
-
-def call(name: str, **arguments: Any) -> str:
-    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
 CANCEL = call("cancel_order", order_id="W1")

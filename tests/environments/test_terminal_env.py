@@ -1,7 +1,6 @@
 """Commands in the sandbox of an episode: what they leave, and what the files at the end earn."""
 
 import asyncio
-import json
 import random
 import threading
 from types import SimpleNamespace
@@ -11,6 +10,7 @@ import pytest
 
 from atroposlib.envs import hooks
 from atroposlib.envs.sandbox import ProcessSandbox, local_sandbox
+from atroposlib.envs.tool_env import hermes_call
 from atroposlib.errors import ConfigError, EnvError
 from tests.environments.helpers_environments import load
 
@@ -24,8 +24,7 @@ TASK = {"task": "Rename a to b.", "files": {"a": "1\n"}, "wanted": {"b": "1"}}
 
 
 def call(command: str) -> str:
-    content = json.dumps({"name": "shell", "arguments": {"command": command}})
-    return f"<tool_call>\n{content}\n</tool_call>"
+    return hermes_call("shell", command=command)
 
 
 @pytest.fixture

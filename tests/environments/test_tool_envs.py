@@ -10,6 +10,7 @@ import pytest
 from atroposlib.envs.gold_calls import call_matches
 from atroposlib.envs.search import LocalPages
 from atroposlib.envs.tool_env import MalformedCall, ToolCall, ToolFailure
+from atroposlib.envs.tool_env import hermes_call as call
 from atroposlib.errors import ConfigError
 from atroposlib.inference.harness import HarnessRequest
 from atroposlib.scored_data import Strictness, check_group
@@ -24,10 +25,6 @@ multiturn = load("tool_use_multiturn_server")
 sql = load("sql_query_env")
 research = load("deep_research_env")
 turnlevel = load("tool_use_turnlevel_advantage_server")
-
-
-def call(name: str, **arguments: Any) -> str:
-    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
 @pytest.mark.parametrize(

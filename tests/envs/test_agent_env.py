@@ -180,14 +180,20 @@ class Changes(Doubling):
         return train_once(nodes)[-1:]
 
 
-async def test_turns_that_an_agent_changed_and_tokens_that_it_left_out_are_counted() -> None:
-    env = make(Changes)
-    group = await group_of(env, 21)
+@pytest.mark.parametrize("is_remote", [False, True])
+async def test_turns_that_an_agent_changed_and_tokens_that_it_left_out_are_counted(
+    is_remote: bool,
+) -> None:
+    behind, env = make(Changes), make(Changes)
+    async with serve_locally(create_app(behind.server, ByteTokenizer(), "m")) as url:
+        env.server.proxy_url = url if is_remote else None
+        with noting_sampling() as notes:
+            group = await group_of(env, 21)
+        shown = await env.server.wandb_metrics({})
     assert len(group["scores"]) == 2
-    [server] = env.server.servers
-    assert server.broken_prefixes == {"changed": 2}
-    shown = await env.server.wandb_metrics({})
+    assert notes.broken_prefixes == {"changed": 2}
     assert [value for name, value in shown.items() if name.endswith("broken_by_changed")] == [2]
+    assert with_servers(RunStatus(num_made=0), env.server).broken_prefixes == {"changed": 2}
     assert env.counts["agent_sampled_tokens"] == 2 * len("42.42.")
     assert env.counts["agent_left_out_tokens"] == len("42.42.")
     assert env.counts["agent_open_ledgers"] == 0
@@ -490,19 +496,6 @@ async def test_sessions_are_opened_at_the_proxy_that_the_environment_is_given() 
         assert env.server.servers[0].requests == []
         assert len(behind.server.servers[0].requests) == 2
         assert behind.server.servers[0].num_assigned["train"] == 0
-
-
-async def test_turns_that_were_not_continued_are_counted_behind_a_remote_proxy_as_well() -> None:
-    behind = make(Changes)
-    async with serve_locally(create_app(behind.server, ByteTokenizer(), "m")) as url:
-        env = make(Changes)
-        env.server.proxy_url = url
-        with noting_sampling() as notes:
-            await group_of(env, 21)
-        assert notes.broken_prefixes == {"changed": 2}
-        shown = await env.server.wandb_metrics({})
-        assert [value for name, value in shown.items() if name.endswith("broken_by_changed")] == [2]
-        assert with_servers(RunStatus(num_made=0), env.server).broken_prefixes == {"changed": 2}
 
 
 class Rebuilds(Changes):

@@ -67,6 +67,9 @@ INDENTED = PROGRAM.replace("\n", "\n   ")
         f"<think>\n```python\nprint(3)\n```\n</think>\n{BLOCK}",
         f"Inline ```code``` and `more`.\n{BLOCK}",
         f"{BLOCK}\n```python\nprint('not closed')",
+        f"<answer>{BLOCK}</answer>",
+        f"{BLOCK}.",
+        f"{BLOCK}\nIt prints:\n```\n1\n```",
     ],
 )
 def test_the_last_python_block_is_the_program(text: str) -> None:
@@ -114,17 +117,3 @@ def test_reading_takes_linear_time(unit: str) -> None:
 
     short = min(seconds(5_000) for _ in range(2))
     assert seconds(20_000) < 10 * short + 0.2  # quadratic: 16 times
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "<answer>```python\nright\n```</answer>",
-        "```python\nright\n```.",
-        "```py\nright\n```\nIt prints:\n```\n1\n```",
-        "```\nright\n```",
-        "```python\nwrong\n```\nNo:\n```python\nright\n```",
-    ],
-)
-def test_last_block_that_names_python_is_the_program(text: str) -> None:
-    assert last_block(text, "python", "py", "") == "right"

@@ -12,6 +12,7 @@ import pytest
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 from atroposlib.envs.stepwise import Answer, EpisodeEnd, Request, SteppedEnv
+from atroposlib.envs.tool_env import hermes_call
 from atroposlib.errors import EngineProtocolError, EnvError
 from atroposlib.inference.harness import ByteTokenizer
 from tests.contract.test_envs_readme import ENVIRONMENTS, offline
@@ -31,8 +32,7 @@ def shop(request: Request) -> str:
     assert question
     price = re.search(r"<tool>(\d+)", request.prompt)
     if price is None:
-        call = {"name": "price", "arguments": {"fruit": question[2]}}
-        return f"<tool_call>{json.dumps(call)}</tool_call>"
+        return hermes_call("price", fruit=question[2])
     return str(int(question[1]) * int(price[1]))
 
 

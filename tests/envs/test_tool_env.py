@@ -23,6 +23,7 @@ from atroposlib.envs.tool_env import (
     parse_hermes_calls,
     tool_from,
 )
+from atroposlib.envs.tool_env import hermes_call as call
 from atroposlib.errors import ConfigError, EnvError, MissingDependency
 from atroposlib.inference.harness import HarnessRequest
 from atroposlib.scored_data import Strictness, check_group
@@ -117,10 +118,6 @@ class Calculator(Offline, ToolEnv):
 
 
 ROW = {"question": "1 + 2?", "answer": "3"}
-
-
-def call(name: str, **arguments: Any) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 def saying(*answers: str) -> Callable[[HarnessRequest], str]:

@@ -5,7 +5,6 @@ The advantages of the judged members must be equal, for every policy and every b
 """
 
 import asyncio
-import json
 import logging
 import random
 import re
@@ -20,7 +19,7 @@ from atroposlib.envs.dataset_env import DatasetEnv, DatasetEnvConfig
 from atroposlib.envs.judge_env import JudgeEnv
 from atroposlib.envs.multi_turn_env import Episode, MultiTurnEnv, Step
 from atroposlib.envs.rewards import RewardFailure
-from atroposlib.envs.tool_env import ToolEnv
+from atroposlib.envs.tool_env import ToolEnv, hermes_call
 from atroposlib.errors import EnvError
 from atroposlib.inference.answerer import Ask, Sampled
 from atroposlib.inference.harness import ByteTokenizer, HarnessRequest, ServerHarness
@@ -157,8 +156,7 @@ def answering(base: type[Any], members: list[Member]) -> Callable[[HarnessReques
             return next(each for each in members if each.id == int(named[1])).text
         member = next(fresh)
         if base is Tools and member.fate != "short":
-            call = {"name": "say", "arguments": {"word": f"#{member.id}"}}
-            return f"<tool_call>{json.dumps(call)}</tool_call>"
+            return hermes_call("say", word=f"#{member.id}")
         if base is MultiTurn and member.fate != "short":
             return f"first#{member.id}"
         return member.text

@@ -73,11 +73,9 @@ class GymTaxiEnv(GymEnv):
     config: TaxiConfig
 
     def opening(self, episode: Episode) -> str:
-        """Return the rules and the first state."""
         return f"{RULES}\n{describe(episode.state)}"
 
     def observe(self, episode: Episode) -> str:
-        """Return the previous cell and the new state."""
         before = state_of(episode.state["before"])
         return f"You were in cell ({before.row}, {before.column}).\n{describe(episode.state)}"
 

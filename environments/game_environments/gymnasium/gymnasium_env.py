@@ -59,7 +59,6 @@ class GymnasiumEnv(GymEnv):
         await super().setup()
 
     def opening(self, episode: Episode) -> str:
-        """Return the rules and the first state."""
         return (
             f"{self.rules}\n\nPlay one episode, one action at a time. End every answer with the number of an action "
             f"from {self.actions[0]} to {self.actions[-1]} inside <action> </action> tags.\n\n{self.observe(episode)}"

@@ -165,7 +165,6 @@ class TextWorldEnv(MultiTurnEnv):
         return Step(observation(shown.feedback, shown), reward, done=is_over, reason=reason)
 
     def final_score(self, episode: Episode) -> Outcome:
-        """Return the share of the game's points."""
         return sum(episode.rewards) / episode.state["shown"].max_score
 
     async def end(self, episode: Episode) -> None:

@@ -59,7 +59,6 @@ class BlackjackEnvNoThinking(GymEnv):
         return describe(episode.state["observation"])
 
     def read_action(self, episode: Episode, answer: str) -> int | None:
-        """Return the action of the only call."""
         action = action_of(answer)
         return None if action is None else ACTIONS[action]
 

@@ -113,7 +113,6 @@ class BlackjackEnv(GymEnv):
         return groups, []
 
     def conversation(self, row: Turn) -> list[dict[str, Any]]:
-        """Return the messages of a turn."""
         return list(row.messages)
 
     async def roll_out(self, row: Turn | int, n: int, *, split: Split) -> list[Rollout]:

@@ -1,8 +1,7 @@
 """The corpus of the check: broken environments with the rule that must fail and its hint, and sound environments.
 
-`python -m tests.checker.rates` prints how many broken ones their own rule catches and how often a rule fires on a sound
-one. Where two rules could see a fault, the environment is written so that only one does: the corpus measures that the
-check names the cause, not a consequence. Environments that are not declared as broken are sound.
+Where two rules could see a fault, the environment is written so that only one does: the corpus measures that the check
+names the cause, not a consequence. Environments that are not declared as broken are sound.
 """
 
 from __future__ import annotations

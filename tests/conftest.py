@@ -15,11 +15,12 @@ import ssl
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import hypothesis  # noqa: F401 - before `gc.freeze`: it looks for who refers to a generator that it registers
 import pytest
 
 from tests.postgres import Cluster, binaries, running_cluster
@@ -80,6 +81,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Leave all that is imported and collected out of the collection of garbage: a scan takes 0.3 s of CPU."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _no_process_left() -> Iterator[None]:
     with leaving_no_process():
@@ -111,13 +123,13 @@ def _one_tls_context() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _same_interpreter() -> Iterator[None]:
+def _same_interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Undo what a test, or a library that it calls, sets for the whole process: a worker runs many tests."""
     recursion_limit, thresholds = sys.getrecursionlimit(), gc.get_threshold()
+    monkeypatch.setattr(gc, "freeze", lambda: None)
     yield
     sys.setrecursionlimit(recursion_limit)
     gc.set_threshold(*thresholds)
-    gc.unfreeze()
 
 
 def require_postgres() -> None:

@@ -60,20 +60,27 @@ def report_of(env_cls: type[BaseEnv]) -> Report:
     return check(env_cls)
 
 
-def _sound(env_cls: type[BaseEnv]) -> Any:
-    """Return a test case; those with processes of their own take seconds."""
-    has_processes = env_cls.__name__ in ("ArithmeticAgents", "GSM8kEnv")
-    marks = pytest.mark.drill if has_processes else ()
-    return pytest.param(env_cls, marks=marks, id=env_cls.__name__)
+IN_EVERY_RUN = (
+    *("Sums", "TwoTurns", "Rows", "Choices", "Guess", "SetupFails", "ItemsRunOut", "CollectFails"),
+    *("OneSequenceShort", "MasksShifted", "AnswerRetokenized", "RandomReward", "EmptyIsRight"),
+    *("Containment", "FileLeftOpen", "SleepsInScoring", "LoadsNothing", "CallsRenamed", "ExactBox"),
+)
+"""Of the corpus; the others are drills."""
 
 
-@pytest.mark.parametrize("env_cls", [_sound(env_cls) for env_cls in SOUND])
+def _case(env_cls: type[BaseEnv], value: Any, *, rule: str = "") -> Any:
+    name = env_cls.__name__
+    marks = () if name in IN_EVERY_RUN else pytest.mark.drill
+    return pytest.param(value, marks=marks, id=f"{rule}-{name}" if rule else name)
+
+
+@pytest.mark.parametrize("env_cls", [_case(env_cls, env_cls) for env_cls in SOUND])
 def test_sound_environment_fails_no_rule(env_cls: type[BaseEnv]) -> None:
     report = report_of(env_cls)
     assert report.failed == [], report.to_text()
 
 
-@pytest.mark.parametrize("case", BROKEN, ids=lambda case: f"{case.rule}-{case.env_cls.__name__}")
+@pytest.mark.parametrize("case", [_case(case.env_cls, case, rule=case.rule) for case in BROKEN])
 def test_broken_environment_fails_its_own_rule_alone(
     case: Broken, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,7 +91,7 @@ def test_broken_environment_fails_its_own_rule_alone(
     assert case.hint in report.to_text()
 
 
-@pytest.mark.parametrize("case", NOTED, ids=lambda case: case.env_cls.__name__)
+@pytest.mark.parametrize("case", [_case(case.env_cls, case) for case in NOTED])
 def test_a_strict_reward_is_noted_and_no_fault(case: Broken) -> None:
     report = check(case.env_cls)
     assert report.failed == [], report.to_text()

@@ -15,6 +15,14 @@ from tests.cli.test_launch_quoting import RUN as HOSTILE
 from tests.processes import ROOT
 
 RUNS = {"full": FULL, "hubs": HUBS, "hostile": HOSTILE}
+every_run = pytest.mark.parametrize(
+    "run",
+    [
+        pytest.param("full", marks=pytest.mark.drill),
+        pytest.param("hubs", marks=pytest.mark.drill),
+        "hostile",
+    ],
+)
 SHELLCHECK = shutil.which("shellcheck", path=Path(sys.executable).parent)
 pytestmark = pytest.mark.skipif(SHELLCHECK is None, reason="pip install 'atroposlib[dev]'")
 
@@ -40,13 +48,13 @@ def test_a_fault_is_found(tmp_path: Path) -> None:
     assert "SC2155" in check([tmp_path / "x.sh"])
 
 
-@pytest.mark.parametrize("run", RUNS)
+@every_run
 def test_the_jobs_for_slurm_are_clean(tmp_path: Path, run: str) -> None:
     render(write_run(tmp_path / "run.yaml", RUNS[run]), target="slurm", out=tmp_path / "jobs")
     assert check(sorted((tmp_path / "jobs").iterdir())) == ""
 
 
-@pytest.mark.parametrize("run", RUNS)
+@every_run
 def test_the_scripts_of_pods_and_tasks_are_clean(tmp_path: Path, run: str) -> None:
     file = write_run(tmp_path / "file.yaml", RUNS[run])
     tasks: list[Path] = []

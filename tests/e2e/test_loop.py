@@ -12,7 +12,7 @@ from tests.faults.drivers import hub_process
 from tests.processes import Process, answers, engine_argv, free_port, parity_argv, running
 from tests.tiny_model import make_tiny_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.drill, pytest.mark.timeout(240)]
 
 
 def trainer_argv(
@@ -39,10 +39,7 @@ def trainer_argv(
     ]
 
 
-@pytest.mark.parametrize(
-    ("bridge", "num_steps"),
-    [("reload", 4), pytest.param("restart", 2, marks=pytest.mark.drill)],
-)
+@pytest.mark.parametrize(("bridge", "num_steps"), [("reload", 4), ("restart", 2)])
 def test_the_loop_trains_and_the_engine_follows(
     bridge: str, num_steps: int, tmp_path: Path
 ) -> None:

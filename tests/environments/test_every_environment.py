@@ -420,7 +420,12 @@ METRICS = table("environments/dashboards")
 
 @pytest.mark.parametrize(
     "case",
-    [case for case in CASES if case.module in METRICS],
+    [
+        # TextWorld's six games take 2 to 20 s of CPU each.
+        pytest.param(case, marks=pytest.mark.drill if "textworld" in case.module else ())
+        for case in CASES
+        if case.module in METRICS
+    ],
     ids=lambda case: case.module,
     indirect=True,
 )

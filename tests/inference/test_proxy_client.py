@@ -23,7 +23,7 @@ from tests.inference.helpers_peer import Peer, Reply
 from tests.proxy.helpers_proxy import (
     ENGINE_URL,
     WEATHER,
-    Endless,
+    Held,
     Proxy,
     call_text,
     trained_text,
@@ -264,11 +264,11 @@ async def test_failures_are_the_errors_of_an_engine() -> None:
 async def test_closing_the_connection_cancels_the_engines_work() -> None:
     async with Proxy() as proxy, serve_locally(proxy.app) as url:
         managed = await create_proxy_session(url)
-        endless = Endless(proxy.engine)
+        held = Held(proxy.engine)
         call = asyncio.create_task(managed.chat_completion(messages=HELLO))
-        await endless.asked.wait()
+        await held.asked.wait()
         call.cancel()
         await asyncio.gather(call, return_exceptions=True)
         async with asyncio.timeout(10):
-            await endless.cancelled.wait()
+            await held.cancelled.wait()
         await managed.cleanup()

@@ -118,19 +118,24 @@ class Proxy:
         return nodes
 
 
-class Endless:
-    """Replaces the attempts of a proxy's engine by one that never ends; `asked` and `cancelled` tell where it is."""
+class Held:
+    """Holds the attempts of a proxy's engine until `go_on`; `asked` and `cancelled` tell where they are."""
 
     def __init__(self, engine: ServerHarness) -> None:
-        self.asked, self.cancelled = asyncio.Event(), asyncio.Event()
+        self.asked, self.go_on, self.cancelled = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.num_asked = 0
+        self._answer = engine._tokens_and_logprobs_completion_wrapper
         engine._tokens_and_logprobs_completion_wrapper = self._wait  # type: ignore[method-assign]
 
     async def _wait(self, **kwargs: Any) -> Any:
+        self.num_asked += 1
         self.asked.set()
         try:
-            await asyncio.Event().wait()
-        finally:
+            await self.go_on.wait()
+        except asyncio.CancelledError:
             self.cancelled.set()
+            raise
+        return await self._answer(**kwargs)
 
 
 def trained_text(node: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ import pytest
 from helpers_proxy import (
     ENGINE_URL,
     WEATHER,
-    Endless,
+    Held,
     Proxy,
     call_text,
     events_of,
@@ -584,20 +584,12 @@ async def test_idle_and_old_sessions_expire_with_410() -> None:
 async def test_session_that_is_answered_is_not_idle() -> None:
     async with Proxy(limits=SessionLimits(idle_s=60)) as proxy:
         uuid = await proxy.open()
-        asked, go_on = asyncio.Event(), asyncio.Event()
-
-        async def slow(**kwargs: Any) -> Any:
-            asked.set()
-            await go_on.wait()
-            return await answer(**kwargs)
-
-        answer = proxy.engine._tokens_and_logprobs_completion_wrapper
-        proxy.engine._tokens_and_logprobs_completion_wrapper = slow  # type: ignore[method-assign]
+        held = Held(proxy.engine)
         call = asyncio.create_task(proxy.post(chat_url(uuid), HELLO))
-        await asked.wait()
+        await held.asked.wait()
         proxy.clock.now_s += 600
         await proxy.sessions.expire()
-        go_on.set()
+        held.go_on.set()
         await call
         proxy.clock.now_s += 59
         assert len(await proxy.nodes(uuid)) == 1
@@ -623,12 +615,12 @@ async def test_sessions_at_the_same_time_keep_apart() -> None:
 
 async def test_deleting_a_session_cancels_what_the_engine_is_doing_for_it(proxy: Proxy) -> None:
     uuid = await proxy.open()
-    endless = Endless(proxy.engine)
+    held = Held(proxy.engine)
     call = asyncio.create_task(proxy.client.post(chat_url(uuid), json=HELLO))
-    await endless.asked.wait()
+    await held.asked.wait()
     assert (await proxy.client.delete(f"/{uuid}")).status_code == 200
     assert (await call).status_code == 404
-    assert endless.cancelled.is_set()
+    assert held.cancelled.is_set()
 
 
 async def test_session_deleted_while_a_body_arrives_asks_the_engine_nothing(proxy: Proxy) -> None:

@@ -15,7 +15,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from helpers_proxy import (
     WEATHER,
-    Endless,
+    Held,
     Proxy,
     call_text,
     events_of,
@@ -42,22 +42,6 @@ from tests.inference.helpers_templates import CHANNELS, make_tokenizer
 ASKED: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Go."}]}
 
 
-class Slow:
-    """Delays every answer of a proxy's engine until `may_answer`."""
-
-    def __init__(self, proxy: Proxy) -> None:
-        self.num_asked = 0
-        self.may_answer = asyncio.Event()
-        answer = proxy.engine._tokens_and_logprobs_completion_wrapper
-
-        async def wait(**kwargs: Any) -> Any:
-            self.num_asked += 1
-            await self.may_answer.wait()
-            return await answer(**kwargs)
-
-        proxy.engine._tokens_and_logprobs_completion_wrapper = wait  # type: ignore[method-assign]
-
-
 @pytest.fixture
 def keeps_alive_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "KEEP_ALIVE_S", 0.05)
@@ -76,7 +60,7 @@ async def test_a_client_with_a_short_timeout_gets_a_slow_answer_from_one_request
     path: str, first: str, keeps_alive_fast: None
 ) -> None:
     async with Proxy(lambda request: "done") as proxy, serve_locally(proxy.app) as url:
-        slow = Slow(proxy)
+        held = Held(proxy.engine)
         uuid = await proxy.open()
         body = {**ASKED, "input": "Go.", "max_tokens": 50, "stream": True}
         received = ""
@@ -87,10 +71,10 @@ async def test_a_client_with_a_short_timeout_gets_a_slow_answer_from_one_request
             async for text in answer.aiter_text():
                 received += text
                 if received.count(": keep-alive") >= 3:
-                    slow.may_answer.set()
+                    held.go_on.set()
         assert first in received.split("\n\n")[0]
         assert "done" in received.rpartition(": keep-alive")[2]
-        assert slow.num_asked == 1
+        assert held.num_asked == 1
         (node,) = await proxy.nodes(uuid)
         assert trained_text(node) == "done<eos>"
 
@@ -99,7 +83,7 @@ async def test_a_client_that_goes_away_ends_the_request_and_nothing_is_trained(
     keeps_alive_fast: None,
 ) -> None:
     async with Proxy() as proxy, serve_locally(proxy.app) as url:
-        endless = Endless(proxy.engine)
+        held = Held(proxy.engine)
         uuid = await proxy.open()
         chat = f"{url}/{uuid}/v1/chat/completions"
         async with httpx.AsyncClient() as client:
@@ -108,7 +92,7 @@ async def test_a_client_that_goes_away_ends_the_request_and_nothing_is_trained(
                     if line.startswith(": "):
                         break
         async with asyncio.timeout(5):
-            await endless.cancelled.wait()
+            await held.cancelled.wait()
         assert await proxy.nodes(uuid) == []
 
 

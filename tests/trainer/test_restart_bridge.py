@@ -127,6 +127,7 @@ def test_checkpoint_without_a_model_leaves_the_old_engine_running(
     assert [engine.pid for engine in engines.made] == [pid]
 
 
+@pytest.mark.drill
 def test_a_version_that_does_not_come_up_is_rolled_back_and_a_second_in_a_row_is_an_error(
     engines: Engines,
     bridge: RestartBridge,
@@ -151,6 +152,7 @@ def test_a_version_that_does_not_come_up_is_rolled_back_and_a_second_in_a_row_is
         bridge.publish(make_version(4), 4)
 
 
+@pytest.mark.drill
 def test_an_engine_that_is_killed_is_started_again_on_the_version_it_served(
     engines: Engines, bridge: RestartBridge, base: Path, checkpoint: Path
 ) -> None:
@@ -164,7 +166,10 @@ def test_an_engine_that_is_killed_is_started_again_on_the_version_it_served(
     assert engines.served() == (str(checkpoint), "2")
 
 
-@pytest.mark.parametrize("reason", ["the disk is full", "Not a directory"])
+@pytest.mark.parametrize(
+    "reason",
+    [pytest.param("the disk is full", marks=pytest.mark.drill), "Not a directory"],
+)
 def test_an_engine_that_does_not_come_back_ends_the_run(
     engines: Engines, base: Path, caplog: pytest.LogCaptureFixture, reason: str
 ) -> None:

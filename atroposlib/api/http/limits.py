@@ -306,9 +306,8 @@ class RequestBodies:
                 changed = MutableHeaders(scope=scope)
                 del changed["content-encoding"]
                 changed["content-length"] = str(len(body))
-            bodies = [
-                body
-            ]  # emptied on delivery, so that the handler alone decides how long it lives
+            # Emptied on delivery, so that the handler alone decides how long the body lives.
+            bodies = [body]
             del body
 
             async def receive_body() -> Message:

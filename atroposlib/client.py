@@ -856,7 +856,8 @@ def _error_of(status: int, body: bytes, where: str, retry_after: str | None) -> 
     """Return the error that a status of 400 or more stands for."""
     detail = body.decode("utf-8", "replace")
     hint = f"; is {TOKEN_VARIABLE} set to one of its tokens?" * (status == 401)
-    message = f"{where}: {status} {detail:.500}{hint}"
+    hint += "; is this a hub?" * (not detail.startswith("{"))
+    message = f"{where}: {status} {' '.join(detail.split()):.500}{hint}"
     if is_transient_status(status):
         return HubUnavailable(message, retry_after_s=read_retry_after(retry_after))
     kind = TrainerSuperseded if status == 409 and '"superseded"' in detail else HubRejected

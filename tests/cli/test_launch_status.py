@@ -111,6 +111,15 @@ def test_a_server_that_answers_anything_is_no_hub(capsys: pytest.CaptureFixture[
     assert "this is not a hub's Explanation: b'Welcome'" in capsys.readouterr().err
 
 
+def test_the_page_of_another_server_is_shown_in_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    app = FastAPI(exception_handlers={404: lambda *_: PlainTextResponse("<h1>\nNo", 404)})
+    with serving(app) as url:
+        assert main(["status", url]) == 1
+    assert "/explain: 404 <h1> No; is this a hub?" in " ".join(capsys.readouterr().err.split())
+
+
 def ledger(**counts: int) -> Ledger:
     names = ("produced", "queued", "buffered", "leased", "trained", "expired", "dead", "discarded")
     values = {**dict.fromkeys(names, 0), **counts}

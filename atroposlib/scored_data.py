@@ -125,7 +125,8 @@ FIELDS: Final = (
 """All fields of a group. Gates, encodings, rows of files and the viewer follow this table.
 
 To add a field: a row here, its line in `ScoredDataGroup` (and `ScoredDataItem`, for one per sequence or token), its
-attribute in `ScoredGroup`, its row in `api/README.md`. The order of the rows is that of keys and of digests.
+attribute in `ScoredGroup`, its row in `api/README.md`; for texts or lists per sequence, also how `_per_sequence` reads
+them. The order of the rows is that of keys and of digests.
 """
 
 FIELD: Final = {field.name: field for field in FIELDS}

@@ -1,6 +1,6 @@
 """Long-lived HTTP sessions per inference server, and the errors that a request raises.
 
-A request is ONE attempt: `APIServer` owns the retries. Connection errors, timeouts, 5xx, 408, 425 and 429 raise
+A request is ONE attempt: `admission.ask` alone retries. Connection errors, timeouts, 5xx, 408, 425 and 429 raise
 `EngineUnavailable` (the same request may succeed later), other 4xx `EngineHttpRejected`, unreadable bodies
 `EngineProtocolError`. Messages contain the URL and an excerpt of the answer.
 """

@@ -786,6 +786,23 @@ async def test_the_number_of_queued_groups_is_bounded() -> None:
     await coordinator.accept([incoming(1)])
 
 
+async def test_environments_that_send_what_they_are_asked_for_get_their_shares() -> None:
+    run, num_taken, sizes = await started(32), [0, 0, 0], (8, 4, 16)
+    for weight, size in zip((1, 2, 1), sizes, strict=True):
+        await joined(run, desired_name=f"of {size}", weight=weight, group_size=size)
+    for _ in range(60):
+        for env_id, size in enumerate(sizes):
+            while True:
+                status = run.status_env(env_id)
+                if status.self_queue_size * size >= 64 * (status.wanted_share or 0):
+                    break
+                await run.accept([incoming(size, env_id=env_id, tag=env_id)])
+        for env_id in tags(await trained(run)):
+            num_taken[env_id] += sizes[env_id]
+    shares = [num / sum(num_taken) for num in num_taken]
+    assert shares == pytest.approx([0.25, 0.5, 0.25], abs=0.05)
+
+
 class RunMachine(RuleBasedStateMachine):
     """Random histories with restarts: what went in is trained on once, or accounted for, in exact batches."""
 
@@ -803,8 +820,8 @@ class RunMachine(RuleBasedStateMachine):
         self.ids: dict[str, int] = {}
         self.leases: list[Delivery] = []
         self.dead_leases: list[Delivery] = []
-        self.acked: list[list[int]] = []
-        """Tags of acknowledged batches; without a resume, each group is in one of them at most."""
+        self.acked: dict[int, list[int]] = {}
+        """Tags of acknowledged batches by step, without those after the step of a resume: each group is in one."""
         self.has_resumed = False
         self.restart()
 
@@ -873,7 +890,7 @@ class RunMachine(RuleBasedStateMachine):
         if is_whole:
             assert self.run(self.coordinator.end_plain(delivery.row))
             self.coordinator.note_receipt(delivery.row)
-            self.acked.append(tags(delivery))
+            self.acked[delivery.row.step] = tags(delivery)
         else:
             self.run(self.coordinator.give_back(delivery.row))
             assert self.coordinator.status().current_step <= before
@@ -884,7 +901,8 @@ class RunMachine(RuleBasedStateMachine):
         batch = data.draw(st.sampled_from(self.leases))
         self.leases.remove(batch)
         self.run(self.coordinator.ack(batch.row.number, batch.row.lease_id))
-        self.acked.append(tags(batch))
+        assert batch.row.step not in self.acked
+        self.acked[batch.row.step] = tags(batch)
         self.run(self.coordinator.ack(batch.row.number, batch.row.lease_id))
 
     @precondition(lambda self: self.leases)
@@ -922,6 +940,7 @@ class RunMachine(RuleBasedStateMachine):
         reply = self.run(resumed(self.coordinator, step, resume=mode))
         assert reply.step == self.coordinator.status().current_step == step
         self.has_resumed = True
+        self.acked = {number: each for number, each in self.acked.items() if number <= step}
         self.dead_leases += self.leases
         self.leases = []
         held = self.coordinator.ledger()
@@ -951,9 +970,9 @@ class RunMachine(RuleBasedStateMachine):
         # A receipt is stored with the next change.
         assert self.counted(again.ledger()) == self.counted(ledger)
         assert again.status() == self.coordinator.status()
+        counts = Counter(tag for batch in self.acked.values() for tag in batch)
+        assert max(counts.values(), default=1) == 1
         if not self.has_resumed:
-            counts = Counter(tag for batch in self.acked for tag in batch)
-            assert max(counts.values(), default=1) == 1
             assert self.counted(ledger)["trained"] == len(counts)
 
 

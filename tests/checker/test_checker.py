@@ -68,6 +68,11 @@ IN_EVERY_RUN = (
 """Of the corpus; the others are drills."""
 
 
+def test_what_every_run_checks_is_in_the_corpus() -> None:
+    names = {case.env_cls.__name__ for case in [*BROKEN, *NOTED]}
+    assert {*IN_EVERY_RUN} <= names | {env_cls.__name__ for env_cls in SOUND}
+
+
 def _case(env_cls: type[BaseEnv], value: Any, *, rule: str = "") -> Any:
     name = env_cls.__name__
     marks = () if name in IN_EVERY_RUN else pytest.mark.drill

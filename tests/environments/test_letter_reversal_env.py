@@ -49,10 +49,10 @@ async def test_weights_that_are_not_announced_are_named_once_a_step(
 ) -> None:
     monkeypatch.setattr(letters, "LONG_WAIT_S", -1.0)
     env = await started()
-    env.curr_step, env.status_dict = 3, {"policy_version": 1}
+    env.curr_step, env.status_dict = 3, {"policy_version": 2}
     assert [await env.get_next_item() for _ in range(4)] == [None] * 4
     assert [record.getMessage() for record in caplog.records] == [
-        "waiting for the weights of step 3: the trainer has announced version 1. A trainer that announces none, "
+        "waiting for the weights of step 3: the trainer has announced version 2. A trainer that announces none, "
         "such as atropos-sft-gen, needs --env.strictly_on_policy false"
     ]
     env.status_dict = {"policy_version": 3}

@@ -26,6 +26,7 @@ import numpy as np
 import pytest
 
 from atroposlib.client import (
+    AnotherExperiment,
     HubClient,
     LeasedBatch,
     LeaseExpired,
@@ -269,11 +270,15 @@ class Producer:
     """Of each sequence."""
     may_send: Callable[[], bool] = lambda: True
     """Asked before each new group: keeps the queue short."""
-    acknowledged: set[GroupKey] = field(default_factory=set)
-    """The hub said that it has them."""
+    experiment: str | None = None
+    """What its groups are for; while the hub holds another one, each is tried again."""
+    acknowledged: dict[GroupKey, float] = field(default_factory=dict)
+    """When (monotonic) the hub said that it has the group."""
     num_attempts: int = 0
     num_duplicates: int = 0
     """Attempts that the hub answered with "I have it"."""
+    num_for_another: int = 0
+    """Attempts that were refused because the hub held another experiment."""
     num_sequences: int = 0
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -294,14 +299,15 @@ class Producer:
         while True:
             self.num_attempts += 1
             try:
-                receipt = await hub.send([group])
-            except (HubUnavailable, UnknownEnvironment):
+                receipt = await hub.send([group], experiment=self.experiment)
+            except (HubUnavailable, UnknownEnvironment, AnotherExperiment) as e:
+                self.num_for_another += isinstance(e, AnotherExperiment)
                 await asyncio.sleep(0.02 + 0.1 * rng.random())
             else:
                 break
         self.num_duplicates += receipt.status == "duplicate"
         self.num_sequences += size
-        self.acknowledged.add(key)
+        self.acknowledged[key] = time.monotonic()
 
 
 # Trainers
@@ -325,10 +331,11 @@ class _Stopped(Exception):
 class LeaseTrainer:
     """Leases, acknowledges, writes checkpoints, and forgets all since the last one when it "crashes".
 
-    `run` is synchronous and belongs in a thread; the fields may be read from others.
+    `run` is synchronous and belongs in a thread; the fields may be read from others. Run again, it resumes.
     """
 
     url: str
+    experiment: str | None = None
     crash_chance: float = 0.0
     checkpoint_every: int = 4
     pause_s: float = 0.0
@@ -344,6 +351,8 @@ class LeaseTrainer:
     """Trained since the last checkpoint."""
     step: int = 0
     """Of the last checkpoint."""
+    is_registered: bool = False
+    last_ack: float = 0.0
     num_batches: int = 0
     num_crashes: int = 0
     num_fenced: int = 0
@@ -360,11 +369,18 @@ class LeaseTrainer:
 
     def run(self) -> None:
         rng = random.Random(self.seed)
-        resume_step = None
+        resume_step = self.step if self.is_registered else None
+        self.pending = []
         while not self.must_stop.is_set():
             try:
                 with TrainerClient(self.url, timeout_s=self.timeout_s, retry_for_s=0) as hub:
-                    reply = self._retry(hub.register, registration(), resume_step=resume_step)
+                    reply = self._retry(
+                        hub.register,
+                        registration(),
+                        experiment=self.experiment,
+                        resume_step=resume_step,
+                    )
+                    self.is_registered = True
                     self.replayed += reply.replayed or 0
                     self._train(hub, rng)
             except _Stopped:
@@ -391,6 +407,7 @@ class LeaseTrainer:
                 except LeaseExpired:
                     self.num_fenced += 1
                     raise Crash from None
+                self.last_ack = time.monotonic()
                 self.pending += keys
                 self.num_batches += 1
                 time.sleep(self.pause_s)
@@ -441,6 +458,10 @@ class Traffic:
     @property
     def num_acknowledged(self) -> int:
         return sum(len(each.acknowledged) for each in self.producers)
+
+    @property
+    def last_acknowledged(self) -> float:
+        return max((max(p.acknowledged.values(), default=0.0) for p in self.producers), default=0.0)
 
     def check(self) -> None:
         """Raise what a producer or the trainer raised."""

@@ -1,4 +1,4 @@
-"""A TCP proxy on loopback whose network can be made bad: slow, sliced, silent, reset or cut.
+"""A TCP proxy on loopback whose network can be made bad: slow, sliced, limited, silent, reset or cut.
 
 Deterministic: chances come from a seeded generator, and `reset_after` counts bytes exactly. Everything may be changed
 while connections are open. One event loop; only tests of network faults use it. It knows no HTTP.
@@ -41,6 +41,8 @@ class Toxics:
     """That a chunk resets its connection instead of being passed on."""
     slice_bytes: int | None = None
     """Pass on pieces of at most this size, each written on its own."""
+    bytes_per_s: float | None = None
+    """For each direction of each connection."""
     is_blackhole: bool = False
     """Connections are accepted and stay open, but nothing passes until this ends; then everything does."""
 
@@ -52,6 +54,8 @@ class Proxy:
         self.port = free_port()
         self.num_passed: Counter[Direction] = Counter()
         """Bytes passed on."""
+        self.num_resets = 0
+        """Connections that toxics have reset; those that `cut` breaks are not counted."""
         self._target_port = target_port
         self._rng = random.Random(seed)
         self._toxics = Toxics()
@@ -175,10 +179,13 @@ class Proxy:
                 await self._end_of_blackhole()
                 allowed = self._allowed(chunk, direction)
                 for piece in self._pieces(chunk[:allowed]):
+                    if self._toxics.bytes_per_s is not None:
+                        await asyncio.sleep(len(piece) / self._toxics.bytes_per_s)
                     writer.write(piece)
                     await writer.drain()
                     self.num_passed[direction] += len(piece)
                 if allowed < len(chunk):
+                    self.num_resets += 1
                     # A reset may take back what its receiver has not read: bytes that count end with a plain close.
                     _reset([each for each in both if each is not writer or not allowed])
                     return

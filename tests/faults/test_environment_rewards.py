@@ -5,6 +5,7 @@ What an environment makes of an answer without a score: tests/envs/test_unjudged
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
@@ -47,13 +48,19 @@ def survivors(folder: Path) -> list[int]:
 async def test_a_misdeed_costs_its_own_score_and_leaves_nothing_behind(
     misdeed: Callable[[str], Any], tmp_path: Path
 ) -> None:
+    """Also beside it, other calls get their scores."""
     reason = KINDS[misdeed]
-    async with RewardWorkers() as workers:
+    async with RewardWorkers(num_workers=2) as workers:
         timeout_s = HANG_S if reason == "timeout" else PATIENT_S
-        outcome = await workers.run(misdeed, str(tmp_path), timeout_s=timeout_s)
+        folder = str(tmp_path)
+        beside = [workers.run(bad_rewards.behave, folder, timeout_s=PATIENT_S) for _ in range(3)]
+        outcome, *others = await asyncio.gather(
+            workers.run(misdeed, folder, timeout_s=timeout_s), *beside
+        )
+        assert others == [SCORE] * 3
         assert getattr(outcome, "reason", outcome) == (SCORE if reason is None else reason)
         assert workers.failures == ({} if reason is None else {reason: 1})
-        assert await workers.run(bad_rewards.behave, str(tmp_path), timeout_s=PATIENT_S) == SCORE
+        assert await workers.run(bad_rewards.behave, folder, timeout_s=PATIENT_S) == SCORE
     assert survivors(tmp_path) == []
 
 

@@ -1,9 +1,14 @@
-"""A connection that breaks at any byte costs no group and repeats none. `test_environment_schedule` spoils networks."""
+"""A bad network between hub, environments and trainer costs no group, and repeats none among the committed.
+
+Latency, resets, slices, narrow links, silence and cuts at chosen bytes, through tests/faults/proxy.py. The half-minute
+silence: pytest -m slow tests/faults/test_hub_network.py -s
+"""
 
 from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
@@ -17,13 +22,16 @@ from tests.faults.drivers import (
     BATCH_SIZE,
     GroupKey,
     HubProcess,
+    LeaseTrainer,
     assert_balanced,
+    eventually,
     hub_process,
     make_group,
     read_group,
     registration,
+    traffic,
 )
-from tests.faults.proxy import Direction, Proxy
+from tests.faults.proxy import Direction, Proxy, Toxics
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -31,6 +39,8 @@ T = TypeVar("T")
 
 TIMEOUT_S = 2.0
 """The clients' own; silence shorter than it is only slowness."""
+RECOVERY_S = 60.0
+"""Generous: the machine may be slow. The time is printed."""
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +50,70 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubProcess]:
 
 
 @asynccontextmanager
-async def fresh_run(hub: HubProcess) -> AsyncIterator[Proxy]:
+async def fresh_run(hub: HubProcess, *, seed: int = 0) -> AsyncIterator[Proxy]:
     """A proxy to the hub, whose run is forgotten first."""
     await asyncio.to_thread(hub.forget)
-    async with Proxy(hub.port) as proxy:
+    async with Proxy(hub.port, seed=seed) as proxy:
         yield proxy
+
+
+# Traffic over a bad network
+
+
+@pytest.mark.parametrize(
+    ("toxics", "duration_s"),
+    [
+        pytest.param(Toxics(latency_s=0.1), 2.0, id="latency-200ms-both-ways"),
+        pytest.param(Toxics(reset_chance=0.01), 2.0, id="resets-1-percent"),
+        pytest.param(Toxics(slice_bytes=700), 2.0, id="slices"),
+        pytest.param(Toxics(bytes_per_s=200_000), 2.0, id="narrow-link"),
+        pytest.param(Toxics(is_blackhole=True), 5.0, id="blackhole-5s"),
+        pytest.param(Toxics(is_blackhole=True), 30.0, id="blackhole-30s", marks=pytest.mark.slow),
+    ],
+)
+async def test_bad_network_loses_nothing_and_repeats_nothing(
+    hub: HubProcess, toxics: Toxics, duration_s: float, request: pytest.FixtureRequest
+) -> None:
+    async with fresh_run(hub, seed=3) as proxy:
+        trainer = LeaseTrainer(proxy.url, timeout_s=TIMEOUT_S)
+        async with traffic(proxy.url, trainer=trainer, num_producers=3) as load:
+            await eventually(
+                lambda: trainer.num_batches >= 5, timeout_s=60, what="batches over a good network"
+            )
+            before = load.num_acknowledged
+            proxy.toxics = toxics
+            await asyncio.sleep(duration_s)
+            if not toxics.is_blackhole:
+                await eventually(
+                    lambda: (
+                        load.num_acknowledged > before
+                        and (proxy.num_resets > 0) >= (toxics.reset_chance > 0)
+                    ),
+                    timeout_s=RECOVERY_S,
+                    what="groups pass, and a connection is reset where any is",
+                )
+            during = load.num_acknowledged - before
+            await proxy.heal()
+            healed = time.monotonic()
+            num_batches = trainer.num_batches
+            await eventually(
+                lambda: load.last_acknowledged > healed and trainer.num_batches > num_batches,
+                timeout_s=RECOVERY_S,
+                what=f"a group and a batch after the network healed; {load.account()}",
+            )
+            recovery_s = time.monotonic() - healed
+            await load.finish()
+        assert_balanced(hub.get("/ledger"))
+        print(
+            f"{request.node.callspec.id}: {during} groups in {duration_s:.0f} s, {proxy.num_resets} resets;"
+            f" recovered in {recovery_s:.2f} s; {load.account()}"
+        )
+    if toxics.is_blackhole:
+        assert during <= 3  # what was already on its way back
+    assert (proxy.num_resets > 0) == (toxics.reset_chance > 0)
+
+
+# One connection broken at chosen bytes
 
 
 def sweep(length: int, *, num_points: int = 40) -> list[int]:

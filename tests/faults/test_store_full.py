@@ -247,6 +247,7 @@ async def drain_a_full_hub(hub: HubProcess, *, flag: str) -> None:
         await load.progress(load.num_acknowledged + 100)
         await load.finish()
     assert trainer.num_failed == 0, "the full hub refused a call of its trainer"
+    assert trainer.num_fenced == trainer.num_crashes == 0
 
 
 async def test_a_trainer_drains_a_hub_whose_disk_is_full(tmp_path: Path) -> None:

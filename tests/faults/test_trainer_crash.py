@@ -1,4 +1,4 @@
-"""A trainer that is killed, wherever its state changes, and started again is the trainer that was never killed."""
+"""A trainer that is killed at any moment and started again is the trainer that was never killed."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ from tests.trainer.helpers_trainer import make_group
 
 Run = Callable[[Life], Ended]
 KILLED = -9
+NUM_KILLS = 10
 NUM_WRITES_CUT = 8
 NUM_STEPS = 40
 KEEP_LAST = 2
@@ -69,6 +70,7 @@ class Course:
     engine: RecordedEngine
     sampled: dict[str, int] = field(default_factory=dict)
     """The sampled tokens of each group that was sent."""
+    seconds: float = 0.0
 
     @property
     def save_path(self) -> Path:
@@ -205,7 +207,7 @@ def begin(tmp_path_factory: pytest.TempPathFactory, model_dir: Path, forge: Run)
 def uncrashed(tmp_path_factory: pytest.TempPathFactory, begin: Begin) -> Iterator[Course]:
     directory = tmp_path_factory.mktemp("uncrashed")
     with begin(directory, groups_for(NUM_STEPS), num_steps=NUM_STEPS) as whole:
-        whole.live_to_the_end()
+        whole.seconds = whole.live_to_the_end().seconds
         yield whole
 
 
@@ -213,6 +215,32 @@ def uncrashed(tmp_path_factory: pytest.TempPathFactory, begin: Begin) -> Iterato
 def crashed(tmp_path: Path, begin: Begin) -> Iterator[Course]:
     with begin(tmp_path, groups_for(NUM_STEPS), num_steps=NUM_STEPS) as started:
         yield started
+
+
+@pytest.mark.timeout(300)
+def test_a_trainer_killed_at_random_moments_ends_as_if_it_had_not_been(
+    uncrashed: Course, crashed: Course
+) -> None:
+    step_s = sum(m["wall_s"] for m in uncrashed.metrics) / NUM_STEPS
+    start_s = uncrashed.seconds - NUM_STEPS * step_s
+    rng = random.Random(6)
+    phases: Counter[str] = Counter()
+    newest = 0
+    at_the_latest = [("before leasing", 3, "kill")]  # so that no life gets far, however fast it is
+    for number in range(NUM_KILLS):
+        from_start = number % 5 == 4
+        kill_after_s = (start_s if from_start else 3 * step_s) * rng.random()
+        ended = crashed.live(kill_after_s=kill_after_s, from_start=from_start, deeds=at_the_latest)
+        assert ended.codes == [KILLED]
+        phases[ended.phase] += 1
+        crashed.assert_checkpoints_are_whole()
+        before, newest = newest, (crashed.checkpoints or [0])[-1]
+        assert newest >= before, "a checkpoint was lost"
+        assert len(crashed.checkpoints) <= KEEP_LAST + 1
+    assert newest < NUM_STEPS
+    crashed.live_to_the_end()
+    assert len(phases) >= 3
+    crashed.assert_is(uncrashed)
 
 
 @pytest.mark.timeout(300)

@@ -40,7 +40,8 @@ class Life(NamedTuple):
     journal: str
     """Gets a line `step id id ...` for each batch, in the order of delivery."""
     kill_after_s: float | None = None
-    """Seconds after the first batch is asked for; None: not by time."""
+    """Seconds after the first batch is asked for (`from_start`: after the fork); None: not by time."""
+    from_start: bool = False
     signal: int = signal.SIGKILL
     """Sent then."""
     deeds: Sequence[tuple[str, int, str]] = ()
@@ -134,7 +135,7 @@ def _do_once_what_is_slow(model_dir: str) -> None:
 def _end(pids: list[int], life: Life, phase_file: int) -> list[int]:
     """Wait for the end of the processes, or bring it about; return their exit codes."""
     start = time.monotonic()
-    began: float | None = None
+    began = start if life.from_start else None
     codes: dict[int, int] = {}
     is_sent = life.kill_after_s is None
     while len(codes) < len(pids):

@@ -126,6 +126,19 @@ def test_most_frequent_reason_comes_first_and_unknown_ones_are_not_hidden() -> N
     ]
 
 
+@pytest.mark.parametrize(
+    ("reason", "advice"),
+    [
+        ("too_short", "--env.min_trained_tokens"),
+        ("shape_group", "shape_group returned None"),
+        ("unjudged", "--env.on_reward_failure"),
+    ],
+)
+def test_a_cause_says_what_to_change(reason: str, advice: str) -> None:
+    said = explain(dropped={}, lost={reason: 1}, num_without_groups=1, samples={})
+    assert advice in said
+
+
 def test_every_reason_of_the_base_classes_has_a_cause() -> None:
     env = make_env(type("Judged", (Echoes, JudgeEnv), {}), respond=hello)
     assert env.lost_answers().keys() <= CAUSES.keys()

@@ -43,7 +43,9 @@ async def read_hub(hub: HubClient, *, num_environments: int = 0) -> HubView:
             found += page.environments
         ledger, replicas = await hub.ledger(), (await hub.status()).replicas or []
     except HubUnavailable as error:
-        raise HubUnavailable(f"{error}; run-api starts a hub") from error
+        if isinstance(error.__cause__, OSError):  # not connected
+            raise HubUnavailable(f"{error}; run-api starts a hub") from error
+        raise
     return HubView(explanation=explanation, ledger=ledger, replicas=replicas)
 
 

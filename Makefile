@@ -11,7 +11,7 @@ PART ?= all
 
 .PHONY: demo test drills lint bench docs gpu agents clean
 
-# Tests and drills wait for processes and timers: three workers keep two cores busy (tests 219 s, where two took 280 s).
+# Tests and drills wait for processes and timers: three workers keep two cores busy (tests 320 s).
 #
 # Unset, PYTHONDONTWRITEBYTECODE lets the hundreds of processes that tests start compile each module once.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder

@@ -1,4 +1,4 @@
-"""Retry rules: which statuses allow a retry, and how long to wait before it.
+"""Retry rules: which statuses allow a retry, and how long to wait before it; and waiting for the first of several.
 
 The only set of transient statuses, reader of `Retry-After` and back-off, for clients of the hub and of engines and for
 the trainer. Each caller sends and limits its own retries.
@@ -6,10 +6,13 @@ the trainer. Each caller sends and limits its own retries.
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
+from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
+from typing import Any
 
 TRANSIENT_4XX = frozenset({408, 425, 429})
 """Request timeout, too early, too many requests: the request itself is fine."""
@@ -35,6 +38,19 @@ def read_retry_after(value: str | None) -> float | None:
         return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
     except (TypeError, ValueError):
         return None
+
+
+async def wait_for_first(
+    calls: Iterable[Coroutine[Any, Any, Any]], *, timeout_s: float | None = None
+) -> None:
+    """Run calls concurrently until the first ends; cancel the others."""
+    tasks = [asyncio.create_task(call) for call in calls]
+    try:
+        await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @dataclass(slots=True)

@@ -32,7 +32,7 @@ from benchmarks._env_process import BenchmarkConfig, BenchmarkEnv
 from benchmarks._env_text import save_tokenizer
 from benchmarks._table import Table
 from benchmarks.env import running_engine
-from example_trainer.data import DataOptions, make_batch
+from example_trainer.data import DataOptions, make_batch, require_trainable
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = tuple(f"{ROOT / name}{os.sep}" for name in ("atroposlib", "example_trainer"))
@@ -112,6 +112,8 @@ async def one_group(
         batch = trainer.lease_batch(wait_s=10)
     assert batch is not None
     with profile.counting("make_batch"):
+        for each in batch.groups:
+            require_trainable(each, vocab_size=2**17)
         tensors = make_batch(
             batch.groups, DataOptions(seq_len=2**16, max_sequences=8, max_tokens=2**17)
         )

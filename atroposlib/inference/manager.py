@@ -28,7 +28,7 @@ from atroposlib.inference.config import (
     ServerManagerConfig,
 )
 from atroposlib.inference.harness import ServerHarness, answer_from_hash
-from atroposlib.inference.servers.admission import choose, start_turn, wait_for_first
+from atroposlib.inference.servers.admission import choose, start_turn
 from atroposlib.inference.servers.api_server import APIServer, TokenCompletions, call
 from atroposlib.inference.servers.openai import OpenAIServer
 from atroposlib.inference.servers.openai_routes import part_of, split_n
@@ -38,6 +38,7 @@ from atroposlib.inference.servers.vllm import VLLMServer
 from atroposlib.inference.sessions.managed_server import ManagedServer
 from atroposlib.inference.sessions.text_sessions import DummyManagedServer, TextSession
 from atroposlib.inference.slurm import inference_urls, list_hostnames
+from atroposlib.patience import wait_for_first
 from atroposlib.utils.wording import without_users
 
 if TYPE_CHECKING:

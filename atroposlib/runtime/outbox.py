@@ -34,7 +34,7 @@ from atroposlib.inference.servers.sampling_notes import (
     noting_sampling,
     recorded,
 )
-from atroposlib.patience import Backoff
+from atroposlib.patience import Backoff, wait_for_first
 from atroposlib.runtime.group_log import ALWAYS_WRITTEN, group_line
 from atroposlib.runtime.group_rows import Provenance, item_json, text_messages
 from atroposlib.runtime.losses import is_logged, listed, sample
@@ -269,11 +269,7 @@ class Outbox:
     async def flush(self, timeout_s: float, skip_wait: asyncio.Event | None = None) -> int:
         """Wait until nothing is held, `timeout_s` is over or `skip_wait` is set; return the number still held."""
         events = (self._drained, skip_wait) if skip_wait else (self._drained,)
-        waits = [asyncio.create_task(event.wait()) for event in events]
-        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        for wait in waits:
-            wait.cancel()
-        await asyncio.gather(*waits, return_exceptions=True)
+        await wait_for_first([event.wait() for event in events], timeout_s=timeout_s)
         if self._held:
             logger.warning("%d groups are not delivered yet", self.num_held)
         return self.num_held

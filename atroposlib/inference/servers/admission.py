@@ -28,7 +28,6 @@ from collections.abc import (
     Callable,
     Collection,
     Coroutine,
-    Iterable,
     Iterator,
     Sequence,
 )
@@ -39,7 +38,7 @@ from weakref import WeakKeyDictionary
 
 from atroposlib.errors import EngineProtocolError, EngineRejected, EngineUnavailable
 from atroposlib.inference.config import APIServerConfig
-from atroposlib.patience import MAX_RETRY_AFTER_S, Backoff
+from atroposlib.patience import MAX_RETRY_AFTER_S, Backoff, wait_for_first
 from atroposlib.utils.wording import without_users
 
 logger = logging.getLogger(__name__)
@@ -717,19 +716,6 @@ async def _until_healthy(servers: Sequence[D]) -> Sequence[D]:
         f"inference server {servers[0]._label} is not ready after {longest_s:g} s:"
         f" {servers[0].health_reason or 'no answer'}. Start it, correct base_url, or raise health_wait_s"
     )
-
-
-async def wait_for_first(
-    calls: Iterable[Coroutine[Any, Any, Any]], *, timeout_s: float | None = None
-) -> None:
-    """Run calls concurrently until the first ends; cancel the others."""
-    tasks = [asyncio.create_task(call) for call in calls]
-    try:
-        await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 # The door.

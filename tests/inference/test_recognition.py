@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from atroposlib.inference.sessions.managed_server import ManagedServer
@@ -254,6 +254,7 @@ def test_appended_text_is_given_whole(answer: str, added: str, stop: str) -> Non
     assert given_after(said, {"content": answer.rstrip() + stop + "-" + added}) == "-" + added
 
 
+@example("1 ", "1 1")
 @given(words, words)
 def test_what_neither_begins_with_the_answer_nor_equals_it_differs_at_its_first_other_character(
     answer: str, other: str

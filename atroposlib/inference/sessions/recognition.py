@@ -112,7 +112,8 @@ def _given_after(
     appended = _without_beginning(rest[len(sampled.content) :], space + said.cut)
     if may_be_text:
         return appended if all(name in appended for name, _ in said.calls) else other_calls
-    if appended[:1].isalnum() and (sampled.content + said.cut)[-1].isalnum():
+    before = said.cut or rest.removesuffix(appended)
+    if appended[:1].isalnum() and before[-1].isalnum():
         return _difference("changed", sampled.content, given.content)  # another last word
     return appended if appended.strip() else ""
 
